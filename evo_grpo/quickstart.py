@@ -29,9 +29,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from evo_grpo.errors import CheckpointError, ConfigError, RewardError, RunFailedError, ShapeError
-from evo_grpo.learn.objective.advantages import group_advantages
+from evo_grpo.learn.objective.advantages import as_floats, group_advantages
 from evo_grpo.learn.objective.ratios import kl_term
-from evo_grpo.learn.objective.reward_arrays import as_floats
 from evo_grpo.rollout.sampling import RowSampling, Sampling, key_tensor, sample_tokens, uniform
 from evo_grpo.schema.validation import (
     LEAST,

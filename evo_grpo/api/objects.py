@@ -10,7 +10,7 @@ from peft import LoraConfig
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.start import Start, start_problems
-from evo_grpo.population.cohort.adapters import rank_alpha
+from evo_grpo.population.cohort.state import rank_alpha
 from evo_grpo.record.history import resolved_start
 from evo_grpo.schema.hparams import RankAlpha
 from evo_grpo.schema.problems import Problem, Problems

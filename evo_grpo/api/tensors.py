@@ -11,8 +11,12 @@ from torch import Tensor
 
 from evo_grpo.envs.episodes.multi_turn import Observation as Turn
 from evo_grpo.errors import ShapeError
-from evo_grpo.learn.objective.advantages import Scale, group_advantages, zero_variance_fraction
-from evo_grpo.learn.objective.reward_arrays import as_floats
+from evo_grpo.learn.objective.advantages import (
+    Scale,
+    as_floats,
+    group_advantages,
+    zero_variance_fraction,
+)
 from evo_grpo.learn.rows import Row
 from evo_grpo.model.ends import Ends
 from evo_grpo.types import CompletionGroup, Prompt

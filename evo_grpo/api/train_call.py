@@ -16,8 +16,8 @@ from evo_grpo.evolve.explore.protocol import Explorer
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.start import described_start
-from evo_grpo.population.cohort.adapters import rank_alpha
 from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.state import rank_alpha
 from evo_grpo.schema.group import Group
 from evo_grpo.schema.search_space import warn_if_nothing_mutates
 from evo_grpo.settings import (

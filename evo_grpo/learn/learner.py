@@ -8,7 +8,7 @@ detached: no second forward, and a ratio of exactly 1 even with LoRA dropout. La
 them. Only later minibatches need a separate pass, before the first update. A row keeps its dropout
 masks for the whole call: a ratio compares two policies, not two masks.
 
-The loss of a base in float16 is scaled (see `loss_scale`). If a gradient still overflows, the step
+The loss of a base in float16 is scaled (see `updates`). If a gradient still overflows, the step
 is computed again with a lower scale for that agent.
 """
 
@@ -24,12 +24,12 @@ from torch import Tensor
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.metrics import MetricSums, finish, measure, start_metrics
 from evo_grpo.learn.objective.losses import (
-    LossConfig,
     LossValues,
     TokenTerms,
     largest_penalty,
+    token_terms_of,
+    token_weights_of,
 )
-from evo_grpo.learn.objective.mixed import token_terms_of, token_weights_of
 from evo_grpo.learn.objective.ratios import kl_term
 from evo_grpo.learn.objective.shaping import token_advantages
 from evo_grpo.learn.packing import StepTotals, assign_minibatches, filter_and_whiten, pack
@@ -46,18 +46,15 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, AlgorithmConfig
 from evo_grpo.settings.engine import EngineConfig
+from evo_grpo.settings.loss import LossConfig
 
 
 @dataclass(frozen=True)
 class _Call:
     """One learn call.
 
-    Attributes:
-        totals: Denominators per minibatch of each agent.
-        seed: Stream of dropout.
-        exact_sampler: Whether the sampler's log-probs need no correction.
-        sums: Metrics of all agents, on the device.
-        metrics: Metrics of each agent, on the host.
+    `totals` are the denominators per minibatch of each agent, `seed` is the stream of dropout. The
+    `sums` of metrics are on the device, the `metrics` of each agent on the host.
     """
 
     agents: Sequence[AgentTraining]
@@ -70,11 +67,11 @@ class _Call:
 
     def denominators(self, minibatch: int) -> Tensor:
         """Return rows and tokens (N, 2) of each agent's minibatch; 1 for agents without it."""
-        found = [
+        counts = [
             (t.rows[minibatch], t.tokens[minibatch]) if minibatch < t.minibatches else (1, 1)
             for t in self.totals
         ]
-        return torch.tensor(found, dtype=torch.float32, device=self.sums.device)
+        return torch.tensor(counts, dtype=torch.float32, device=self.sums.device)
 
 
 class Learner:
@@ -109,26 +106,23 @@ class Learner:
         seed: int,
         exact_sampler: bool = True,
     ) -> list[dict[str, float]]:
-        """Take every agent's optimizer steps on its rows.
+        """Take every agent's optimizer steps on its rows; an agent may have none.
 
         Args:
             agents: N agents.
-            batches: Their rows, in the same order; an agent may have none.
+            batches: Their rows, in the same order.
             seed: Stream of minibatch order and dropout.
             exact_sampler: Whether the rows' sampler log-probs equal this learner's up to rounding
                 (see `RolloutEngine.exact`). If False, the loss uses them for `sampler_correction`
                 and `off_policy_mask_threshold`; a row without them counts as sampled by the policy.
 
         Returns:
-            Per agent: loss, kl (absent if none was computed), clip_fraction, clip_low, clip_high,
-                ratio_max, entropy, grad_norm, sampler_gap (mean nats per token by which the
-                sampler's log-probs differ from the learner's; absent if no row has them), updates
-                (optimizer steps taken), rows (as given), skipped_rows (rows without a gradient:
-                filtered, without a generated token, or of advantage 0 if no loss term acts without
-                one), failed (1 if a gradient was not finite and its step was not taken).
+            Per agent the metrics that docs/metrics.md describes. kl is absent if none was computed,
+            sampler_gap if no row has sampler log-probs; failed is 1 if a gradient was not finite
+            and its step was not taken.
         """
         self.base.check_row(max((len(r.token_ids) for b in batches for r in b.rows), default=0))
-        given = [len(b.rows) for b in batches]
+        row_counts = [len(b.rows) for b in batches]
         batches = [replace(b, rows=filter_and_whiten(b.rows, self.algorithm)) for b in batches]
         for agent, batch in zip(agents, batches, strict=True):
             order = derive(seed, "order", batch.agent)
@@ -144,7 +138,7 @@ class Learner:
             exact_sampler=exact_sampler,
             losses=[self.loss.of_agent(agent.hparams) for agent in agents],
             sums=MetricSums(len(agents), self.base.device),
-            metrics=[start_metrics(n, len(rows)) for n, rows in zip(given, live, strict=True)],
+            metrics=[start_metrics(n, len(rows)) for n, rows in zip(row_counts, live, strict=True)],
         )
         everything = [pair for pairs in live for pair in pairs]
         later = [p for p in everything if p[1].minibatch > 0]
@@ -217,17 +211,17 @@ class Learner:
         rows: dict[int, list[Row]] = {}
         for position, row in pairs:
             rows.setdefault(position, []).append(row)
-        found: dict[int, int] = {}
+        exponents: dict[int, int] = {}
         for position, own in rows.items():
             totals = call.totals[position]
-            found[position] = first_scale(
+            exponents[position] = first_scale(
                 call.agents[position],
                 own,
                 (totals.rows[minibatch], totals.tokens[minibatch]),
                 call.losses[position],
                 self.algorithm.adv_clip_range,
             )
-        return LossScales(found)
+        return LossScales(exponents)
 
     def _overflowed(self, call: _Call, present: Sequence[int], scales: LossScales) -> bool:
         """Divide the gradients by their scales; return whether the step must be computed again."""
@@ -348,7 +342,7 @@ class Learner:
             # The metric stays the k3 estimate of the penalty; the advantages use the signed k1.
             kl = kl_term(logprobs.detach(), reference, batch.mask, shaping)
             values = replace(values, beta=penalty)
-        given = {
+        inputs = {
             "old_logprobs": old,
             "mask": batch.mask,
             "advantages": advantages,
@@ -356,7 +350,7 @@ class Learner:
             "entropies": entropies,
             "sampler_logprobs": None if call.exact_sampler else batch.sampler_logprobs(old),
         }
-        terms = token_terms_of(self._losses(call, batch), logprobs, given, values)
+        terms = token_terms_of(self._losses(call, batch), logprobs, inputs, values)
         if kl is None:
             return terms
         # Each of the two is 0 in the rows of the other.

@@ -93,23 +93,23 @@ class _Bucket:
         self.prefix_length = max(self.prefix_length, row.prefix_length)
         self.rest_length = max(self.rest_length, row.length - row.prefix_length)
 
-    def tokens(self, more: Sequence[_SizedRow] = ()) -> int:
-        """Return the padded tokens with `more` rows, prefixes shared if that is cheaper."""
-        rows, prefixes = self.count + len(more), len(self.prefixes)
+    def tokens(self, added: Sequence[_SizedRow] = ()) -> int:
+        """Return the padded tokens with `added` rows, prefixes shared if that is cheaper."""
+        rows, prefixes = self.count + len(added), len(self.prefixes)
         length, before, after = self.length, self.prefix_length, self.rest_length
-        if more:
-            prefixes += len({row.prefix for row in more} - self.prefixes)
-            length = max(length, *(row.length for row in more))
-            before = max(before, *(row.prefix_length for row in more))
-            after = max(after, *(row.length - row.prefix_length for row in more))
+        if added:
+            prefixes += len({row.prefix for row in added} - self.prefixes)
+            length = max(length, *(row.length for row in added))
+            before = max(before, *(row.prefix_length for row in added))
+            after = max(after, *(row.length - row.prefix_length for row in added))
         return min(rows * length, prefixes * before + rows * after)
 
-    def fits(self, more: Sequence[_SizedRow], token_budget: int, max_rows: int | None) -> bool:
+    def fits(self, added: Sequence[_SizedRow], token_budget: int, max_rows: int | None) -> bool:
         """Return whether rows fit; any rows fit into an empty bucket."""
         if not self.rows:
             return True
-        rows = len(self.rows) + len(more)
-        return (max_rows is None or rows <= max_rows) and self.tokens(more) <= token_budget
+        rows = len(self.rows) + len(added)
+        return (max_rows is None or rows <= max_rows) and self.tokens(added) <= token_budget
 
 
 def pack(
@@ -130,9 +130,9 @@ def pack(
         # A group of each agent is more than a micro-batch: few agents at a time need fewer and
         # larger products with their adapters.
         apart = _by_agents(sized, len(best))
-        found = [bucket for part in apart for bucket in _packed(part, token_budget, max_rows)]
-        if len(found) <= len(best) and _tokens(found) <= _tokens(best):
-            best = found
+        by_agents = [bucket for part in apart for bucket in _packed(part, token_budget, max_rows)]
+        if len(by_agents) <= len(best) and _tokens(by_agents) <= _tokens(best):
+            best = by_agents
     return [[(row.position, row.row) for row in _side_by_side(bucket.rows)] for bucket in best]
 
 
@@ -155,8 +155,8 @@ def _packed(sized: Sequence[_SizedRow], token_budget: int, max_rows: int | None)
         candidates.append(split if len(split) <= MAX_SPLIT_SHARE * len(whole) else whole)
     first = min(candidates, key=_tokens)
     # Ties in tokens and micro-batches: prefer the smaller largest micro-batch.
-    equal = (found for found in candidates if len(found) == len(first))
-    return min(equal, key=lambda found: (_tokens(found), max(one.tokens() for one in found)))
+    equal = (buckets for buckets in candidates if len(buckets) == len(first))
+    return min(equal, key=lambda buckets: (_tokens(buckets), max(one.tokens() for one in buckets)))
 
 
 def _tokens(buckets: Sequence[_Bucket]) -> int:
@@ -168,10 +168,10 @@ def _by_agents(rows: Sequence[_SizedRow], parts: int) -> list[list[_SizedRow]]:
     positions = sorted({row.position for row in rows})
     size = -(-len(positions) // parts)
     part_of = {position: number // size for number, position in enumerate(positions)}
-    found: list[list[_SizedRow]] = [[] for _ in range(-(-len(positions) // size))]
+    rows_of_parts: list[list[_SizedRow]] = [[] for _ in range(-(-len(positions) // size))]
     for row in rows:
-        found[part_of[row.position]].append(row)
-    return found
+        rows_of_parts[part_of[row.position]].append(row)
+    return rows_of_parts
 
 
 def _by_length(rows: Sequence[_SizedRow]) -> list[_Tier]:
@@ -236,8 +236,8 @@ def _cut(
             if last > first and (tokens > token_budget or too_many):
                 break
             cost, largest = least[last + 1]
-            if (found := (tokens + each + cost, max(tokens, largest))) < least[first]:
-                least[first], ends[first] = found, last + 1
+            if (candidate := (tokens + each + cost, max(tokens, largest))) < least[first]:
+                least[first], ends[first] = candidate, last + 1
     first = 0
     while first < len(tiers):
         yield tiers[first : ends[first]]

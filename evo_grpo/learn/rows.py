@@ -24,11 +24,10 @@ class Row:
         token_ids: (T,) int64, prompt and completion, not padded.
         mask: (T,) bool, True where the policy generated the token, also the end token. Position 0
             is never True: nothing predicts it.
-        advantage: Advantage of the completion.
         sampler_logprobs: (n,) float32, nats, of the n generated tokens as the rollout engine
             recorded them (see `RolloutEngine`), or None.
-        old: (n,) log-probs, nats, under the policy before this learn call; None until computed.
-        ref: (n,) log-probs, nats, under the reference; None until computed.
+        old: (n,) nats, under the policy before this learn call; None until computed.
+        ref: (n,) nats, under the reference; None until computed.
         minibatch: Index of the optimizer step of an epoch this row belongs to.
         number: Position among the agent's rows of this learn call.
     """
@@ -69,11 +68,9 @@ class AgentBatch:
 class AgentTraining:
     """One agent as the learner trains it.
 
-    Attributes:
-        adapter: Trained slot.
-        reference: Slot of its frozen reference, which agents may share; None for the base.
-        optimizer: Over the parameters of the trained slot and no others.
-        stream: Name of its stream of dropout; if empty, the name of the slot.
+    `adapter` is the trained slot, and `optimizer` is over its parameters alone. `reference` is the
+    slot of its frozen reference, which agents may share, None for the base. `stream` names its
+    stream of dropout; if empty, it is the name of the slot.
     """
 
     adapter: str
@@ -158,9 +155,11 @@ class MicroBatch:
                     f"sampler_logprobs: expected {row.generated} numbers, one per generated token, "
                     f"got {len(row.sampler_logprobs)}; give one for every True of the row's mask"
                 )
-        given = [(row.sampler_logprobs, row.generated) for row in self.rows]
-        flat = np.concatenate([np.zeros(n, np.float32) if own is None else own for own, n in given])
-        known = self.mask.new_tensor([[own is not None] for own, _ in given])
+        recorded = [(row.sampler_logprobs, row.generated) for row in self.rows]
+        flat = np.concatenate(
+            [np.zeros(n, np.float32) if own is None else own for own, n in recorded]
+        )
+        known = self.mask.new_tensor([[own is not None] for own, _ in recorded])
         return torch.where(known, self.pad(torch.from_numpy(flat).to(old)), old)
 
     def scatter(self, name: str, flat: Tensor) -> None:

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from evo_grpo.learn.metrics import MetricSums
-from evo_grpo.learn.objective.losses import LossConfig, largest_penalty, token_weights
+from evo_grpo.learn.objective.losses import largest_penalty, token_weights
 from evo_grpo.learn.rows import AgentTraining, Row
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.settings.loss import LossConfig
 
 #: (position of its agent, row) pairs of a micro-batch.
 Bucket = list[tuple[int, Row]]

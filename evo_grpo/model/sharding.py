@@ -1,7 +1,7 @@
 """A base whose decoder layers are divided among processes: each has a part of every layer.
 
 PyTorch's FSDP2 gathers a layer when a pass reaches it, and frees it afterwards. All processes take
-part in this exchange, so all must make the same passes; see `evo_grpo.population.ranks.lockstep`.
+part in this exchange, so all must make the same passes; see `evo_grpo.population.ranks.team`.
 Each process has the whole head and embedding.
 """
 

@@ -20,7 +20,7 @@ from evo_grpo.envs.rewards.weights import fitness_rewards, reward_names
 from evo_grpo.evolve.compare import compare
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
-from evo_grpo.population.turns import Turns, alone, began, played, take_turns
+from evo_grpo.population.turns import Turns, alone, played, take_turns
 from evo_grpo.settings import FitnessConfig
 from evo_grpo.settings.evolve import TOKENS, FitnessReward, ObjectiveConfig
 from evo_grpo.types import Objective, Prompt, RewardScore, Score, Slot
@@ -34,12 +34,10 @@ class Evaluation:
     """The result of an evaluation of one policy.
 
     Attributes:
-        score: Its fitness.
         experience: Its completions or episodes; for an agent of another rank, without their tokens.
         rewards: (B,) weighted rewards, NaN where every reward function abstained or the episode was
             dropped; all NaN if a log-prob of the policy is not finite.
         units: Per start, the number of its prompt; equal prompts have the same number.
-        tokens: Tokens sampled.
         looks: Number of merged evaluations.
     """
 
@@ -67,18 +65,17 @@ def evaluating(  # noqa: PLR0913 -- what is measured, and how, one argument each
 
     Starts are prompts, or seeds of episodes; a slot of None is the base model without an adapter.
     All policies draw `samples` completions or episodes per start with `temperature` (0 is greedy),
-    whatever the agents train with, and without top-k or top-p. `stream` is the path of the shared
-    random stream. `reward` are the rewards that fitness counts, as in `evolve.fitness.reward`, and
-    `further` the other objectives to measure. Returns one evaluation per entry of `slots`.
+    without top-k or top-p. `stream` is the path of the shared random stream, `reward` the rewards
+    that fitness counts (`evolve.fitness.reward`), `further` the other objectives to measure.
     """
     sampler = PopulationSampler.compared(
         cohort, slots, samples=samples, temperature=temperature, stream=stream
     )
     named = (None if slot is None else cohort.agents[Slot(slot)].hparams.prompt for slot in slots)
-    own = [starts_under(env, name, prompts) for name in named]
-    play = yield from began(env, partial(cohort.begin, env, own, sampler.group_sizes))
+    starts = [starts_under(env, name, prompts) for name in named]
+    begin = partial(cohort.begin, env, starts, sampler.group_sizes)
     results, units = list[Evaluation](), units_of(env, prompts)
-    for experience in (yield from played(play, sampler.sample)):
+    for experience in (yield from played(env, begin, sampler.sample)):
         rewards = weighted(*fitness_rewards(env, experience.rewards, reward))
         if any(math.isnan(value) for t in experience.trajectories for value in t.logprobs or ()):
             # NaN logits cannot select a token, so these completions do not come from the policy.
@@ -108,8 +105,8 @@ def measured(
         values = np.array(counts, dtype=np.float64)
     else:
         values = weighted(*fitness_rewards(env, experience.rewards, objective.name))
-    found = summarise(values, units)
-    return Objective(objective.name, objective.minimize, found.mean, found.se, found.per_prompt)
+    score = summarise(values, units)
+    return Objective(objective.name, objective.minimize, score.mean, score.se, score.per_prompt)
 
 
 def by_function(
@@ -182,23 +179,23 @@ def _level(first: Score, second: Score) -> bool:
     return not (ahead.significant(RACE_LEVEL) or behind.significant(RACE_LEVEL))
 
 
-def merged(first: Evaluation, more: Evaluation) -> Evaluation:
+def merged(first: Evaluation, second: Evaluation) -> Evaluation:
     """Merge two evaluations on the same prompts into one over the samples of both.
 
     Experience and rewards per prompt are the first's: no agent was selected for that look.
     """
-    tables = [e.rewards.reshape(len(e.units), -1) for e in (first, more)]
+    tables = [e.rewards.reshape(len(e.units), -1) for e in (first, second)]
     rewards = np.concatenate(tables, axis=1).reshape(-1)
-    own = first.score
-    score = summarise(rewards, first.units)
-    score = replace(score, first_look=own.first_look or own.per_prompt, rewards=own.rewards)
+    earlier, score = first.score, summarise(rewards, first.units)
+    first_look = earlier.first_look or earlier.per_prompt
+    score = replace(score, first_look=first_look, rewards=earlier.rewards)
     return Evaluation(
         score,
         first.experience,
         rewards,
         first.units,
-        first.tokens + more.tokens,
-        first.looks + more.looks,
+        first.tokens + second.tokens,
+        first.looks + second.looks,
     )
 
 
@@ -206,17 +203,10 @@ def pass_at(rewards: np.ndarray, units: Sequence[int], k: int, correct: float) -
     """Return pass@k: the probability that one of k completions of a prompt is correct.
 
     It is the unbiased estimator of Chen et al. (2021, arXiv:2107.03374) for c correct among n
-    completions of a prompt: 1 - C(n - c, k) / C(n, k). Completions without a reward do not count.
-
-    Args:
-        rewards: (P * G,) in prompt order, NaN where all reward functions abstained.
-        units: Number of the prompt of each of P rows; see `summarise`.
-        k: Completions of a set, from 1 to G.
-        correct: The least reward of a correct completion.
-
-    Returns:
-        The mean over prompts and its standard error. A prompt with fewer than k rewards is NaN in
-        `per_prompt`, and is left out of the mean.
+    completions of a prompt, 1 - C(n - c, k) / C(n, k): its mean over prompts and standard error.
+    `rewards` (P * G,) are in prompt order; NaN, where all functions abstained, does not count.
+    `correct` is the least reward of a correct completion; for `units` see `summarise`. A prompt
+    with fewer than k rewards is NaN in `per_prompt`, and is left out of the mean.
     """
     table = rewards.reshape(len(units), -1)
     # Weighted sums of rewards such as 0.7 + 0.3 are not exact.
@@ -290,12 +280,9 @@ def summarise(rewards: np.ndarray, units: Sequence[int]) -> Score:
 
     Answers to one prompt are not independent, whether they are samples of one row or of several
     equal rows. So they are averaged first, and each different prompt counts once. With a single
-    prompt the error is computed over its answers; with a single answer it is NaN.
-
-    Args:
-        rewards: (P * G,) in the order of P rows, NaN where all reward functions abstained.
-        units: Number of the prompt of each row, from 0 to U - 1; see `units_of`. `per_prompt` of
-            the score has U entries.
+    prompt the error is computed over its answers; with a single answer it is NaN. `rewards`
+    (P * G,) are in the order of P rows, NaN where all functions abstained; `units` are the number
+    of each row's prompt (see `units_of`), from 0 to U - 1, and `per_prompt` has U entries.
     """
     answers: list[list[float]] = [[] for _ in range(max(units) + 1)]
     for unit, row in zip(units, rewards.reshape(len(units), -1).tolist(), strict=True):

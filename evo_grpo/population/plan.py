@@ -1,6 +1,7 @@
 """Computes the plan that all ranks carry out after a round, from the reports of the ranks.
 
-All functions are pure. `next_look` returns the agents to evaluate again; `next_round` the plan.
+All functions are pure. `next_evaluation` returns the agents to evaluate again; `next_round` the
+plan.
 """
 
 from __future__ import annotations
@@ -39,10 +40,8 @@ from evo_grpo.types import Decision, Score, Slot
 class AgentReport:
     """What a rank reports about one of its agents after the steps and the evaluation.
 
-    Attributes:
-        score: Its fitness, None if its update or its evaluation was not finite.
-        checkpoint: Path of its checkpoint, None if none is written.
-        steps: See `AgentState`, also for the fields below.
+    `score` is its fitness, None if its update or its evaluation was not finite; `checkpoint` the
+    path of its checkpoint, None if none is written. For the last three see `AgentState`.
     """
 
     score: Score | None
@@ -58,11 +57,9 @@ class AgentReport:
 class RankReport:
     """The message of one rank to the first rank at the exchange of a round.
 
-    Attributes:
-        reduced: Engine settings that were lowered to save memory, with their present values.
-        fresh: Its fresh evaluations of the archive and of the best agent.
-        judge_cost: What its judges have cost from the start of the run.
-        decodes_by: See `RolloutEngine`.
+    `reduced` are engine settings that were lowered to save memory, with their present values;
+    `fresh` are evaluations of the archive and of the best agent; `judge_cost` is what judges have
+    cost from the start of the run. For `decodes_by` see `RolloutEngine`.
     """
 
     agents: Mapping[Slot, AgentReport]
@@ -74,13 +71,12 @@ class RankReport:
 
 
 @dataclass(frozen=True)
-class Look:
+class EvaluationRequest:
     """The decision to evaluate some agents before the round is planned.
 
-    Attributes:
-        number: Number of the look; 0 is the first look, at all agents.
-        prompts: Validation prompts; with 0 the rewards of training stand for an evaluation.
-        fresh: Whether the archive and the best agent are measured for their comparison alone.
+    Request 0 is the first one, for all agents. Without validation prompts (`prompts` 0) the rewards
+    of training stand for an evaluation. With `fresh`, the archive and the best agent are measured
+    for their comparison alone.
     """
 
     slots: tuple[Slot, ...]
@@ -89,7 +85,7 @@ class Look:
     fresh: bool = False
 
     def stream(self, round: int) -> tuple[str | int, ...]:
-        """Return the path of the random stream of this look."""
+        """Return the path of the random stream of this evaluation."""
         if self.fresh:
             return ("archive", round)
         return ("evaluate", round, self.number) if self.number else ("evaluate", round)
@@ -100,32 +96,35 @@ def agents_of(reports: Sequence[RankReport], slots: Sequence[Slot]) -> dict[Slot
 
     If several ranks report an agent, the first report is used; it has the files.
     """
-    found = {slot: one for report in reversed(reports) for slot, one in report.agents.items()}
-    return {slot: found[slot] for slot in slots}
+    agents = {slot: agent for report in reversed(reports) for slot, agent in report.agents.items()}
+    return {slot: agents[slot] for slot in slots}
 
 
-def next_look(
-    agents: Mapping[Slot, AgentReport], settings: RoundSettings, look: Look, round: int
-) -> Look | None:
+def next_evaluation(
+    agents: Mapping[Slot, AgentReport],
+    settings: RoundSettings,
+    request: EvaluationRequest,
+    round: int,
+) -> EvaluationRequest | None:
     """Return the agents that are evaluated again; None if the round can be planned.
 
-    Further looks may cost a share `evolve.fitness.racing` of the completions of the first.
+    Further evaluations may cost a share `evolve.fitness.racing` of the completions of the first.
     """
-    if look.fresh or not settings.decides(round):
+    if request.fresh or not settings.decides(round):
         return None
     results = {slot: agent.evaluation for slot, agent in agents.items()}
     left = settings.evolve.fitness.second_looks * len(agents)
     left -= sum(result.looks - 1 for result in results.values())
     open_ones = undecided(results, settings.room(round + 1, len(agents)))
     if 1 < len(open_ones) <= left:
-        return Look(tuple(open_ones), look.number + 1, look.prompts)
+        return EvaluationRequest(tuple(open_ones), request.number + 1, request.prompts)
     return None
 
 
-def look_at_archive(
+def archive_evaluation(
     agents: Mapping[Slot, AgentReport], archive: Slot | None, settings: RoundSettings, round: int
-) -> Look | None:
-    """Return the look that measures the archive and the best agent afresh; None if not needed.
+) -> EvaluationRequest | None:
+    """Return the request to measure the archive and the best agent afresh; None if not needed.
 
     Its draws selected neither of them; prompts are new if the validation split has more.
     """
@@ -140,20 +139,17 @@ def look_at_archive(
     if not scores:
         return None
     best = min(scores, key=lambda slot: best_first(scores[slot]))
-    return Look((best, archive), 0, settings.evolve.fitness.prompts, fresh=True)
+    return EvaluationRequest((best, archive), 0, settings.evolve.fitness.prompts, fresh=True)
 
 
 @dataclass(frozen=True)
 class RoundPlan:
     """The outcome of a round, created on the first rank and carried out by all ranks.
 
-    Attributes:
-        record: The record of the round, with the agents of the next one, their hyperparameters, the
-            decisions with their reasons, the rules that end the run, and the requests.
-        steps: GRPO steps that the slot of each agent of the round has taken so far.
-        last: Whether no round follows.
-        notes: Sentences for the observers of the run.
-        warning: Why the first round had nothing to learn from; empty otherwise.
+    The record has the agents of the next round, their hyperparameters, the decisions with their
+    reasons, the rules that end the run, and the requests. `steps` are the GRPO steps that the slot
+    of each agent has taken so far; `last` says whether no round follows. `notes` are sentences for
+    the observers; `warning` says why the first round had nothing to learn from.
     """
 
     record: RoundRecord
@@ -170,22 +166,23 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """The inputs of a plan besides the reports of its round.
+    """What round `round` (0-based) is planned from.
 
-    Attributes:
-        past: Records of the known rounds before this one.
-        archive: The best agent before this round, None without an archive.
-        fresh: Fresh scores of the archive and of the best agent of the round, by slot, if measured.
-        judge_cost: What judges have cost from the start of the run.
-        next_id: A member id that no member of the run has had.
-        task: Name of the environment, for errors.
-        check: Raises for hyperparameters with which no agent can train, which a user's exploration
-            may return.
+    `agents` are the reports of all its agents, by position, and `standings` the same agents, whose
+    histories end with the score of the round. `past` are the records of the known rounds before,
+    `archive` is the best agent before this round. `fresh` are the fresh scores of the archive and
+    of the best agent of the round, by slot. `check` raises for hyperparameters with which no agent
+    can train, which a user's exploration may return. `task` names the environment, for errors, and
+    `limited` says whether a limit ends training. `judge_cost` counts from the start of the run,
+    `seconds` and `starts` up to the end of the round; for `reduced` see `RankReport`.
     """
 
     settings: RoundSettings
     hp_config: HyperparameterConfig
     seed: int
+    round: int
+    agents: Mapping[Slot, AgentReport]
+    standings: Sequence[Standing]
     past: Sequence[RoundRecord]
     archive: Standing | None
     next_id: int
@@ -194,62 +191,63 @@ class PlanInputs:
     fresh: Mapping[Slot, Score] = field(default_factory=dict[Slot, Score])
     fresh_tokens: int = 0
     judge_cost: float = 0.0
+    seconds: float = 0.0
+    starts: int = 0
+    reduced: Mapping[str, int] = field(default_factory=dict[str, int])
+    limited: bool = False
+
+    @property
+    def reports(self) -> list[AgentReport]:
+        """The reports in the order of the standings."""
+        return list(self.agents.values())
+
+    @property
+    def scores(self) -> list[Score | None]:
+        """The fitness of each agent in the round."""
+        return [report.score for report in self.reports]
+
+    @property
+    def evaluation_tokens(self) -> int:
+        """Tokens of all evaluations of the round."""
+        return sum(report.evaluation.tokens for report in self.reports) + self.fresh_tokens
 
 
-def next_round(
-    inputs: PlanInputs,
-    agents: Mapping[Slot, AgentReport],
-    standings: Sequence[Standing],
-    round: int,
-    *,
-    seconds: float = 0.0,
-    starts: int = 0,
-    reduced: Mapping[str, int] | None = None,
-    limited: bool = False,
-) -> RoundPlan:
-    """Return the plan of a round, which contains its record.
-
-    `agents` are the reports of all agents by position, and `standings` the same agents, whose
-    histories end with the score of the round. `seconds` is its duration so far, and `starts` counts
-    the training prompts or episode seeds used up to its end. With `limited`, a limit ends training.
-    """
-    settings, reports = inputs.settings, list(agents.values())
-    scores = [report.score for report in reports]
-    if all(score is None for score in scores) and inputs.archive is None:
+def next_round(inputs: PlanInputs) -> RoundPlan:
+    """Return the plan of a round, which contains its record."""
+    settings, reports, round = inputs.settings, inputs.reports, inputs.round
+    if inputs.archive is None and all(score is None for score in inputs.scores):
         why = why_unranked(inputs.task, [report.evaluation for report in reports])
         raise RunFailedError(
             f"round {round + 1}: no agent has a finite update and fitness, so none can be a "
             f"parent; {why}"
         )
     planned = round + 1 >= settings.population.rounds
-    stopped = _rules_that_hold(inputs, reports, seconds)
+    stopped = _rules_that_hold(inputs)
     if planned:
         # Without a further round, there is none to spare.
         stopped = tuple(rule for rule in stopped if rule != "no_signal")
-    last = limited or bool(stopped) or planned
+    last = inputs.limited or bool(stopped) or planned
     plan, failure = None, ""
     if last:
-        plan, failure = _plan_beyond(inputs, reports, standings, round)
-        generation, decisions = keep_all(
-            _collapsed(inputs, reports, standings, last=True), inputs.next_id, drop=False
-        )
+        plan, failure = _plan_beyond(inputs)
+        generation, decisions = keep_all(_collapsed(inputs, last=True), inputs.next_id, drop=False)
     else:
-        generation, decisions = _next_generation(inputs, reports, standings, round)
-    archived, fresh = _archived(inputs, standings, scores, generation, round, last=last)
+        generation, decisions = _next_generation(inputs)
+    archived, fresh = _archived(inputs, generation, last=last)
     record = RoundRecord(
         round=round,
         agents=tuple(
             agent_record(standing, report, round, inputs.seed)
-            for standing, report in zip(standings, reports, strict=True)
+            for standing, report in zip(inputs.standings, reports, strict=True)
         ),
         seconds={},
         members=generation.members,
         next_hparams=generation.hparams,
         mutable=tuple(inputs.hp_config.names()),
         decisions=decisions,
-        starts=starts,
-        evaluation_tokens=sum(report.evaluation.tokens for report in reports) + inputs.fresh_tokens,
-        reduced=reduced or {},
+        starts=inputs.starts,
+        evaluation_tokens=inputs.evaluation_tokens,
+        reduced=inputs.reduced,
         stopped=stopped,
         between=not (planned or settings.decides(round)),
         archived=archived,
@@ -257,36 +255,27 @@ def next_round(
         plan=plan,
     )
     warning = without_signal([report.tally for report in reports]) if round == 0 else ""
-    steps = {slot: report.steps for slot, report in agents.items()}
+    steps = {slot: report.steps for slot, report in inputs.agents.items()}
     return RoundPlan(record, steps, last, (failure,) if failure else (), warning)
 
 
-def _next_generation(
-    inputs: PlanInputs,
-    reports: Sequence[AgentReport],
-    standings: Sequence[Standing],
-    round: int,
-) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return the agents of the round after `round`, which is not the last.
-
-    Draws use the round's random stream. Without decisions, all agents with a fitness stay.
-    """
-    settings, past, space = inputs.settings, inputs.past, inputs.hp_config
-    standings = _collapsed(inputs, reports, standings, last=False)
+def _next_generation(inputs: PlanInputs) -> tuple[Generation, tuple[Decision, ...]]:
+    """Return the agents of the next round; between two decisions, all with a fitness stay."""
+    settings, round = inputs.settings, inputs.round
+    standings = _collapsed(inputs, last=False)
     if not settings.decides(round) and any(s.history and not s.collapsed for s in standings):
         return keep_all(standings, inputs.next_id, drop=True)
-    played = [(a.hparams, a.score, record.round) for record in past for a in record.agents]
-    scores = [s.history[-1] if s.history else None for s in standings]
-    played += [(s.hparams, score, round) for s, score in zip(standings, scores, strict=True)]
-    rewards = [report.tally.step_rewards for report in reports]
+    played = [(a.hparams, a.score, record.round) for record in inputs.past for a in record.agents]
+    scores = zip(standings, inputs.scores, strict=True)
+    played += [(standing.hparams, score, round) for standing, score in scores]
     generation, decisions = decide(
-        _with_training(settings, standings, rewards, past, round),
+        _with_training(inputs, standings),
         settings.room(round + 1, len(standings)),
         inputs.archive if settings.evolve.keeps_archive else None,
         Strategy(
             settings.selector,
             settings.explorer,
-            space,
+            inputs.hp_config,
             settings.evolve.significance,
             settings.evolve.fitness.window,
             archive_level=ARCHIVE_LEVEL / len(settings.population.decided),
@@ -307,57 +296,43 @@ def _next_generation(
     return generation, decisions
 
 
-def _plan_beyond(
-    inputs: PlanInputs, reports: Sequence[AgentReport], standings: Sequence[Standing], round: int
-) -> tuple[NextAgents | None, str]:
-    """Return the agents with which an extension of the run continues after its last round.
-
-    If planning fails, return the reason instead, so that the last round is not lost.
-    """
+def _plan_beyond(inputs: PlanInputs) -> tuple[NextAgents | None, str]:
+    """Return the agents with which an extension continues after the last round, or why none can."""
     try:
-        generation, decisions = _next_generation(inputs, reports, standings, round)
+        generation, decisions = _next_generation(inputs)
     except EvoGrpoError as error:
-        return None, f"no round can follow round {round + 1}: {error}"
+        return None, f"no round can follow round {inputs.round + 1}: {error}"
     return NextAgents(generation.members, generation.hparams, decisions), ""
 
 
-def _collapsed(
-    inputs: PlanInputs,
-    reports: Sequence[AgentReport],
-    standings: Sequence[Standing],
-    *,
-    last: bool,
-) -> Sequence[Standing]:
+def _collapsed(inputs: PlanInputs, *, last: bool) -> Sequence[Standing]:
     """Return the standings of a round, with a reason for each agent that can no longer learn."""
     least = inputs.settings.evolve.dead_steps
     if not least:
-        return standings
-    ranked = [report.score for report in reports if report.score is not None]
+        return inputs.standings
+    ranked = [score for score in inputs.scores if score is not None]
     best = max(ranked, key=lambda score: score.mean, default=None)
     # After the last round there are no further steps in which a dead agent could learn.
     least = 1 if last else least
-    found: list[Standing] = []
-    for standing, report in zip(standings, reports, strict=True):
+    standings: list[Standing] = []
+    for standing, report in zip(inputs.standings, inputs.reports, strict=True):
         score, dead, reason = report.score, report.dead_steps, ""
         if score is not None and best is not None:
             kl = report.tally.means().get("kl", 0.0)
             reason = why_collapsed(score, best, kl, dead if dead >= least else 0, last=last)
-        found.append(replace(standing, collapsed=reason))
-    return found
+        standings.append(replace(standing, collapsed=reason))
+    return standings
 
 
-def _rules_that_hold(
-    inputs: PlanInputs, reports: Sequence[AgentReport], seconds: float
-) -> tuple[str, ...]:
+def _rules_that_hold(inputs: PlanInputs) -> tuple[str, ...]:
     """Return the rules of population.stop that end the run after this round."""
     stop = inputs.settings.population.stop
     if stop.is_empty:
         return ()
-    tokens = sum(report.tally.tokens + report.evaluation.tokens for report in reports)
-    tokens += inputs.fresh_tokens
-    scores = [report.score for report in reports]
-    signal = has_signal([report.tally.means() for report in reports])
-    last = Played(scores, tokens, seconds, signal, inputs.judge_cost)
+    tallies = [report.tally for report in inputs.reports]
+    tokens = sum(tally.tokens for tally in tallies) + inputs.evaluation_tokens
+    signal = has_signal([tally.means() for tally in tallies])
+    last = Played(inputs.scores, tokens, inputs.seconds, signal, inputs.judge_cost)
     return rules_that_hold(stop, inputs.past, last)
 
 
@@ -371,13 +346,7 @@ def least_reduced(reports: Sequence[RankReport]) -> dict[str, int]:
 
 
 def _archived(
-    inputs: PlanInputs,
-    standings: Sequence[Standing],
-    scores: Sequence[Score | None],
-    generation: Generation,
-    round: int,
-    *,
-    last: bool,
+    inputs: PlanInputs, generation: Generation, *, last: bool
 ) -> tuple[tuple[int, int] | None, tuple[Score, Score] | None]:
     """Return the agent that the archive holds after a round, and the two fresh scores.
 
@@ -385,10 +354,11 @@ def _archived(
     agent is not worse on fresh draws. An agent is named by its member and the round after which it
     had these weights.
     """
-    settings = inputs.settings
+    settings, round = inputs.settings, inputs.round
     if not settings.evolve.keeps_archive:
         return None, None
-    ranked = [(score, s) for score, s in zip(scores, standings, strict=True) if score is not None]
+    pairs = zip(inputs.scores, inputs.standings, strict=True)
+    ranked = [(score, standing) for score, standing in pairs if score is not None]
     best = min(ranked, key=lambda pair: best_first(pair[0]), default=None)
     before = inputs.past[-1].archived if inputs.past else None
     if inputs.archive is None or best is None:
@@ -403,22 +373,17 @@ def _archived(
     return ((round, best[1].member.id) if enters else before), (old, new)
 
 
-def _with_training(
-    settings: RoundSettings,
-    standings: Sequence[Standing],
-    step_rewards: Sequence[Sequence[float | None]],
-    past: Sequence[RoundRecord],
-    round: int,
-) -> list[Standing]:
+def _with_training(inputs: PlanInputs, standings: Sequence[Standing]) -> list[Standing]:
     """Return standings whose latest scores have the rewards of training as further evidence.
 
     These are the rewards of the steps since the last decision. The standings stay unchanged if
     agents do not train as fitness measures, or if an agent lacks a reward for one of these steps.
     """
+    settings = inputs.settings
     if settings.evolve.fitness.in_between:
         return list(standings)
-    rewards = [list(own) for own in step_rewards]
-    for record in reversed(past):
+    rewards = [list(report.tally.step_rewards) for report in inputs.reports]
+    for record in reversed(inputs.past):
         if settings.decides(record.round):
             break
         earlier = {agent.member: agent.step_rewards for agent in record.agents}

@@ -33,7 +33,7 @@ from evo_grpo.learn.objective.shaping import (
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.stats import Stopwatch
-from evo_grpo.population.turns import Turns, began, played
+from evo_grpo.population.turns import Turns, played
 from evo_grpo.record.vocabulary import over_steps
 from evo_grpo.types import CompletionGroup, Slot
 
@@ -42,12 +42,10 @@ from evo_grpo.types import CompletionGroup, Slot
 class Rollout:
     """The rollout of one agent in a step.
 
-    Attributes:
-        sampled: All that was sampled, with the rewards of the environment.
-        shaped: The same with the rewards to learn from, which may have a further column.
-        learned: The groups to learn from: those of `shaped`, unless some were replaced.
-        weights: (K,) weights of the rewards in `shaped` and `learned`.
-        starts: Number of starts of the common sequence that it has used.
+    `sampled` has the rewards of the environment, `shaped` those to learn from, which may have a
+    further column. `learned` are the groups to learn from: those of `shaped`, unless some were
+    replaced. `weights` (K,) are those of the rewards in `shaped` and `learned`, `starts` the number
+    of starts of the common sequence that it has used.
     """
 
     sampled: Experience
@@ -88,16 +86,16 @@ def play_step(
         for slot, rollout, longest in zip(slots, rollouts, limits, strict=True)
     ]
     wave = 0
-    while asking := [number for number, agent in enumerate(agents) if agent.wanted()]:
+    while asking := [number for number, agent in enumerate(agents) if agent.groups_needed()]:
         wave += 1
-        more = [
-            starts_from(env, first + agents[number].starts, agents[number].wanted())
+        further = [
+            starts_from(env, first + agents[number].starts, agents[number].groups_needed())
             for number in asking
         ]
-        again = [slots[number] for number in asking]
+        resampling = [slots[number] for number in asking]
         path = (*stream, "wave", wave)
-        found = yield from _played(cohort, env, again, more, stream=path, watch=watch)
-        for number, experience, own in zip(asking, found, more, strict=True):
+        experiences = yield from _played(cohort, env, resampling, further, stream=path, watch=watch)
+        for number, experience, own in zip(asking, experiences, further, strict=True):
             rollout = _rollout(cohort, experience, weights[number], limits[number], len(own))
             agents[number].add(rollout)
     return [agent.rollout() for agent in agents]
@@ -122,7 +120,7 @@ class _Filling:
     size: int
     longest: int
     tokens: int
-    more: list[Rollout] = field(default_factory=list[Rollout])
+    further: list[Rollout] = field(default_factory=list[Rollout])
     places: list[Experience] = field(init=False)
     dead: list[int] = field(init=False)
     filled: int = 0
@@ -134,9 +132,9 @@ class _Filling:
     @property
     def starts(self) -> int:
         """Number of starts used."""
-        return self.begun.starts + sum(rollout.starts for rollout in self.more)
+        return self.begun.starts + sum(rollout.starts for rollout in self.further)
 
-    def wanted(self) -> int:
+    def groups_needed(self) -> int:
         """Return the number of further groups: one per dead place, as far as tokens suffice."""
         return min(len(self.dead), self.tokens // (self.size * self.longest))
 
@@ -144,7 +142,7 @@ class _Filling:
         """Put further groups into the places of dead ones, in order; drop those that are dead."""
         # An environment that drops all its episodes samples nothing, and would never end.
         self.tokens -= rollout.sampled.tokens or self.tokens
-        self.more.append(rollout)
+        self.further.append(rollout)
         groups = _groups(rollout.shaped, self.size)
         for group, is_dead in zip(groups, self._is_dead(rollout), strict=True):
             if not is_dead:
@@ -153,14 +151,14 @@ class _Filling:
 
     def rollout(self) -> Rollout:
         """Return the rollout with everything sampled, and the groups in their places."""
-        parts = [self.begun, *self.more]
+        parts = [self.begun, *self.further]
         counted = {
-            "resampled": float(sum(rollout.starts for rollout in self.more)),
+            "resampled": float(sum(rollout.starts for rollout in self.further)),
             "replaced": float(self.filled),
         }
-        shaped = joined([one.shaped for one in parts])
+        shaped = joined([rollout.shaped for rollout in parts])
         return Rollout(
-            sampled=joined([one.sampled for one in parts]),
+            sampled=joined([rollout.sampled for rollout in parts]),
             shaped=Experience(shaped.trajectories, shaped.rewards, {**shaped.metrics, **counted}),
             learned=joined(self.places),
             weights=self.begun.weights,
@@ -178,12 +176,12 @@ def joined(parts: Sequence[Experience]) -> Experience:
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
-        known = [part for part in parts if name in part.metrics]
-        values = [part.metrics[name] for part in known]
+        having = [part for part in parts if name in part.metrics]
+        values = [part.metrics[name] for part in having]
         if (over := over_steps(name)) in ("sum", "max"):
             metrics[name] = sum(values) if over == "sum" else max(values)
         else:
-            counts = [max(1, len(part.trajectories)) for part in known]
+            counts = [max(1, len(part.trajectories)) for part in having]
             metrics[name] = float(np.average(values, weights=counts))
     return Experience(
         tuple(trajectory for part in parts for trajectory in part.trajectories),
@@ -213,19 +211,19 @@ def _played(
 ) -> Turns[list[Experience]]:
     """Play from starts to rewards; the wait for environments counts as reward time."""
     sampler = PopulationSampler.in_training(cohort, slots, stream=("sample", *stream))
-    with watch.phase("reward"):
-        own = [
-            starts_under(env, cohort.agents[slot].hparams.prompt, its_starts)
-            for slot, its_starts in zip(slots, starts, strict=True)
+    reward = partial(watch.phase, "reward")
+    with reward():
+        prompted = [
+            starts_under(env, cohort.agents[slot].hparams.prompt, own)
+            for slot, own in zip(slots, starts, strict=True)
         ]
-    begin = partial(cohort.begin, env, own, sampler.group_sizes)
-    play = yield from began(env, begin, partial(watch.phase, "reward"))
 
-    def sampled(ask: Ask) -> list[list[CompletionGroup]]:
+    def sample(ask: Ask) -> list[list[CompletionGroup]]:
         with watch.phase("generate"):
             return sampler.sample(ask)
 
-    return (yield from played(play, sampled, partial(watch.phase, "reward")))
+    begin = partial(cohort.begin, env, prompted, sampler.group_sizes)
+    return (yield from played(env, begin, sample, reward))
 
 
 def _rollout(

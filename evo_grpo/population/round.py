@@ -23,27 +23,26 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.evaluate import Evaluation, evaluate_here, merged, without_texts
 from evo_grpo.population.plan import (
     AgentReport,
-    Look,
+    EvaluationRequest,
     PlanInputs,
     RankReport,
     RoundPlan,
     agents_of,
+    archive_evaluation,
     least_reduced,
-    look_at_archive,
-    next_look,
+    next_evaluation,
     next_round,
     timed,
 )
-from evo_grpo.population.ranks.deal import side_by_side
+from evo_grpo.population.ranks.team import side_by_side
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import (
-    Stopwatch,
     Tally,
     completion_rows,
     measured_in_training,
     warn_without_signal,
 )
-from evo_grpo.population.steps import Limit, RunWriter, report_steps, train
+from evo_grpo.population.steps import Limit, RunWriter, Training, report_steps, train
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.types import KEPT_SCORES, Member, Score, Slot
@@ -66,28 +65,14 @@ class Steerer:
 
 
 @dataclass(frozen=True)
-class Round:
-    """The state of round `number` (0-based) while it is played.
+class Round(Training):
+    """A round while it is played.
 
-    Attributes:
-        limit: Ends training early; None for no limit.
-        past: Records of the known rounds before this one.
-        began: Start of the round, in seconds since 1970 (UTC).
-        start: Start of the round by `time.perf_counter`.
-        histories: Scores of each agent before the round.
+    It began `began` seconds after 1970 (UTC), and at `start` by `time.perf_counter`; `histories`
+    are the scores of each agent before it.
     """
 
-    cohort: Cohort
-    env: Environment[Any]
-    settings: RoundSettings
-    slots: Sequence[Slot]
-    number: int
-    writer: RunWriter
-    observer: Observer
-    limit: Limit | None
-    past: Sequence[RoundRecord]
-    steering: Steerer
-    watch: Stopwatch = field(default_factory=Stopwatch)
+    steering: Steerer = field(default_factory=Steerer)
     began: float = field(default_factory=time.time)
     start: float = field(default_factory=time.perf_counter)
     histories: Mapping[Slot, Sequence[Score]] = field(default_factory=dict[Slot, Sequence[Score]])
@@ -106,26 +91,25 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     past: Sequence[RoundRecord] = (),
     steering: Steerer | None = None,
 ) -> RoundRecord:
-    """Play a round and return its record; see `Round` for the arguments.
+    """Play a round and return its record; see `Training` for the arguments.
 
     The cohort then holds the next generation, whose slots are `next_slots(record)`.
     """
     histories = {slot: tuple(cohort.agents[slot].history) for slot in slots}
     this = Round(
         cohort, env, settings, slots, round, writer, observer, limit, past,
-        steering or Steerer(), histories=histories,
+        steering=steering or Steerer(), histories=histories,
     )  # fmt: skip
     # `Population.train` does not share errors.
     with cohort.team.sharing_errors(), naming_failed_device():
         # `starts` counts the training prompts, or episode seeds, used so far.
-        tallies, starts = train(
-            cohort, env, settings, slots, round,
-            watch=this.watch, writer=writer, observer=observer, limit=limit, past=past,
-        )  # fmt: skip
+        tallies, starts = train(this)
         observer.stage(round, "evaluate", 0, 1)
         results, saved = dict[Slot, Evaluation](), dict[Slot, str | None]()
-        plan: RoundPlan | Look = Look(tuple(slots), 0, settings.validation_prompts(round))
-        while isinstance(plan, Look):
+        plan: RoundPlan | EvaluationRequest = EvaluationRequest(
+            tuple(slots), 0, settings.validation_prompts(round)
+        )
+        while isinstance(plan, EvaluationRequest):
             fresh = dict[Slot, Evaluation]()
             if plan.fresh:
                 fresh = measure_archive(this, plan)
@@ -144,51 +128,57 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
 
 
 def evaluate_more(
-    this: Round, look: Look, tallies: Mapping[Slot, Tally], results: Mapping[Slot, Evaluation]
+    this: Round,
+    request: EvaluationRequest,
+    tallies: Mapping[Slot, Tally],
+    results: Mapping[Slot, Evaluation],
 ) -> dict[Slot, Evaluation]:
-    """Evaluate the agents of a look that are on this rank; return their evaluations.
+    """Evaluate the requested agents that are on this rank; return their evaluations.
 
     Each is merged with the earlier one in `results` if both used the same prompts.
     """
-    fitness, stream = this.settings.evolve.fitness, look.stream(this.number)
-    if not look.prompts:
-        found = {slot: measured_in_training(tallies[slot]) for slot in tallies}
+    fitness, stream = this.settings.evolve.fitness, request.stream(this.number)
+    if not request.prompts:
+        evaluations = {slot: measured_in_training(tallies[slot]) for slot in tallies}
     else:
         with this.watch.phase("evaluate"):
-            prompts = this.env.prompts("validation", look.prompts)
-            found = evaluate_here(
-                this.cohort, this.env, look.slots, prompts, fitness, stream=stream
+            prompts = this.env.prompts("validation", request.prompts)
+            evaluations = evaluate_here(
+                this.cohort, this.env, request.slots, prompts, fitness, stream=stream
             )
-        found = {
-            slot: merged(results[slot], one)
-            if slot in results and results[slot].units == one.units
-            else replace(one, tokens=one.tokens + (results[slot].tokens if slot in results else 0))
-            for slot, one in found.items()
-        }
-    set_scores(this, {slot: _score(tallies[slot], one) for slot, one in found.items()})
-    return found
+        for slot in evaluations.keys() & results.keys():
+            before, own = results[slot], evaluations[slot]
+            again = replace(own, tokens=own.tokens + before.tokens)
+            evaluations[slot] = merged(before, own) if before.units == own.units else again
+    set_scores(this, {slot: _score(tallies[slot], own) for slot, own in evaluations.items()})
+    return evaluations
 
 
-def measure_archive(this: Round, look: Look) -> dict[Slot, Evaluation]:
+def measure_archive(this: Round, request: EvaluationRequest) -> dict[Slot, Evaluation]:
     """Measure the archive and the best agent, if they are on this rank, on fresh draws.
 
     The prompts follow those that fitness uses; a split that has fewer gives its last ones.
     """
     fitness = this.settings.evolve.fitness
     with this.watch.phase("evaluate"):
-        prompts = this.env.prompts("validation", 2 * look.prompts)[-look.prompts :]
-        found = evaluate_here(
-            this.cohort, this.env, look.slots, prompts, fitness, stream=look.stream(this.number)
+        prompts = this.env.prompts("validation", 2 * request.prompts)[-request.prompts :]
+        evaluations = evaluate_here(
+            this.cohort,
+            this.env,
+            request.slots,
+            prompts,
+            fitness,
+            stream=request.stream(this.number),
         )
-    return {slot: without_texts(one) for slot, one in found.items()}
+    return {slot: without_texts(own) for slot, own in evaluations.items()}
 
 
-def save(this: Round, look: Look) -> dict[Slot, str | None]:
-    """Pass copies of a look's agents on this rank to the writer, which writes them later."""
+def save(this: Round, request: EvaluationRequest) -> dict[Slot, str | None]:
+    """Pass copies of the requested agents on this rank to the writer, which writes them later."""
     with this.watch.phase("checkpoint"):
         return {
             slot: this.writer.checkpoint(this.cohort, this.number, slot)
-            for slot in look.slots
+            for slot in request.slots
             if this.cohort.is_local(slot)
         }
 
@@ -221,26 +211,24 @@ def report_of(
 
 
 def plan_and_record(
-    this: Round, look: Look, starts: int, reports: Sequence[RankReport]
-) -> RoundPlan | Look:
+    this: Round, request: EvaluationRequest, starts: int, reports: Sequence[RankReport]
+) -> RoundPlan | EvaluationRequest:
     """Plan and record a round from the reports of all ranks; called on the first rank only."""
     this.writer.receive([report.files for report in reports])
     agents, cohort = agents_of(reports, this.slots), this.cohort
-    if (again := next_look(agents, this.settings, look, this.number)) is not None:
+    if (again := next_evaluation(agents, this.settings, request, this.number)) is not None:
         return again
     archive = None if cohort.archive is None else cohort.archive.slot
-    if not look.fresh:
-        again = look_at_archive(agents, archive, this.settings, this.number)
+    if not request.fresh:
+        again = archive_evaluation(agents, archive, this.settings, this.number)
         if again is not None:
             return again
-    fresh = {slot: one for report in reports for slot, one in report.fresh.items()}
-    cost = sum(report.judge_cost for report in reports)
-    plan = plan_round(this, agents, fresh, starts, least_reduced(reports), cost)
+    plan = plan_round(this, agents, starts, reports)
     prompts = this.settings.evolve.fitness.prompts
     if plan.last and plan.record.between:
         # A rule ends the run between two decisions: the best agent is chosen by a whole evaluation.
-        if look.prompts < prompts:
-            return Look(tuple(this.slots), 1, prompts)
+        if request.prompts < prompts:
+            return EvaluationRequest(tuple(this.slots), 1, prompts)
         plan = replace(plan, record=replace(plan.record, between=False))
     elapsed = time.perf_counter() - this.start
     record = timed(plan.record, this.watch.seconds, this.began, elapsed)
@@ -248,8 +236,7 @@ def plan_and_record(
     plan = replace(plan, record=replace(record, decodes_by=tuple(decodes_by)))
     tallies = {slot: agent.tally for slot, agent in agents.items()}
     if not all(map(cohort.is_local, this.slots)):
-        steps = range(this.settings.population.steps_per_round)
-        report_steps(this.settings, this.writer, this.observer, this.number, steps, tallies)
+        report_steps(this, range(this.settings.population.steps_per_round), tallies)
     plan = this.steering.steer(plan, next_id=next_member(cohort, plan.record))
     rows = completion_rows(this.number, tallies, this.settings.record)
     this.writer.commit(plan.record, rows)
@@ -259,37 +246,35 @@ def plan_and_record(
 def plan_round(
     this: Round,
     agents: Mapping[Slot, AgentReport],
-    fresh: Mapping[Slot, Evaluation],
     starts: int,
-    reduced: Mapping[str, int],
-    cost: float,
+    reports: Sequence[RankReport],
 ) -> RoundPlan:
     """Plan a round from the reports of its agents; called on the first rank only."""
     cohort, scores = this.cohort, {slot: agent.score for slot, agent in agents.items()}
     set_scores(this, scores)
-    inputs = PlanInputs(
-        settings=this.settings,
-        hp_config=cohort.hp_config,
-        check=cohort.check_hparams,
-        seed=cohort.seed,
-        past=this.past,
-        archive=None if cohort.archive is None else cohort.archive.standing(),
-        fresh={slot: one.score for slot, one in fresh.items() if one.score.is_finite},
-        fresh_tokens=sum(one.tokens for one in fresh.values()),
-        judge_cost=cost,
-        next_id=cohort.next_member,
-        task=this.env.name,
-    )
+    fresh = {slot: result for report in reports for slot, result in report.fresh.items()}
     with this.watch.phase("evolve"):
         return next_round(
-            inputs,
-            agents,
-            [cohort.agents[slot].standing() for slot in this.slots],
-            this.number,
-            seconds=time.perf_counter() - this.start,
-            starts=starts,
-            reduced=reduced,
-            limited=this.limit is not None and this.limit.ends_after(list(scores.values())),
+            PlanInputs(
+                settings=this.settings,
+                hp_config=cohort.hp_config,
+                check=cohort.check_hparams,
+                seed=cohort.seed,
+                round=this.number,
+                agents=agents,
+                standings=[cohort.agents[slot].standing() for slot in this.slots],
+                past=this.past,
+                archive=None if cohort.archive is None else cohort.archive.standing(),
+                fresh={slot: one.score for slot, one in fresh.items() if one.score.is_finite},
+                fresh_tokens=sum(result.tokens for result in fresh.values()),
+                judge_cost=sum(report.judge_cost for report in reports),
+                next_id=cohort.next_member,
+                task=this.env.name,
+                seconds=time.perf_counter() - this.start,
+                starts=starts,
+                reduced=least_reduced(reports),
+                limited=this.limit is not None and this.limit.ends_after(list(scores.values())),
+            )
         )
 
 

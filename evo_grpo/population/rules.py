@@ -18,13 +18,9 @@ from evo_grpo.settings import EvolveConfig, PopulationConfig, RecordConfig
 class RoundSettings:
     """The settings of the rounds of a run.
 
-    Attributes:
-        evolve: Settings of evolution and fitness; `selector` and `explorer` below replace its
-            `selection` and `exploration`.
-        prompts_per_step: P, the number of prompts or episode seeds, the same for every agent.
-        rows_per_step: Completions that all agents together sample in a step, in equal shares: each
-            agent takes as many prompts as fill its share, which grows when agents leave. None gives
-            every agent `prompts_per_step` prompts, whatever its group size.
+    `selector` and `explorer` replace the `selection` and `exploration` of `evolve`. Every agent
+    gets P = `prompts_per_step` prompts or seeds; or, with `rows_per_step`, as many as fill its
+    equal share of the completions of a step, which grows when agents leave.
     """
 
     population: PopulationConfig

@@ -28,12 +28,9 @@ _log = logging.getLogger(__name__)
 class Tally:
     """Metrics and counts of one agent in the training steps of a round.
 
-    Attributes:
-        metrics: One mapping per step.
-        tokens: Tokens sampled.
-        completions: Completions sampled, one per turn of an episode.
-        samples: Trajectories of the first start of the latest step, with their rewards.
-        rewards: Unweighted value of each reward function for each of them; None for an abstention.
+    `metrics` has one mapping per step; `completions` counts one per turn of an episode. `samples`
+    are the trajectories of the first start of the latest step with their rewards, and `rewards` the
+    unweighted value of each reward function for each of them, None for an abstention.
     """
 
     metrics: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
@@ -79,7 +76,8 @@ def measured_in_training(tally: Tally) -> Evaluation:
 
     Its score counts steps (`Score.steps`) instead of prompts, and has no rewards per prompt.
     """
-    rewards = np.array([one for one in tally.step_rewards if one is not None], dtype=np.float64)
+    known = [reward for reward in tally.step_rewards if reward is not None]
+    rewards = np.array(known, dtype=np.float64)
     count = len(rewards)
     error = float(rewards.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
     mean = math.fsum(rewards) / count if count else math.nan
@@ -111,12 +109,10 @@ def reward_metrics(
     """Return the metrics of a step that depend only on an agent's experience, not on its adapter.
 
     Takes B = P * G completions or episodes, their weighted rewards (B,), NaN where every function
-    abstained or the episode was dropped, and the weight of each reward function (K,).
-
-    Returns:
-        reward (mean), zero_variance (share of groups found by `zero_variance_groups`, without those
-        that were set aside), completion_length (mean tokens sampled), ended (share of completions
-        that sampled the end token), and the metrics of the environment.
+    abstained or the episode was dropped, and the weight of each reward function (K,). Returns
+    reward (mean), zero_variance (share of groups found by `zero_variance_groups`, without those set
+    aside), completion_length (mean tokens sampled), ended (share of completions that sampled the
+    end token), and the metrics of the environment.
     """
     table = totals.reshape(-1, group_size)
     known = np.isfinite(table)

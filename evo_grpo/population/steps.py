@@ -101,26 +101,35 @@ class RunWriter:
         """Drop the copies of a round; called on every rank after the round is committed."""
 
 
-def train(  # noqa: PLR0913 -- a round meets all parts of a run
-    cohort: Cohort,
-    env: Environment[Any],
-    settings: RoundSettings,
-    slots: Sequence[Slot],
-    round: int,
-    *,
-    watch: Stopwatch,
-    writer: RunWriter,
-    observer: Observer,
-    limit: Limit | None,
-    past: Sequence[RoundRecord],
-) -> tuple[dict[Slot, Tally], int]:
+@dataclass(frozen=True)
+class Training:
+    """The training of round `number` (0-based).
+
+    `limit` ends it early, `past` are the records of the known rounds before, `watch` measures it.
+    """
+
+    cohort: Cohort
+    env: Environment[Any]
+    settings: RoundSettings
+    slots: Sequence[Slot]
+    number: int
+    writer: RunWriter
+    observer: Observer
+    limit: Limit | None = None
+    past: Sequence[RoundRecord] = ()
+    watch: Stopwatch = field(default_factory=Stopwatch)
+
+
+def train(this: Training) -> tuple[dict[Slot, Tally], int]:
     """Take the steps of a round with this rank's agents; return their tallies and the starts used.
 
     With several ranks, steps are reported after all of them have finished.
     """
+    cohort, env, settings, slots = this.cohort, this.env, this.settings, this.slots
+    limit, past = this.limit, this.past
     counts = settings.prompts_of([cohort.agents[slot].hparams.group_size for slot in slots])
     # All steps take their starts from one sequence without gaps.
-    starts = past[-1].starts if past else round * sum(map(max, counts))
+    starts = past[-1].starts if past else this.number * sum(map(max, counts))
     tallies = {slot: Tally() for slot in slots if cohort.is_local(slot)}
     overlap = cohort.overlap.takes_turns(env)
     parts = cohort.parts_here(slots)
@@ -132,13 +141,14 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
         used = 0
         for step in steps:
             if part is parts[0]:
-                observer.stage(round, "learn", step, settings.population.steps_per_round)
+                total = settings.population.steps_per_round
+                this.observer.stage(this.number, "learn", step, total)
             prompts_of = dict(zip(slots, counts[step], strict=True))
             begins = not (past or step) and part is parts[0]
             with working("take the first step") if begins else nullcontext():
                 used = yield from training(
                     cohort, env, part, starts_from(env, first, max(counts[step])),
-                    stream=(round, step), watch=watch,
+                    stream=(this.number, step), watch=this.watch,
                     tallies=[tallies[slot] for slot in part],
                     prompts_per_agent=[prompts_of[slot] for slot in part],
                     first=first, minibatches=settings.minibatches(len(slots)),
@@ -146,7 +156,7 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
             first += max(counts[step])
             finished[step] += 1
             if finished[step] == len(parts) and len(tallies) == len(slots):
-                report_steps(settings, writer, observer, round, [step], tallies)
+                report_steps(this, [step], tallies)
         return used
 
     # The number of starts that a step uses, and whether it is the last, may depend on all parts.
@@ -164,22 +174,15 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
     return tallies, starts
 
 
-def report_steps(
-    settings: RoundSettings,
-    writer: RunWriter,
-    observer: Observer,
-    round: int,
-    steps: Sequence[int],
-    tallies: Mapping[Slot, Tally],
-) -> None:
+def report_steps(this: Training, steps: Sequence[int], tallies: Mapping[Slot, Tally]) -> None:
     """Pass the metrics of finished steps to the writer and the observer."""
     for step in steps:
         metrics = {slot: tally.metrics[step] for slot, tally in tallies.items()}
-        if settings.record.metrics:
-            where = {"round": round, "step": step}
+        if this.settings.record.metrics:
+            where = {"round": this.number, "step": step}
             rows = [{**where, "agent": slot, **values} for slot, values in metrics.items()]
-            writer.step(round, step, rows)
-        observer.step_done(round, step, metrics)
+            this.writer.step(this.number, step, rows)
+        this.observer.step_done(this.number, step, metrics)
 
 
 def training(  # noqa: PLR0913 -- a step meets all parts of a run
@@ -198,12 +201,11 @@ def training(  # noqa: PLR0913 -- a step meets all parts of a run
     """Take one GRPO step with every agent; return the number of starts used, from `first`.
 
     A step makes one generation call per turn, one scoring, and one fused forward and backward.
-    `prompts` are the P starts of all agents: prompts, or seeds of episodes; they begin at start
-    `first` of the environment's sequence. Agent i takes the first P_i in [1, P] of them, given by
+    `prompts` are the P starts of all agents, prompts or seeds of episodes, from start `first` of
+    the environment's sequence. Agent i takes the first P_i in [1, P] of them, given by
     `prompts_per_agent`, or all if that is None, and with `dynamic_sampling_tokens` later ones.
-    Agents without a `batch_size` learn from their rows in so many `minibatches`. `tallies`, in the
-    order of `slots`, receive metrics, token counts and sample completions. `watch` receives the
-    seconds of generate, reward and learn; the time of environments counts as reward.
+    Agents without a `batch_size` learn in so many `minibatches`. `tallies`, in the order of
+    `slots`, receive metrics, counts and sample completions, and `watch` the seconds of each phase.
     """
     counts = prompts_per_agent or [len(prompts)] * len(slots)
     starts = [prompts[:count] for count in counts]

@@ -46,24 +46,21 @@ class HostWork:
 Turns = Generator[HostWork, Any, T]
 
 
-def began(
+def played(
     env: Environment[Any],
     begin: Callable[[], Play],
-    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Turns[Play]:
-    """Begin a play; where this resets environments, for instance games, the reset is `HostWork`."""
-    if hasattr(env, "max_turns"):
-        return (yield HostWork(begin, waiting))
-    with waiting():
-        return begin()
-
-
-def played(
-    play: Play,
     sample: Callable[[Ask], list[list[CompletionGroup]]],
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Turns[list[Experience]]:
-    """Run a play that has begun; `waiting` opens a context while its environments work."""
+    """Play from the starts to the rewards; `waiting` opens a context while environments work.
+
+    Where `begin` resets environments, for instance games, the reset is `HostWork`.
+    """
+    if hasattr(env, "max_turns"):
+        play = yield HostWork(begin, waiting)
+    else:
+        with waiting():
+            play = begin()
 
     def told(groups: list[list[CompletionGroup]]) -> tuple[Ask | None, list[Experience]]:
         play.tell(groups)
@@ -83,7 +80,7 @@ def take_turns(parts: Sequence[Turns[T]], *, overlap: bool) -> list[T]:
     """
     if not overlap or len(parts) == 1:
         return [to_the_end(part) for part in parts]
-    found: dict[int, T] = {}
+    results: dict[int, T] = {}
     under_way: dict[int, tuple[HostWork, Future[Any]]] = {}
     cycle, stop = deque(range(len(parts))), Event()
     try:
@@ -97,7 +94,7 @@ def take_turns(parts: Sequence[Turns[T]], *, overlap: bool) -> list[T]:
             try:
                 work = parts[number].send(result)
             except StopIteration as end:
-                found[number] = end.value
+                results[number] = end.value
                 continue
             under_way[number] = work, in_a_thread("rewards", work.do, stop)
             cycle.append(number)
@@ -105,7 +102,7 @@ def take_turns(parts: Sequence[Turns[T]], *, overlap: bool) -> list[T]:
         stop.set()  # after an error or Ctrl-C, no further function is called
         for part in parts:
             part.close()
-    return [found[number] for number in range(len(parts))]
+    return [results[number] for number in range(len(parts))]
 
 
 @final

@@ -21,8 +21,7 @@ class RolloutRequest:
     Attributes:
         agent: Slot; copied into the groups.
         adapter: Adapter name, or None for the base model alone.
-        prompts: P prompts.
-        samples: G completions per prompt, >= 1.
+        samples: G completions for each of P prompts, >= 1.
         seed: Random stream of this agent in this round and step. The draws of a row depend only on
             (seed, prompt position, completion, token step).
         keys: One number per prompt, used in the draws instead of its position, so that the draws of
@@ -40,10 +39,8 @@ class RolloutRequest:
     def check(self, context: int, vocabulary: int) -> None:
         """Check that a model of `vocabulary` embeddings can sample in `context` tokens.
 
-        Raises:
-            ShapeError: A prompt without tokens, no sample or no token.
-            PromptTooLongError: A prompt leaves no room for a completion.
-            ModelError: A token of a prompt has no embedding.
+        Raises ShapeError for a prompt without tokens, no sample or no token; PromptTooLongError for
+        a prompt that leaves no room; ModelError for a token without an embedding.
         """
         if self.samples < 1 or self.sampling.max_output_tokens < 1:
             raise ShapeError(

@@ -56,14 +56,14 @@ def warn_of_processors(base: SharedBase, algorithm: AlgorithmConfig, mutates: bo
         return getattr(config, name, None)
 
     samples = bool(value_of("do_sample"))
-    found = [
+    options = [
         f"{name}={shown(value_of(name))}"
         for name, neutral in {**_ACTS, **(_SAMPLES if samples else {})}.items()
         if value_of(name) not in _UNSET and value_of(name) != neutral
     ]
     # Contrastive search; the default top_k of `generate` is 50.
     if not samples and (value_of("penalty_alpha") or 0) > 0 and value_of("top_k") != 1:
-        found.append(f"penalty_alpha={value_of('penalty_alpha')}")
+        options.append(f"penalty_alpha={value_of('penalty_alpha')}")
     strings: Any = value_of("stop_strings") or []
     strings = [strings] if isinstance(strings, str) else strings
     # The setting that each of these options has, and whether that does the same.
@@ -79,11 +79,11 @@ def warn_of_processors(base: SharedBase, algorithm: AlgorithmConfig, mutates: bo
         ("stop_strings", "stop", set(strings) <= set(algorithm.stop)),
     ):
         if not same:
-            found.append(f"{name}={shown(value_of(name))} (the setting is algorithm.{setting})")
-    if found:
+            options.append(f"{name}={shown(value_of(name))} (the setting is algorithm.{setting})")
+    if options:
         warnings.warn(
             f"generation_config of {base.name!r}: rollouts follow the settings of the run and "
-            f"ignore {', '.join(found)}; set these options to None there, or the trained model "
+            f"ignore {', '.join(options)}; set these options to None there, or the trained model "
             "answers differently under generate than in training",
             UserWarning,
             stacklevel=4,

@@ -64,17 +64,11 @@ class Sampling:
 class RowSampling:
     """The sampling settings of each row, as tensors; None for a setting that no row uses.
 
-    Attributes:
-        temperature: (B, 1) fp32; 1 for greedy rows.
-        greedy: (B,) bool, the rows that take the likeliest token; None if no row does.
-        top_p: (B, 1) fp32 or None, as `min_p` and `penalty`.
-        top_k: (B, 1) int64 or None (rows that keep all hold V).
-        limit: (B,) int64 longest completion per row.
-        minimum: (B,) int64 or None.
-        draws: Whether any row draws its tokens.
-        least: Least of `minimum`, known to the host; 0 without one.
-        shortest: A lower bound of all `limit`, known to the host.
-        alike: Whether all rows have the same minimum.
+    Columns are (B, 1), fp32 or int64: temperature (1 for greedy rows), top_p, top_k (V for rows
+    that keep all), min_p and penalty. `greedy` (B,) bool are the rows that take the likeliest
+    token, `limit` and `minimum` (B,) int64 the longest and shortest completions. The host knows the
+    rest: whether any row `draws`, the `least` minimum, a lower bound `shortest` of all limits, and
+    whether all rows have one minimum (`alike`).
     """
 
     temperature: Tensor
@@ -167,8 +161,7 @@ def sample_tokens(
 
     Returns:
         (B,) int64 tokens and (B,) fp32 log-probs in nats under softmax(logits / temperature), at
-        temperature 1 for greedy rows, before penalty and filters: the distribution that the loss
-        differentiates.
+        temperature 1 for greedy rows, before penalty and filters, as the loss differentiates it.
     """
     scaled = logits.div_(rows.temperature)
     logprobs = torch.log_softmax(scaled, dim=-1)

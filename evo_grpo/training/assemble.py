@@ -25,7 +25,6 @@ from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.load import take_over, trainable
 from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.model.sharding import ShardedLayers
-from evo_grpo.population.cohort.adapters import rank_alpha
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.starting import (
     agree_on_path,
@@ -34,9 +33,9 @@ from evo_grpo.population.cohort.starting import (
     check_widths,
     start_with,
 )
-from evo_grpo.population.ranks.deal import deal
+from evo_grpo.population.cohort.state import rank_alpha
 from evo_grpo.population.ranks.ranks import find_team
-from evo_grpo.population.ranks.team import Team
+from evo_grpo.population.ranks.team import Team, deal
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.rollout.engine import check_engine

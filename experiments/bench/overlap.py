@@ -26,8 +26,7 @@ from jobs import load_base  # noqa: E402 -- after the threads are fixed, as what
 from rounds import DEFAULT  # noqa: E402
 
 from evo_grpo import settings as configuration  # noqa: E402
-from evo_grpo.population.stats import Stopwatch  # noqa: E402
-from evo_grpo.population.steps import RunWriter, train  # noqa: E402
+from evo_grpo.population.steps import RunWriter, Training, train  # noqa: E402
 from evo_grpo.record.observer import Observer  # noqa: E402
 from evo_grpo.training.assemble import prepare  # noqa: E402
 
@@ -69,9 +68,16 @@ class Population:
         self.seconds = seconds
         start = time.perf_counter()
         train(
-            self.run.cohort, self.run.env, self.run.round_settings, self.run.slots, self.rounds,
-            watch=Stopwatch(), writer=RunWriter(), observer=Observer(), limit=None, past=(),
-        )  # fmt: skip
+            Training(
+                self.run.cohort,
+                self.run.env,
+                self.run.round_settings,
+                self.run.slots,
+                self.rounds,
+                RunWriter(),
+                Observer(),
+            )
+        )
         self.rounds += 1
         return (time.perf_counter() - start) / self.steps
 

@@ -60,8 +60,8 @@ from evo_grpo import settings as configuration  # noqa: E402
 from evo_grpo.evolve.select.tournament import TournamentSelection  # noqa: E402
 from evo_grpo.population.plan import RankReport  # noqa: E402
 from evo_grpo.population.ranks import heartbeat, ranks  # noqa: E402
-from evo_grpo.population.ranks.deal import deal, side_by_side  # noqa: E402
-from evo_grpo.population.ranks.pickled import taken_apart  # noqa: E402
+from evo_grpo.population.ranks.ranks import taken_apart  # noqa: E402
+from evo_grpo.population.ranks.team import deal, side_by_side  # noqa: E402
 from evo_grpo.population.steps import CheckpointFiles  # noqa: E402
 from evo_grpo.training.run import run  # noqa: E402
 from evo_grpo.types import Score  # noqa: E402

@@ -73,23 +73,6 @@ def test_a_rank_that_is_slow_is_waited_for_and_changes_nothing(tmp_path):
     equal(tmp_path / "even", tmp_path / "uneven")
 
 
-def test_ranks_that_part_ways_end_and_say_where():
-    program = (
-        "import os\nfrom evo_grpo.population.ranks.ranks import find_team\n"
-        "team = find_team()\nassert team.gather(1) == [1, 1]\n"
-        "if os.environ['RANK'] == '0':\n    team.first(1)\n"
-        "else:\n    team.gather(1)\n"
-    )
-    env = {"EVO_GRPO_RANK_TIMEOUT": str(LIMIT)}
-    for _, said, code in finish(start(2, "-c", program, env=env), seconds=60):
-        assert code == 1
-        assert "OtherRankError" in said
-        assert (
-            "the ranks wait for each other at different exchanges (rank 0 at first, rank 1 at "
-            "gather)"
-        ) in said
-
-
 def test_a_rank_that_comes_late_to_a_second_run_is_waited_for():
     program = (
         "import os, time\nfrom evo_grpo.population.ranks.ranks import find_team\n"
@@ -155,13 +138,3 @@ def test_a_rank_that_never_starts_ends_the_others_within_the_patience(tmp_path):
     assert "EVO_GRPO_RANK_START_MINUTES" in said
     assert "Traceback" not in said
     assert not (tmp_path / "run").exists()
-
-
-def test_a_rank_that_starts_late_is_waited_for():
-    program = (
-        "import os, time\nfrom evo_grpo.population.ranks.ranks import find_team\n"
-        "time.sleep(8 * int(os.environ['RANK']))\n"
-        "assert find_team().gather(1) == [1, 1]\n"
-    )
-    for _, said, code in finish(start(2, "-c", program), seconds=90):
-        assert code == 0, said

@@ -22,7 +22,6 @@ from rank_runs import (
     written,
 )
 from ranks import finish, start
-from safetensors.torch import load_file
 from small_run import SETTINGS
 
 pytestmark = pytest.mark.distributed
@@ -40,10 +39,6 @@ CASES = {
             "fitness": {**SETTINGS["evolve"]["fitness"], "final_samples": 1, "racing": 1.0},
         },
         "record": {"checkpoints": "last"},
-    },
-    "rounds in between": {
-        "population": {**POPULATION["population"], "sizes": [5, 5, 4], "decisions": [2, 4]},
-        "evolve": {**SETTINGS["evolve"], "archive": True},
     },
     # With adapters of every layer the stacks are so large that rounding depends on their number.
     "every layer": {
@@ -84,7 +79,6 @@ CASES = {
         },
         "record": {"checkpoints": "last"},
     },
-    "the worst lr": {"algorithm": {**POPULATION["algorithm"], "lr": 0.01}, "seed": 11},
 }
 
 
@@ -141,19 +135,6 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_resumes_to_the_same_end(tmp_
         equal(tmp_path / "whole", folder)
 
 
-def test_what_one_process_began_two_go_on_with(tmp_path):
-    file = written(tmp_path)
-    alone("run", file, "--out", tmp_path / "whole")
-    short = written(tmp_path / "short", population={**POPULATION["population"], "rounds": 2})
-    alone("run", short, "--out", tmp_path / "run")
-    together(2, "resume", tmp_path / "run", "--rounds", 4)
-    first, second = tmp_path / "whole", tmp_path / "run"
-    for round in ("round-0002", "round-0003"):
-        for tensors in sorted((first / "checkpoints" / round).rglob("*.safetensors")):
-            other = second / tensors.relative_to(first)
-            assert tensors.read_bytes() == other.read_bytes(), tensors
-
-
 def test_a_failure_of_one_rank_is_told_by_the_first_and_ends_all(tmp_path):
     file = written(tmp_path, **slow_reward(tmp_path, rank_that_fails=1))
     env = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
@@ -176,18 +157,6 @@ def test_ranks_without_agents_are_refused_before_a_folder_is_made(tmp_path, shar
     ) in first[1]
     assert all(code == 2 for _, _, code in others)
     assert not (tmp_path / "run").exists()
-
-
-def test_another_number_of_shards_is_nearly_the_same_run(tmp_path):
-    engine = {**POPULATION["engine"], "max_rows_per_microbatch": None}
-    for shards in (1, 2):
-        file = written(tmp_path / str(shards), engine={**engine, "shards": shards},
-                       population={**POPULATION["population"], "rounds": 1})  # fmt: skip
-        alone("run", file, "--out", tmp_path / f"run-{shards}")
-    for tensors in (tmp_path / "run-1/checkpoints/round-0000").rglob("adapter_model.safetensors"):
-        one = load_file(tensors)
-        other = load_file(str(tensors).replace("run-1", "run-2"))
-        assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-5
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -215,61 +184,6 @@ def test_nproc_starts_the_ranks_and_passes_a_stop_on(tmp_path, number, expected)
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert Path(tmp_path / "run" / "summary.json").is_file()
-
-
-def test_a_slow_disk_of_the_first_rank_leaves_a_folder_that_can_be_resumed(tmp_path):
-    reward = slow_reward(tmp_path)
-    file = written(tmp_path, **reward)
-    code = (tmp_path / "my_reward.py").read_text().replace("time.sleep(0.15)", "pass")
-    (tmp_path / "my_reward.py").write_text(
-        code + "\nimport os\n"
-        "from evo_grpo.training.writer import FolderWriter\nwrite = FolderWriter._write_round\n\n"
-        "def slowly(self, record, *given):\n"
-        "    if record.round > 0 and 'SLOW' in os.environ:\n        time.sleep(600)\n"
-        "    write(self, record, *given)\n\n"
-        "FolderWriter._write_round = slowly\n"
-    )
-    env = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    run = tmp_path / "run"
-    processes = start(2, *evo("run", file, "--out", run), env={**env, "SLOW": "1"})
-    wait_for(run / "rounds.jsonl", 1, processes)
-    # The other rank writes its files of the second and the third round, and nothing of the fourth.
-    until = time.monotonic() + 60
-    while not (run / "checkpoints" / "round-0002").exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert (run / "checkpoints" / "round-0002").exists()
-    time.sleep(2)
-    assert not (run / "checkpoints" / "round-0003").exists()
-    for process in processes:
-        process.send_signal(signal.SIGKILL)
-    finish(processes)
-    ended = finish(start(1, *evo("resume", run), env=env))[0]
-    assert ended[2] == 0, ended[1]
-
-
-def test_more_ranks_than_a_finished_run_has_shards_leave_it_as_it_was(tmp_path):
-    engine = {**POPULATION["engine"], "shards": None}
-    file = written(tmp_path, engine=engine, population={**POPULATION["population"], "rounds": 1})
-    alone("run", file, "--out", tmp_path / "run")
-    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*.json*")}
-    first, _ = finish(start(2, *evo("resume", tmp_path / "run", "--rounds", 2)))
-    assert first[2] == 2
-    assert "expected at most 1 processes" in first[1]
-    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*.json*")} == before
-
-
-def test_code_that_one_rank_does_not_find_leaves_no_folder(tmp_path):
-    file = written(tmp_path, **slow_reward(tmp_path))
-    (tmp_path / "my_reward.py").write_text(
-        "import os\n\nif os.environ['RANK'] == '1':\n    raise ImportError('not on this one')\n\n"
-        + (tmp_path / "my_reward.py").read_text()
-    )
-    env = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    first, second = finish(start(2, *evo("run", file, "--out", tmp_path / "run"), env=env))
-    assert (first[2], second[2]) == (1, 2)
-    assert "rank 1 of 2 failed" in first[1]
-    assert "not on this one" in first[1]
-    assert not (tmp_path / "run").exists()
 
 
 def test_nproc_names_the_rank_that_died_and_stops_the_others_gently(tmp_path):

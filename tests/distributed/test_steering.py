@@ -1,9 +1,6 @@
 """What is asked of a run in several processes is done as in one, also from one to another."""
 
 import os
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -90,34 +87,3 @@ def test_a_pause_holds_all_ranks_and_a_stop_ends_them(tmp_path):
     assert [code for _, _, code in done] == [0, 0], done
     ops = [agent.mutation.op for record in read_rounds(folder) for agent in record.agents]
     assert "steer-clone" in ops
-
-
-def test_paused_ranks_end_on_a_signal(tmp_path):
-    def act(processes):
-        ask(tmp_path / "run", "pause")
-        wait(lambda: state_of(tmp_path / "run").paused, processes)
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-
-    processes, _ = play(tmp_path, tmp_path / "run", 2, act)
-    (_, said, code), (_, other_said, other_code) = finish(processes, seconds=30)
-    assert code == 143, said
-    # The other one may have noticed first that this one is gone: it ends with an error of its own,
-    # and a signal that comes while Python takes itself apart ends it there.
-    assert other_code in (143, 1, -signal.SIGTERM), other_said
-    assert "Traceback" not in said + other_said
-
-
-def test_nproc_is_steered_like_any_run(tmp_path):
-    file = written(tmp_path, **QUIET, **slow_reward(tmp_path))
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    folder = tmp_path / "run"
-    command = ["-m", "evo_grpo", "run", file, "--out", folder, "--nproc", 2]
-    process = subprocess.Popen(
-        [sys.executable, *map(str, command)], env=env, stdout=subprocess.PIPE, text=True
-    )
-    wait_for(folder / "rounds.jsonl", 1, [process])
-    ask(folder, "stop-after-round")
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, out
-    assert "stopped after round" in out

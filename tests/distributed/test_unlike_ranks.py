@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 
 import pytest
 from rank_runs import POPULATION, evo, written
@@ -106,22 +105,6 @@ def test_another_base_is_named_by_every_rank(places):
     run(places, "'./base' with another weights on rank 1 than on rank 0")
 
 
-def test_a_command_and_a_number_of_rounds_of_its_own_are_named(places):
-    env = {"PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])}
-    first = start(1, *evo("run", "population.yaml", "--out", "run"), places=places[:1], env=env)
-    assert finish(first)[0][2] == 0
-    asked = [evo("resume", "run", "--rounds", rounds) for rounds in (5, 6)]
-    apart = [evo("resume", "run"), evo("run", "population.yaml", "--out", "other")]
-    for commands, says in (
-        (asked, "rank 1 has rounds 6 where rank 0 has 5"),
-        (apart, "rank 1 has the call 'run' where rank 0 has 'resume'"),
-    ):
-        processes = start(2, "-c", _one_of(commands), places=places, env=env)
-        for out, said, code in finish(processes, SECONDS):
-            assert code == 2, out + said
-            assert says in " ".join(said.split())
-
-
 def test_a_resume_with_other_data_is_refused_and_leaves_the_folder_as_it_was(places):
     env = {"PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])}
     first = start(1, *evo("run", "population.yaml", "--out", "run"), places=places[:1], env=env)
@@ -132,45 +115,3 @@ def test_a_resume_with_other_data_is_refused_and_leaves_the_folder_as_it_was(pla
     refused(places, "resume", "run", "--rounds", 5, says=says)
     assert (places[0] / "run" / "population.yaml").read_bytes() == kept
     assert (places[0] / "run" / "summary.json").is_file()
-
-
-def _one_of(commands):
-    """Return a program that runs the command of its rank."""
-    lists = [[str(part) for part in command[2:]] for command in commands]
-    return (
-        "import os, runpy, sys\n"
-        f"sys.argv = ['evo-grpo', *{lists!r}[int(os.environ['RANK'])]]\n"
-        "runpy.run_module('evo_grpo', run_name='__main__')\n"
-    )
-
-
-def test_a_rank_that_cannot_read_its_settings_tells_the_others_at_once(places):
-    (places[1] / "population.yaml").write_text("populaton: {size: 5}\n")
-    processes = start(2, *evo("run", "population.yaml", "--out", "run"), places=places)
-    (_, first, one), (_, second, two) = finish(processes, SECONDS)
-    assert (one, two) == (1, 2)
-    assert "rank 1 of 2 failed" in first
-    assert "populaton" in first
-    assert "populaton" in second
-
-
-def test_python_compares_too(places):
-    written(places[1], **DATA, seed=4)
-    program = "import evo_grpo; evo_grpo.run('population.yaml', out='run', progress=True)"
-    env = {"PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])}
-    for out, said, code in finish(start(2, "-c", program, places=places, env=env), SECONDS):
-        assert code == 1, out + said
-        assert "ConfigError: ranks: expected the same run" in said
-        assert "rank 1 has seed 4 where rank 0 has 3" in said
-
-
-def test_paths_of_data_may_differ_where_what_they_hold_is_the_same(places):
-    shutil.move(places[1] / "train.jsonl", places[1] / "other.jsonl")
-    env = {**DATA["env"], "train": "other.jsonl"}
-    small = {"population": {**POPULATION["population"], "rounds": 1}}
-    written(places[0], **DATA, **small)
-    written(places[1], env=env, **small)
-    shared = {"PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])}
-    command = evo("run", "population.yaml", "--out", "run")
-    for out, said, code in finish(start(2, *command, places=places, env=shared)):
-        assert code == 0, out + said

@@ -49,7 +49,14 @@ def report(right, tokens=10, kl=0.0, checkpoint=None, equal=0.0):
 
 
 def planned(reports, number=0, made=None, past=(), archive=None, fresh=None, **given):
+    standings = [
+        Standing(slot, Member(slot, slot), Hparams(), [r.score] if r.score else [])
+        for slot, r in enumerate(reports)
+    ]
     inputs = PlanInputs(
+        round=number,
+        agents=dict(enumerate(reports)),
+        standings=standings,
         settings=made or settings(),
         hp_config=HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-2)),
         seed=1,
@@ -58,12 +65,9 @@ def planned(reports, number=0, made=None, past=(), archive=None, fresh=None, **g
         fresh=fresh or {},
         next_id=len(reports),
         task="sums",
+        **given,
     )
-    standings = [
-        Standing(slot, Member(slot, slot), Hparams(), [r.score] if r.score else [])
-        for slot, r in enumerate(reports)
-    ]
-    return next_round(inputs, dict(enumerate(reports)), standings, number, **given)
+    return next_round(inputs)
 
 
 def between(**changes):

@@ -6,7 +6,7 @@ from hashlib import sha256
 import torch
 
 from evo_grpo.population.round import play_round
-from evo_grpo.population.steps import RunWriter
+from evo_grpo.population.steps import RunWriter, Training, train
 from evo_grpo.record.observer import Observer
 
 
@@ -71,3 +71,9 @@ def play(prepared, number=0, writer=None, past=(), **changes):
         observer=Observer(),
         past=past,
     )
+
+
+def train_round(prepared, observer=None):
+    """Take the steps of the first round; returns the tallies and the starts used."""
+    parts = prepared.cohort, prepared.env, prepared.round_settings, prepared.slots
+    return train(Training(*parts, 0, RunWriter(), observer or Observer()))

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -28,72 +27,20 @@ from evo_grpo.model.llama.train import LlamaForward
 #: Eight unlike agents; the first two take several minibatches and epochs.
 UNLIKE = [
     PLAIN.replace(
-        lr=1e-2,
-        beta=0.0,
-        clip_coef=0.2,
-        temperature=1.0,
-        max_grad_norm=0.5,
-        update_epochs=2,
-        batch_size=3,
-    ),
-    PLAIN.replace(
-        lr=3e-3, beta=0.1, clip_coef=(0.8, 1.3), temperature=0.7, max_grad_norm=9.0, update_epochs=2
-    ),
-    PLAIN.replace(
-        lr=1e-3,
-        beta=0.01,
-        clip_coef=0.1,
-        temperature=1.3,
-        max_grad_norm=0.1,
-        update_epochs=1,
-        batch_size=5,
-    ),
-    PLAIN.replace(
-        lr=2e-2,
-        beta=0.0,
-        clip_coef=0.3,
-        temperature=1.0,
-        max_grad_norm=1.0,
-        update_epochs=3,
-        batch_size=None,
-    ),
-    PLAIN.replace(
-        lr=1e-2,
-        beta=0.5,
-        clip_coef=0.2,
-        temperature=0.9,
-        max_grad_norm=1.0,
-        update_epochs=1,
-        batch_size=None,
-    ),
-    PLAIN.replace(
-        lr=5e-3,
-        beta=0.0,
-        clip_coef=0.2,
-        temperature=1.1,
-        max_grad_norm=0.3,
-        update_epochs=2,
-        batch_size=2,
-    ),
-    PLAIN.replace(
-        lr=1e-2,
-        beta=0.2,
-        clip_coef=0.05,
-        temperature=1.0,
-        max_grad_norm=1.0,
-        update_epochs=2,
-        batch_size=4,
-    ),
-    PLAIN.replace(
-        lr=4e-3,
-        beta=0.0,
-        clip_coef=0.2,
-        temperature=2.0,
-        max_grad_norm=0.7,
-        update_epochs=1,
-        batch_size=64,
-    ),
-]
+        lr=lr, beta=beta, clip_coef=clip, temperature=temperature, max_grad_norm=norm,
+        update_epochs=epochs, batch_size=size,
+    )
+    for lr, beta, clip, temperature, norm, epochs, size in (
+        (1e-2, 0.0, 0.2, 1.0, 0.5, 2, 3),
+        (3e-3, 0.1, (0.8, 1.3), 0.7, 9.0, 2, None),
+        (1e-3, 0.01, 0.1, 1.3, 0.1, 1, 5),
+        (2e-2, 0.0, 0.3, 1.0, 1.0, 3, None),
+        (1e-2, 0.5, 0.2, 0.9, 1.0, 1, None),
+        (5e-3, 0.0, 0.2, 1.1, 0.3, 2, 2),
+        (1e-2, 0.2, 0.05, 1.0, 1.0, 2, 4),
+        (4e-3, 0.0, 0.2, 2.0, 0.7, 1, 64),
+    )
+]  # fmt: skip
 
 
 def ragged_rows(count):
@@ -133,13 +80,12 @@ def compare_with_alone(size, rows, **settings):
             assert ours[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
-@pytest.mark.parametrize("scale", ["group", "none", "batch"])
-def test_rewards_equal_but_for_rounding_move_no_weight(scale):
+def test_rewards_equal_but_for_rounding_move_no_weight():
     cohort = build_cohort(1, [PLAIN])
     before = weights(cohort, 0)
     # 0.1 + 0.2 is not 0.3, and Adam makes a full step of any gradient.
     rewards = np.array([[0.1, 0.2], [0.3, 0.0], [0.2, 0.1], [0.0, 0.3]])
-    advantages = group_advantages(rewards, 4, scale=scale, weights=[1.0, 1.0])
+    advantages = group_advantages(rewards, 4, weights=[1.0, 1.0])
     rows = make_rows(7, groups=1)
     rows = [replace(row, advantage=float(a)) for row, a in zip(rows, advantages, strict=True)]
     metrics = learn(cohort, [0], [rows])[0]
@@ -152,37 +98,22 @@ def test_fused_step_equals_one_agent_at_a_time(size, make):
     compare_with_alone(size, make(size))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_tokens_per_microbatch": 24},
-        {"max_rows_per_microbatch": 1},
-        {"gradient_checkpointing": True},
-        {"loss_type": "gspo"},
-        {"loss_type": "cispo"},
-        {"loss_type": "dapo"},
-        {"loss_type": "dr_grpo", "max_output_tokens": 8},
-        {
-            "filter_zero_adv": True,
-            "adv_filter_eps": 0.01,
-            "whiten_advantages": True,
-            "adv_clip_range": 1.0,
-        },
-        {"kl_shaping": True},
-    ],
-    ids=[
-        "budget",
-        "rows",
-        "checkpointing",
-        *["gspo", "cispo", "dapo", "dr_grpo", "whiten", "use_kl"],
-    ],
-)
-def test_fused_step_equals_alone_with_every_option(options):
-    compare_with_alone(2, ragged_rows(2), **options)
+WHITENED = {"filter_zero_adv": True, "adv_filter_eps": 0.01, "whiten_advantages": True}
+OPTIONS = {
+    "budget": {"max_tokens_per_microbatch": 24},
+    "rows": {"max_rows_per_microbatch": 1},
+    "checkpointing": {"gradient_checkpointing": True},
+    **{kind: {"loss_type": kind} for kind in ("gspo", "cispo", "dapo")},
+    "dr_grpo": {"loss_type": "dr_grpo", "max_output_tokens": 8},
+    "whiten": {**WHITENED, "adv_clip_range": 1.0},
+    "use_kl": {"kl_shaping": True},
+    "reference": {"separate_reference": True},
+}
 
 
-def test_fused_step_equals_alone_with_reference_adapters():
-    compare_with_alone(3, ragged_rows(3), separate_reference=True)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_fused_step_equals_alone_with_every_option(name):
+    compare_with_alone(2, ragged_rows(2), **OPTIONS[name])
 
 
 def test_fused_step_equals_alone_with_dropout():
@@ -211,10 +142,7 @@ def test_fused_step_equals_alone_with_unlike_ranks():
 
 
 def test_gradient_checkpointing_changes_nothing_and_leaves_the_model_as_it_was():
-    plain, saving = (
-        build_cohort(2),
-        build_cohort(2, gradient_checkpointing=True),
-    )
+    plain, saving = build_cohort(2), build_cohort(2, gradient_checkpointing=True)
     hooks = sum(len(m._forward_hooks) for m in saving.base.model.modules())
     for cohort in (plain, saving):
         learn(cohort, [0, 1], ragged_rows(2))
@@ -345,12 +273,6 @@ def test_first_ratio_is_exactly_one(dropout, options):
         assert metrics["clip_fraction"] == 0.0
 
 
-def test_ratio_leaves_one_in_the_second_epoch():
-    cohort = build_cohort(1, PLAIN.replace(update_epochs=2))
-    (metrics,) = learn(cohort, [0], [make_rows(1)])
-    assert metrics["ratio_max"] > 1.0
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_later_minibatches_are_compared_with_the_policy_before_the_step(dropout):
     # A step of nearly no size leaves the policy, and so the ratios, as they were.
@@ -421,39 +343,6 @@ def test_token_means_use_each_agents_own_tokens(kind):
     together, alone = (build_cohort(2, hparams, **options) for _ in range(2))
     (first, _), (only,) = learn(together, [0, 1], [few, many]), learn(alone, [0], [few])
     assert first["grad_norm"] == pytest.approx(only["grad_norm"], rel=1e-4)
-
-
-@pytest.fixture(scope="module")
-def trained_twice():
-    """Gives the weights after two calls: at its first step AdamW is blind to a gradient's size."""
-
-    @cache
-    def trained(**changed):
-        base = PLAIN.replace(lr=1e-2, update_epochs=2, max_grad_norm=1.0)
-        cohort = build_cohort(1, base.replace(**changed))
-        learn(cohort, [0], [make_rows(1)])
-        learn(cohort, [0], [make_rows(2)])
-        return weights(cohort, 0)
-
-    return trained
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"lr": 2e-2},
-        {"beta": 0.3},
-        {"clip_coef": 0.01},
-        {"clip_coef": (0.99, 1.5)},
-        {"temperature": 0.5},
-        {"max_grad_norm": 1e-3},
-        {"update_epochs": 4},
-        {"batch_size": 3},
-    ],
-    ids=str,
-)
-def test_a_changed_hyperparameter_changes_the_step(changed, trained_twice):
-    assert distance(trained_twice(), trained_twice(**changed)) > 1e-4
 
 
 def test_a_hyperparameter_changed_between_calls_acts():

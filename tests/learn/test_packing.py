@@ -58,10 +58,6 @@ def test_no_row_is_lost_and_the_budget_is_kept(rows, budget, most):
         assert most is None or len(bucket) <= most
 
 
-def test_nothing_gives_nothing():
-    assert pack([], 10) == []
-
-
 def test_rows_of_like_length_stand_together():
     pairs = [(0, row(n - 1, 1, start=n)) for n in (3, 20, 4, 19)]
     assert [[len(r.token_ids) for _, r in b] for b in pack(pairs, 40)] == [[20, 19], [4, 3]]
@@ -95,15 +91,6 @@ def test_rows_of_one_long_prompt_stand_together():
     assert all(len({r.token_ids[0] for _, r in b}) == 1 for b in buckets)
 
 
-def test_short_prompts_leave_the_order_to_the_lengths():
-    pairs = [
-        (0, row(1, lengths, start=prompt, number=2 * prompt + i))
-        for prompt in range(2)
-        for i, lengths in enumerate((40, 4))
-    ]
-    assert [[r.generated for _, r in b] for b in pack(pairs, 84)] == [[40, 40], [4, 4]]
-
-
 def test_every_bucket_holds_all_agents_alike_where_rows_allow_it():
     for bucket in pack(groups((4, 4, 4), 2, 3, 5), 100):
         counts = collate(bucket, 0, CPU).counts
@@ -128,24 +115,6 @@ def test_groups_of_different_sizes_stay_whole_and_a_bucket_holds_one_of_every_ag
         assert len(buckets) == 4 // tiers
         for bucket in buckets:
             assert collate(bucket, 0, CPU).counts == tuple(tiers * size for size in sizes)
-
-
-def test_groups_of_different_sizes_are_divided_evenly_where_no_order_saves_tokens():
-    sizes = (4, 4, 6, 6, 8, 8, 12, 16)
-    pairs = [
-        (agent, row(6, 32, start=10 * prompt, number=size * prompt + i))
-        for agent, size in enumerate(sizes)
-        for prompt in range(4)
-        for i in range(size)
-    ]
-    buckets = pack(pairs, 8192)
-    halves = tuple(2 * size for size in sizes)
-    assert [collate(bucket, 0, CPU).counts for bucket in buckets] == [halves, halves]
-
-
-def test_even_micro_batches_are_no_reason_for_more_of_them():
-    for size, prompts, budget, count in ((6, 2, 1024, 3), (5, 4, 1024, 5), (12, 3, 2048, 4)):
-        assert len(pack(groups((size,), prompts, 100, 200), budget)) == count
 
 
 def test_a_tier_over_the_budget_is_split_between_groups():

@@ -64,11 +64,6 @@ def test_collate_points_at_what_predicts_each_generated_token():
     assert batch.mask.tolist() == [[True, True, False], [True, False, False], [True, True, True]]
 
 
-def test_the_padding_id_is_never_a_target():
-    for pad in (0, 1, 7):
-        assert collate([(0, row(5, 2)), (0, row(3, 1))], pad, CPU).targets.tolist() == [5, 6, 4]
-
-
 def test_nothing_predicts_the_first_token():
     batch = collate([(0, Row(np.array([5, 6]), np.array([True, True])))], 0, CPU)
     assert batch.targets.tolist() == [6]
@@ -111,13 +106,6 @@ def test_minibatches_divide_the_rows_and_the_denominators():
     assert [r.minibatch for r in rows] != first
 
 
-@pytest.mark.parametrize("size", [None, 12, 99])
-def test_all_rows_at_once_are_one_minibatch(size):
-    rows = make_rows(3, groups=3)
-    assign_minibatches(rows, Hparams(batch_size=size), seed=1)
-    assert StepTotals.of(rows).rows == (12,)
-
-
 @pytest.mark.parametrize(
     ("size", "minibatches", "rows"),
     [(None, 1, (12,)), (None, 2, (6, 6)), (None, 5, (3, 3, 3, 3)), (None, 3, (4, 4, 4)),
@@ -129,8 +117,3 @@ def test_an_agent_without_a_batch_size_learns_in_as_many_minibatches_as_asked(
     made = make_rows(3, groups=3)
     assign_minibatches(made, Hparams(batch_size=size), 1, minibatches)
     assert StepTotals.of(made).rows == rows
-
-
-def test_no_rows_have_no_minibatch():
-    assign_minibatches([], Hparams(), 1, 3)
-    assert StepTotals.of([]).minibatches == 0

@@ -14,7 +14,6 @@ from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.types import Prompt
 
 CAP = 1.2
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 #: Several minibatches, several epochs, temperatures and KL terms: nothing the two agents share.
 AGENTS = [
@@ -101,12 +100,6 @@ def test_every_loss_is_corrected(kind):
     assert_apart(assert_equals_slow(**loss), trained(exact_sampler=True, **loss)[1])
 
 
-def test_no_correction_leaves_the_loss_as_it_is():
-    none = trained(sampler_correction="none")[1]
-    on = trained(sampler_correction="sequence_mask", exact_sampler=True)[1]
-    assert all(same(one, other) for one, other in zip(none, on, strict=True))
-
-
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_off_policy_mask_acts(exact):
     """Against the sampler where it is inexact, else against the policy before the learn call."""
@@ -142,12 +135,6 @@ def test_an_exact_samplers_logprobs_change_no_bit_but_the_gap():
         gaps = [m[slot].pop("sampler_gap") for m in metrics]
         assert gaps[0] < 1 < 4 < gaps[1]
         assert metrics[0][slot] == metrics[1][slot]
-
-
-def test_the_gap_is_measured_for_an_inexact_sampler_too():
-    cohort, rows = build()
-    for metrics in learn(cohort, [0, 1], rows, exact_sampler=False):
-        assert 0.1 < metrics["sampler_gap"] < 0.6
 
 
 def test_the_gap_is_the_mean_over_the_tokens_whose_logprobs_are_known():

@@ -71,5 +71,5 @@ def test_every_pass_comes_by_the_base_where_it_is_counted():
         # DeepSpeed's own, which go by `SharedBase.entry` and have their backwards counted by it.
         ("population/zero/engine.py", "trunk"),
         ("population/zero/engine.py", "self.engine.backward"),
-        ("population/zero/turns.py", "self.engine.backward"),
+        ("population/zero/together.py", "self.engine.backward"),
     }

@@ -37,11 +37,6 @@ def test_the_record_holds_what_the_ranks_reported():
     assert plan.record.mutable == ("lr",)
 
 
-def test_equal_reports_give_equal_plans():
-    reports = [report(10), report(30), report(20)]
-    assert planned(reports) == planned(reports)
-
-
 def test_the_last_round_selects_nobody():
     reports = [report(10), report(30), report(20)]
     for plan in (planned(reports, number=2), planned(reports, limited=True)):
@@ -105,12 +100,6 @@ def test_between_two_decisions_an_agent_that_failed_leaves():
     record = planned([report(10), report(None), report(20)], made=between()).record
     assert [member.agent for member in record.members] == [0, 2]
     assert [(d.kind, d.agent) for d in record.decisions] == [("left", 1)]
-
-
-def test_where_all_have_failed_the_archive_is_restored_between_decisions_too():
-    best = Standing(9, Member(0, 0), Hparams(), [report(30).score])
-    plan = planned([report(None)] * 3, made=with_archive(between()), archive=best)
-    assert {d.kind for d in plan.record.decisions} == {"restored", "left"}
 
 
 def test_a_rule_ends_a_run_between_two_decisions():

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from played_rounds import adapters, equal, train_round
 from slow_step import slow_step
 from small_run import small
 
@@ -12,20 +13,8 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.learn.rows import Row
 from evo_grpo.population.rollouts import starts_from
 from evo_grpo.population.stats import Stopwatch, Tally
-from evo_grpo.population.steps import RunWriter, train, train_step
-from evo_grpo.record.observer import Observer
+from evo_grpo.population.steps import train_step
 from evo_grpo.training.assemble import prepare
-
-
-def adapters(cohort):
-    return {
-        slot: [p.detach().clone() for p in cohort.slots.parameters(state.adapter)]
-        for slot, state in cohort.agents.items()
-    }
-
-
-def equal(first, second):
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def step(prepared, prompts_per_agent=None, number=0):
@@ -43,9 +32,8 @@ def step(prepared, prompts_per_agent=None, number=0):
     return tallies, watch
 
 
-@pytest.mark.parametrize("sizes", [(4, 4, 4), (2, 3, 5)])
-def test_agents_take_the_first_prompts_of_the_common_list(sizes, monkeypatch):
-    prepared, counts = prepare(small(seed=2)), (4, 1, 3)
+def test_agents_take_the_first_prompts_of_the_common_list(monkeypatch):
+    prepared, counts, sizes = prepare(small(seed=2)), (4, 1, 3), (2, 3, 5)
     cohort, asked, learned = prepared.cohort, [], []
     for slot, size in zip(prepared.slots, sizes, strict=True):
         cohort.set_hparams(slot, cohort.agents[slot].hparams.replace(group_size=size))
@@ -131,9 +119,8 @@ def test_each_stage_of_a_step_is_measured_where_it_happens(monkeypatch):
     assert all(seconds > 0 for seconds in watch.seconds.values())
 
 
-@pytest.mark.parametrize("shards", [2, 3])
-def test_each_shard_is_a_batch_of_its_own(shards, monkeypatch):
-    prepared = prepare(small(engine__shards=shards))
+def test_each_shard_is_a_batch_of_its_own(monkeypatch):
+    prepared = prepare(small(engine__shards=2))
     cohort, batches = prepared.cohort, []
     learn = cohort.learn
 
@@ -142,12 +129,9 @@ def test_each_shard_is_a_batch_of_its_own(shards, monkeypatch):
         return learn(given, stream=stream)
 
     monkeypatch.setattr(cohort, "learn", spy)
-    played = train(
-        cohort, prepared.env, prepared.round_settings, prepared.slots, 0,
-        watch=Stopwatch(), writer=RunWriter(), observer=Observer(), limit=None, past=(),
-    )  # fmt: skip
+    played = train_round(prepared)
     tallies, starts = played
-    assert batches == {2: [[0, 1], [2]], 3: [[0], [1], [2]]}[shards]
+    assert batches == [[0, 1], [2]]
     sizes = [cohort.agents[slot].hparams.group_size for slot in prepared.slots]
     counts = prepared.round_settings.prompts_of(sizes)[0]
     assert [t.completions for t in tallies.values()] == [

@@ -4,26 +4,23 @@ import os
 import signal
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-from small_run import Told, outcome, small, stopped_and_resumed
+from played_rounds import train_round
+from small_run import Told, outcome, small
 from text_games import Broken, Longer
 
 from evo_grpo import GRPO, MultiTurnGym, run
 from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.envs.rewards.functions import RewardFunction
-from evo_grpo.envs.rewards.process import RewardProcess
 from evo_grpo.envs.rewards.scoring import CompletionBatch, score_batch
 from evo_grpo.envs.single_turn import ReasoningGym
-from evo_grpo.errors import ConfigError, RewardError, RunFailedError
+from evo_grpo.errors import ConfigError
 from evo_grpo.population import turns
-from evo_grpo.population.stats import Stopwatch
-from evo_grpo.population.steps import RunWriter, train
-from evo_grpo.population.turns import HostWork, Overlap, alone, take_turns
+from evo_grpo.population.turns import HostWork, Overlap, take_turns
 from evo_grpo.settings.env import RewardCalls
 from evo_grpo.training.assemble import prepare
 
@@ -65,32 +62,6 @@ def test_without_overlap_parts_end_one_after_the_other_in_this_thread(names):
     assert set(threads) == {threading.current_thread()}
 
 
-def test_works_of_several_parts_are_under_way_at_once():
-    together = threading.Barrier(3, timeout=20)
-
-    def waits():
-        return (yield HostWork(together.wait))
-
-    assert sorted(take_turns([waits() for _ in range(3)], overlap=True)) == [0, 1, 2]
-
-
-def test_only_waiting_is_measured():
-    spans = []
-
-    @contextmanager
-    def measured():
-        start = time.perf_counter()
-        yield
-        spans.append(time.perf_counter() - start)
-
-    def slow(computing):
-        yield HostWork(lambda: time.sleep(0.3), measured)
-        time.sleep(computing)
-
-    take_turns([slow(0.0), slow(0.0)], overlap=True)
-    assert sum(spans) < 0.5
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_error_of_a_work_ends_all_parts(overlap):
     closed = []
@@ -110,10 +81,6 @@ def test_an_error_of_a_work_ends_all_parts(overlap):
     assert len(closed) == (2 if overlap else 1)
 
 
-def test_a_part_alone_is_a_function():
-    assert alone(part)("a", [], (0.0,)) == "a"
-
-
 def result(config, out):
     """Play a run; return its outcome, but for what says whether parts take turns."""
     found = outcome(run(config, out=out))
@@ -130,13 +97,11 @@ STEPS = {"population__steps_per_round": 3, "population__rounds": 2, "engine__ove
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"engine__shards": 7},
+        {"engine__shards": 7, "engine__overlap": "auto"},
         {"algorithm__dynamic_sampling_tokens": 60, "algorithm__mask_truncated_completions": True},
-        {"engine__overlap": "auto"},
         {"env__reward": ["two_rewards:exact", "two_rewards:last"], "evolve__fitness__racing": 2},
     ],
-    ids=["two", "one each", "dynamic", "auto", "rewards"],
+    ids=["one each", "dynamic", "rewards"],
 )
 def test_a_run_in_which_parts_overlap_equals_one_in_which_they_wait(changes, tmp_path, monkeypatch):
     monkeypatch.setattr(turns, "AUTO_SHARE", 0.0)
@@ -146,14 +111,7 @@ def test_a_run_in_which_parts_overlap_equals_one_in_which_they_wait(changes, tmp
     )
     assert overlapping == waiting
     if "auto" in changes.values():
-        assert "2 parts take turns" in (tmp_path / "overlapping" / "notes.jsonl").read_text()
-
-
-def test_a_stopped_run_whose_parts_overlap_is_resumed_as_it_was(tmp_path):
-    config = small(**STEPS)
-    whole = outcome(run(config, out=tmp_path / "whole"))
-    again = stopped_and_resumed(config, tmp_path / "again", ("learn", 1))
-    assert outcome(again) == whole
+        assert "7 parts take turns" in (tmp_path / "overlapping" / "notes.jsonl").read_text()
 
 
 def test_rewards_of_two_parts_are_under_way_at_once_and_each_step_is_told(monkeypatch):
@@ -167,18 +125,14 @@ def test_rewards_of_two_parts_are_under_way_at_once_and_each_step_is_told(monkey
     monkeypatch.setattr(ReasoningGym, "judge", meets)
     prepared, told = prepare(small(**STEPS | {"population__size": 2})), Told()
     assert prepared.cohort.shards == 2
-    tallies, _ = train(
-        prepared.cohort, prepared.env, prepared.round_settings, prepared.slots, 0,
-        watch=Stopwatch(), writer=RunWriter(), observer=told, limit=None, past=(),
-    )  # fmt: skip
+    tallies, _ = train_round(prepared, told)
     assert len(met) == 2 * 3
     assert told.calls == [("learn", 0)] * 3
     assert [len(tally.metrics) for tally in tallies.values()] == [3, 3]
 
 
-@pytest.mark.parametrize("changes", [{}, {"algorithm__dynamic_sampling_tokens": 60}])
-def test_parts_meet_the_prompts_that_all_agents_would_meet(changes):
-    found = []
+def test_parts_meet_the_prompts_that_all_agents_would_meet():
+    changes, found = {"algorithm__dynamic_sampling_tokens": 60}, []
     for shards in (1, 2, 3):
         prepared = prepare(small(**STEPS | changes | {"engine__shards": shards}))
         batch, asked = prepared.env.batch, set()
@@ -188,10 +142,7 @@ def test_parts_meet_the_prompts_that_all_agents_would_meet(changes):
             return batch(step, size)
 
         prepared.env.batch = noted
-        tallies, starts = train(
-            prepared.cohort, prepared.env, prepared.round_settings, prepared.slots, 0,
-            watch=Stopwatch(), writer=RunWriter(), observer=Told(), limit=None, past=(),
-        )  # fmt: skip
+        tallies, starts = train_round(prepared, Told())
         last = [[t.prompt for t, _ in tally.samples] for tally in tallies.values()]
         found.append((last, starts, asked))
     assert found[0] == found[1] == found[2]
@@ -205,10 +156,9 @@ GAME = {
 }
 
 
-@pytest.mark.parametrize("shards", [2, 3])
-def test_games_step_while_others_decode_as_if_all_waited(shards, tmp_path):
+def test_games_step_while_others_decode_as_if_all_waited(tmp_path):
     overlapping, waiting = (
-        result(small(**STEPS | GAME | {"engine__shards": shards, "engine__overlap": on}),
+        result(small(**STEPS | GAME | {"engine__shards": 3, "engine__overlap": on}),
                tmp_path / str(on))
         for on in (True, False)
     )  # fmt: skip
@@ -251,31 +201,14 @@ def test_parts_share_the_environments_that_a_gym_may_have():
     assert max(most) == 4
 
 
-def test_an_environment_that_raises_in_one_of_64_games_loses_that_game_alone():
-    population = two_agents(overlap=True, group_size=8, prompts_per_step=4)
-    gym = gym_for(population, lambda: Broken(lambda seed: seed == first))
-    first = gym.batch(0, 4)[0]
-    with pytest.warns(UserWarning, match="nothing to learn from"):
-        (record,) = population.train(gym, **ROUND | {"steps_per_round": 1})
-    assert [agent.metrics["dropped"] for agent in record.agents] == [8.0, 8.0]
-
-
-@pytest.mark.parametrize("overlap", [True, "auto"])
-def test_a_game_in_one_wrapper_is_refused_or_waits(overlap):
-    population = two_agents(overlap=overlap)
+def test_an_environment_that_parts_cannot_share_is_refused():
+    population = two_agents(overlap=True)
     wrapper = TokenObservationWrapper(
         Longer(), population.cohort.base.tokenizer, 3, max_output_tokens=3,
         conversation_template="{observation}",
     )  # fmt: skip
-    if overlap == "auto":
-        population.train(wrapper, **ROUND)
-        return
     with pytest.raises(ConfigError, match=r"engine\.overlap: .* has no side_by_side = True; give"):
         population.train(wrapper, **ROUND)
-
-
-def test_fewer_environments_than_parts_are_refused():
-    population = two_agents(overlap=True)
     with pytest.raises(ConfigError, match=r"of which 2 plays.* has too few max_environments"):
         population.train(gym_for(population, max_environments=1), **ROUND)
 
@@ -320,17 +253,12 @@ def test_a_step_in_which_all_games_fail_counts_its_seeds_once():
     assert [agent.metrics["empty_steps"] for agent in record.agents] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("isolate", [None, "process"])
-def test_no_function_is_called_after_an_interruption(isolate, tmp_path):
-    calls = RewardCalls(isolate=isolate, reward_timeout=None)
+def test_no_function_is_called_after_an_interruption(tmp_path):
     function = RewardFunction("slow", partial(slow_reward, folder=str(tmp_path)))
     batch = CompletionBatch(["a"] * 500, [{}] * 500, ["p"] * 500, ["row 0"] * 500)
-    process = RewardProcess([function], calls) if isolate == "process" else None
 
     def scoring():
-        yield HostWork(
-            lambda: process.score(batch) if process else score_batch([function], batch, calls)
-        )
+        yield HostWork(lambda: score_batch([function], batch, RewardCalls(reward_timeout=None)))
 
     def interrupts():
         while not (tmp_path / "calls").exists():
@@ -345,7 +273,7 @@ def test_no_function_is_called_after_an_interruption(isolate, tmp_path):
             take_turns([scoring(), part("b", [], (0.0,))], overlap=True)
     finally:
         signal.signal(signal.SIGINT, before)
-    time.sleep(1.0)  # the process is looked at every half a second
+    time.sleep(0.1)
     made = (tmp_path / "calls").stat().st_size
     time.sleep(0.2)
     assert made == (tmp_path / "calls").stat().st_size < 500
@@ -356,17 +284,3 @@ def slow_reward(completion, folder):
         file.write("x")
     time.sleep(0.01)
     return 0.0
-
-
-def test_a_reward_that_fails_in_one_part_ends_the_run_with_its_error(tmp_path, monkeypatch):
-    judge, calls = ReasoningGym.judge, []
-
-    def fails(self, groups):
-        calls.append(len(groups))
-        if len(calls) == 3:
-            raise RewardError("third: it raised KeyError")
-        return judge(self, groups)
-
-    monkeypatch.setattr(ReasoningGym, "judge", fails)
-    with pytest.raises((RewardError, RunFailedError), match="third: it raised KeyError"):
-        run(small(**STEPS), out=tmp_path / "run")

@@ -52,12 +52,6 @@ def test_rows_are_uniform(step):
     assert distance_from_uniform(draws) < BOUND
 
 
-def test_steps_are_uniform():
-    keys = key_tensor([derive(5, 0, 0)], CPU)
-    draws = uniform(keys, 0, N)[:, 0]
-    assert distance_from_uniform(draws) < BOUND
-
-
 def test_neighbours_are_independent():
     keys = key_tensor([derive(3, i) for i in range(N)], CPU)
     now, following = uniform(keys, 0, 2)

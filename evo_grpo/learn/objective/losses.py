@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -41,19 +41,6 @@ from evo_grpo.learn.objective.ratios import kl_term, policy_ratio, sampler_weigh
 from evo_grpo.schema.hparams import LOSS_USES, Hparams, LossType, RatioLevel
 from evo_grpo.settings.loss import LossConfig
 
-__all__ = [
-    "LOSSES",
-    "Loss",
-    "LossConfig",
-    "LossType",
-    "LossValues",
-    "TokenTerms",
-    "largest_penalty",
-    "ratio_level",
-    "token_terms",
-    "token_weights",
-]
-
 VESPO_LOG_CLAMP = 20.0
 VESPO_LOWEST_LOG_WEIGHT = math.log(1e-8)
 
@@ -62,13 +49,8 @@ VESPO_LOWEST_LOG_WEIGHT = math.log(1e-8)
 class LossValues:
     """The hyperparameters that act in the loss of a batch, by their names (see `Hparams.get`).
 
-    Each is a float for all rows, or (B, 1) without gradient, the value of each row's agent.
-
-    Attributes:
-        beta: Weight of the KL term, >= 0.
-        clip_low: Lower bound of the ratio.
-        clip_high: Upper bound of the ratio.
-        entropy_coef: Weight of the entropy bonus, >= 0.
+    Each is a float for all rows, or (B, 1) without gradient, the value of each row's agent. The
+    clip values bound the ratio.
     """
 
     beta: float | Tensor
@@ -129,13 +111,9 @@ class TokenTerms:
 class SurrogateInputs:
     """The input of a surrogate: floats of one dtype, with gradients only through logprobs.
 
-    Attributes:
-        logprobs: (B, T) nats, 0 where masked.
-        log_ratio: (B, T) per token, 0 where masked.
-        ratio: (B, T) new / old policy at the level in force, 1 where masked.
-        advantages: (B, 1) or (B, T), detached.
-        clip_low: Absolute ratio bound, float or (B, 1); `clip_high` likewise.
-        sampler_log_weight: (B, 1) log of each row's sampler correction, or None.
+    Tensors are (B, T), logs in nats, and neutral where masked: log-probs 0, ratios 1. `advantages`
+    may be (B, 1); clip values are ratios, float or (B, 1). `ratio` is new / old policy at the level
+    in force, and `sampler_log_weight` (B, 1) the log of each row's sampler correction.
     """
 
     logprobs: Tensor
@@ -156,52 +134,55 @@ class Surrogate:
     clipped_high: Tensor
 
 
-def clipped(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+def clipped(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
     """-min(min(r, delta) A, clip(r, low, high) A): DeepSeekMath eq. 3."""
-    ratio, advantages = given.ratio, given.advantages
-    bounded = _clamp(ratio, given.clip_low, given.clip_high)
+    ratio, advantages = inputs.ratio, inputs.advantages
+    bounded = _clamp(ratio, inputs.clip_low, inputs.clip_high)
     free = ratio if config.delta is None else ratio.clamp(max=config.delta)
     return Surrogate(
         loss=-torch.minimum(free * advantages, bounded * advantages),
-        clipped_low=(ratio < given.clip_low) & (advantages < 0),
-        clipped_high=(ratio > given.clip_high) & (advantages > 0),
+        clipped_low=(ratio < inputs.clip_low) & (advantages < 0),
+        clipped_high=(ratio > inputs.clip_high) & (advantages > 0),
     )
 
 
-def capped(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+def capped(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
     """-detach(min(r, high)) A lp: MiniMax-M1 eq. 4 and 5 without a lower bound."""
     del config  # one signature for the table
-    high = given.clip_high
-    ratio = given.ratio.detach()
+    high = inputs.clip_high
+    ratio = inputs.ratio.detach()
     coefficient = torch.minimum(ratio, high) if isinstance(high, Tensor) else ratio.clamp(max=high)
-    exceeds = (ratio > high) & (given.advantages > 0)
-    loss = -coefficient * given.advantages * given.logprobs
+    exceeds = (ratio > high) & (inputs.advantages > 0)
+    loss = -coefficient * inputs.advantages * inputs.logprobs
     return Surrogate(loss, torch.zeros_like(exceeds), exceeds)
 
 
-def soft_gate(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+def soft_gate(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: SAPO."""
     temperature = _by_sign(
-        given.advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg, given.ratio
+        inputs.advantages > 0,
+        config.sapo_temperature_pos,
+        config.sapo_temperature_neg,
+        inputs.ratio,
     )
-    gate = torch.sigmoid(temperature * (given.ratio - 1)) * 4 / temperature
-    return _unclipped(given, -gate * given.advantages)
+    gate = torch.sigmoid(temperature * (inputs.ratio - 1)) * 4 / temperature
+    return _unclipped(inputs, -gate * inputs.advantages)
 
 
-def gamma_weight(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+def gamma_weight(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
     """-phi(w) A lp with phi(w) = w^k exp(lambda (1 - w)) of the row's ratio w, detached: VESPO."""
-    log_ratio = given.log_ratio.detach()
+    log_ratio = inputs.log_ratio.detach()
     log_weight = log_ratio.clamp(-VESPO_LOG_CLAMP, VESPO_LOG_CLAMP).sum(-1, keepdim=True)
-    if given.sampler_log_weight is not None:
-        log_weight = log_weight + given.sampler_log_weight.clamp(
+    if inputs.sampler_log_weight is not None:
+        log_weight = log_weight + inputs.sampler_log_weight.clamp(
             VESPO_LOWEST_LOG_WEIGHT, VESPO_LOG_CLAMP
         )
     log_weight = log_weight.clamp(VESPO_LOWEST_LOG_WEIGHT, VESPO_LOG_CLAMP)
-    gains = given.advantages >= 0
+    gains = inputs.advantages >= 0
     k = _by_sign(gains, config.vespo_positive[0], config.vespo_negative[0], log_ratio)
     rate = _by_sign(gains, config.vespo_positive[1], config.vespo_negative[1], log_ratio)
     phi = torch.exp(rate + k * log_weight - rate * log_weight.exp())
-    return _unclipped(given, -phi * given.advantages * given.logprobs)
+    return _unclipped(inputs, -phi * inputs.advantages * inputs.logprobs)
 
 
 def _by_sign(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
@@ -209,8 +190,8 @@ def _by_sign(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
-def _unclipped(given: SurrogateInputs, loss: Tensor) -> Surrogate:
-    never = torch.zeros_like(given.ratio, dtype=torch.bool)
+def _unclipped(inputs: SurrogateInputs, loss: Tensor) -> Surrogate:
+    never = torch.zeros_like(inputs.ratio, dtype=torch.bool)
     return Surrogate(loss, never, never)
 
 
@@ -225,13 +206,10 @@ def _clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Totals:
-    """The denominators of one optimizer step, numbers or (B, 1).
+    """The rows and valid tokens of one optimizer step, numbers or (B, 1), all >= 1.
 
-    Attributes:
-        rows: Rows of the optimizer step, >= 1.
-        tokens: Valid tokens of the optimizer step, >= 1.
-        row_tokens: (B, 1) valid tokens of each row, >= 1.
-        max_completion_length: Tokens a completion may have, or None.
+    `row_tokens` (B, 1) are the valid tokens of each row, `max_completion_length` the most tokens of
+    a completion, or None.
     """
 
     rows: float | Tensor
@@ -267,12 +245,9 @@ def per_longest(totals: Totals) -> Tensor | float:
 
 @dataclass(frozen=True)
 class Loss:
-    """One line of the table.
+    """One line of the table: the loss of every token, and its weight in the sum over all tokens.
 
-    Attributes:
-        surrogate: Loss of every token, before correction, KL and averaging.
-        weight: Weight of each token's loss in the sum over all tokens.
-        has_sampler_weight: Whether the surrogate itself applies the sampler correction.
+    `has_sampler_weight` says whether the surrogate itself applies the sampler correction.
     """
 
     surrogate: Callable[[SurrogateInputs, LossConfig], Surrogate]
@@ -318,24 +293,20 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch
     rest of the loss, as verl's `entropy_coeff` with `loss_agg_mode` does; TRL's `entropy_coef`
     always weighs the mean over tokens, which is that of dapo, bnpo, cispo and vespo.
 
+    Rows do not depend on each other, nor valid tokens on masked ones, in value or gradient.
+
     Args:
         logprobs: (B, T) floats, nats, with gradient.
         old_logprobs: (B, T) nats, or None: the present policy's, detached.
         mask: (B, T) bool or 0/1.
         advantages: (B,) or (B, T).
-        ref_logprobs: (B, T) nats; may be NaN in rows whose beta is 0.
+        ref_logprobs: (B, T) nats; may be NaN in rows whose beta is 0; ConfigError without one if a
+            beta is not 0.
         config: Settings that all rows share.
         values: Hyperparameters of the rows; None takes the clip_coef and beta of `config`.
         entropies: (B, T) nats, with gradient; may be NaN in rows whose entropy_coef is 0. None only
             where entropy_coef is the float 0.0.
         sampler_logprobs: (B, T) nats as the engine reported them.
-
-    Returns:
-        The terms. Rows do not depend on each other, nor valid tokens on masked ones, in value or
-        gradient.
-
-    Raises:
-        ConfigError: A beta is not 0 and ref_logprobs is None, or entropies are missing.
     """
     logprobs = _wide(logprobs)
     dtype, valid = logprobs.dtype, mask != 0
@@ -429,6 +400,66 @@ def token_weights(
     weight = LOSSES[loss_type].weight(totals)
     weight = weight if isinstance(weight, Tensor) else row_tokens.new_full((), weight)
     return torch.where(valid, weight, 0)
+
+
+def token_terms_of(
+    configs: Sequence[LossConfig],
+    logprobs: Tensor,
+    inputs: Mapping[str, Tensor | None],
+    values: LossValues,
+) -> TokenTerms:
+    """Compute `token_terms` of rows that may have different losses; rows stay independent.
+
+    `configs` has the settings of each of the B rows, and `inputs` the other arguments of
+    `token_terms` by name: None, or tensors with B rows. `logprobs` are (B, T) floats, nats, with
+    gradient.
+    """
+    kinds = list(dict.fromkeys(configs))
+    if len(kinds) == 1:
+        whole_batch: dict[str, Any] = dict(inputs)
+        return token_terms(logprobs, **whole_batch, config=kinds[0], values=values)
+    order: list[Tensor] = []
+    parts: list[TokenTerms] = []
+    for kind in kinds:
+        own = [row for row, config in enumerate(configs) if config == kind]
+        rows = torch.tensor(own, device=logprobs.device)
+        chosen: dict[str, Any] = {
+            name: None if tensor is None else tensor[rows] for name, tensor in inputs.items()
+        }
+        own_values = {
+            name: value[rows] if isinstance(value, Tensor) else value
+            for name, value in vars(values).items()
+        }
+        parts.append(
+            token_terms(logprobs[rows], **chosen, config=kind, values=LossValues(**own_values))
+        )
+        order.append(rows)
+    back = torch.cat(order).argsort()
+
+    def whole(name: str) -> Tensor | None:
+        columns = [getattr(part, name) for part in parts]
+        return None if columns[0] is None else torch.cat(columns)[back]
+
+    return TokenTerms(**{field.name: whole(field.name) for field in fields(TokenTerms)})  # pyright: ignore[reportArgumentType] -- None for kl alone
+
+
+def token_weights_of(
+    configs: Sequence[LossConfig], mask: Tensor, *, num_rows: Tensor, num_tokens: Tensor
+) -> Tensor:
+    """Compute `token_weights` of rows that may have different losses; `configs` has one per row."""
+    mixed: Tensor | None = None
+    for kind in dict.fromkeys(configs):
+        weights = token_weights(
+            kind.loss_type,
+            mask,
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            max_completion_length=kind.max_completion_length,
+        )
+        own = [[config == kind] for config in configs]
+        mixed = weights if mixed is None else torch.where(mask.new_tensor(own), weights, mixed)
+    assert mixed is not None, "a batch has a row"
+    return mixed
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -25,12 +25,12 @@ def token_advantages(
     filter_zero: bool = False,
     filter_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Spread one agent's advantages over tokens and shape them, in this order.
+    """Spread one agent's advantages (B,) over the tokens of a mask (B, T), and shape them in order.
 
-    filter_zero drops rows with |A| <= filter_eps; whiten makes the valid tokens of the kept rows (A
-    - mean) / sqrt(var + 1e-8), var over n; KL shaping adds beta (baseline_t - kl_t), whose policy
-    gradient is that of -beta times the sum of the tokens' KL(policy || reference), prefixes as
-    sampled; clip_range clamps.
+    filter_zero drops rows with |A| <= filter_eps; whiten makes the valid tokens of the kept rows
+    (A - mean) / sqrt(var + 1e-8), var over n, so that long rows weigh more; KL shaping adds
+    beta (baseline_t - kl_t), whose policy gradient is that of -beta times the sum of the tokens'
+    KL(policy || reference), prefixes as sampled; clip_range clamps to [-clip_range, clip_range].
 
     As an advantage the KL has to be the signed k1, log policy - log reference: the expected score
     times k1 is the gradient of KL(policy || reference). The score times k3, which is never
@@ -38,20 +38,9 @@ def token_advantages(
     earlier tokens, 0 for the first. A baseline that depends on the token itself or later ones, such
     as the mean over the whole row, biases the gradient.
 
-    Args:
-        advantages: (B,) floats.
-        mask: (B, T) bool or 0/1.
-        kl: (B, T) nats, log policy - log reference, detached here, instead of a KL penalty in the
-            loss; None omits KL shaping.
-        beta: Weight of the KL shaping, a float or (B, 1), >= 0; a row of 0 is not shaped.
-        whiten: Whiten over valid tokens: long rows weigh more.
-        clip_range: Clamp to [-clip_range, clip_range], > 0; None does not.
-        filter_zero: Drop rows without signal.
-        filter_eps: Threshold of `filter_zero`, >= 0.
-
-    Returns:
-        advantages: (B, T) in the advantages' dtype, detached; 0 where masked and in dropped rows.
-        kept: (B,) bool, False for dropped rows; leave those out of the backward pass.
+    `kl` (B, T) are nats, detached here; `beta` is a float or (B, 1), >= 0, and a row of 0 is not
+    shaped. Returns the advantages (B, T), detached, 0 where masked and in dropped rows, and the
+    kept rows (B,) bool: leave the others out of the backward pass.
     """
     advantages = advantages.detach()
     kept = torch.ones_like(advantages, dtype=torch.bool)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator, TypeAdapter
@@ -28,7 +28,6 @@ from evo_grpo.types import Score
 OPTIMIZER = "optimizer.safetensors"
 #: AdamW's state of a parameter.
 _MOMENTS = {"exp_avg", "exp_avg_sq", "step"}
-_AFRESH = "load it without load_optimizer to start AdamW afresh"
 
 
 def copy_moments(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -56,26 +55,33 @@ def read_moments(folder: Path, plan: AdapterPlan) -> dict[int, dict[str, torch.T
         raise CheckpointError(
             f"checkpoint {file}: not a whole safetensors file: {error}"
         ) from error
-    order = {name: place for place, name in enumerate(plan.shapes)}
     moments: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in tensors.items():
-        parameter, _, name = key.rpartition(".")
-        shape = plan.own.get(parameter) if name in _MOMENTS else None
-        fits = shape is not None and value.shape == (() if name == "step" else shape)
-        if not fits or not value.is_floating_point() or value.dtype.itemsize < 2:
-            raise CheckpointError(
-                f"checkpoint {file}: {key} of shape {tuple(value.shape)} and {value.dtype} does "
-                f"not fit this agent's adapter; {_AFRESH}"
-            )
-        wide = value if name == "step" else value.new_zeros(plan.shapes[parameter])
-        moments.setdefault(order[parameter], {})[name] = padded(value, wide)
-    for place, found in moments.items():
-        if missing := _MOMENTS - found.keys():
-            raise CheckpointError(
-                f"checkpoint {file}: {list(order)[place]} has no {', '.join(sorted(missing))}; "
-                f"{_AFRESH}"
-            )
+    for place, (parameter, shape) in enumerate(plan.shapes.items()):
+        keys = {name: f"{parameter}.{name}" for name in _MOMENTS}
+        values = {name: tensors[key] for name, key in keys.items() if key in tensors}
+        if values.keys() == _MOMENTS and _fit(values, plan.own.get(parameter)):
+            for key in keys.values():
+                del tensors[key]
+            wide = {n: v if n == "step" else v.new_zeros(shape) for n, v in values.items()}
+            moments[place] = {name: padded(value, wide[name]) for name, value in values.items()}
+    if tensors:
+        key, value = min(tensors.items(), key=lambda item: item[0])
+        raise CheckpointError(
+            f"checkpoint {file}: {key} of shape {tuple(value.shape)} and {value.dtype} does not "
+            "fit this agent's adapter, or stands alone; load it without load_optimizer to start "
+            "AdamW afresh"
+        )
     return moments
+
+
+def _fit(moments: Mapping[str, torch.Tensor], shape: torch.Size | None) -> bool:
+    """Return whether the moments of a parameter are floats of its shape."""
+    return all(
+        value.shape == (() if name == "step" else shape)
+        and value.is_floating_point()
+        and value.dtype.itemsize >= 2
+        for name, value in moments.items()
+    )
 
 
 FORMAT = 3
@@ -150,22 +156,18 @@ def read_attributes(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"checkpoint {file}: not JSON, it may be truncated: {error}"
         ) from error
-    if not isinstance(data, dict):
+    written = data.get("format") if isinstance(data, dict) else FORMAT
+    if written != FORMAT:
         raise CheckpointError(
-            f"checkpoint {file}: expected a mapping as save_checkpoint writes it, got {data!r:.60}"
-        )
-    read = cast("dict[str, Any]", data)
-    if read.get("format") != FORMAT:
-        raise CheckpointError(
-            f"checkpoint {file}: expected format {FORMAT}, got {read.get('format')!r}: another "
-            "version of evo-grpo wrote it; load it with that version, or take "
-            f"the weights alone: load_checkpoint({str(folder / 'actor')!r})"
+            f"checkpoint {file}: expected format {FORMAT}, got {written!r}: another version of "
+            "evo-grpo wrote it; load it with that version, or take the weights alone: "
+            f"load_checkpoint({str(folder / 'actor')!r})"
         )
     try:
-        validated(_SCHEMA, read)
+        validated(_SCHEMA, data)
     except ValueError as error:
         raise CheckpointError(f"checkpoint {file}: {error}; put the file back as it was") from error
-    return read
+    return data
 
 
 def read_state(attributes: Mapping[str, Any], folder: Path) -> tuple[Hparams, list[Score]]:
@@ -182,28 +184,11 @@ def read_state(attributes: Mapping[str, Any], folder: Path) -> tuple[Hparams, li
 
 def _remedy(folder: Path) -> str:
     weights = f"load_checkpoint({str(folder / 'actor')!r}) takes the weights alone"
-    has_actor = (folder / "actor" / CONFIG).is_file()
-    if (pickled := _pickle(folder)) is not None:
-        how = weights if has_actor else "save the agent with save_checkpoint or save_pretrained"
-        return f"; {pickled} is a pickle, which can run code when read and is never loaded; {how}"
     if peft_folder(folder) is not None:
         return (
             ": it is a PEFT folder, which names no agent; build one with GRPO(model=..., "
             f"lora=...) and call load_checkpoint({str(folder)!r})"
         )
-    if has_actor:
+    if (folder / "actor" / CONFIG).is_file():
         return f"; put it back, or {weights}"
-    return "; expected a folder written by save_checkpoint, or a PEFT folder"
-
-
-def _pickle(folder: Path) -> Path | None:
-    """Return a pickle of another tool in a folder, for instance of DeepSpeed."""
-    patterns = (
-        "save_checkpoint",
-        "zero_to_fp32.py",
-        "*_states.pt",
-        "*/*_states.pt",
-        "attributes.pt",
-    )
-    found = (place for pattern in patterns for place in sorted(folder.glob(pattern)))
-    return next((place.relative_to(folder) for place in found), None)
+    return "; expected a folder written by save_checkpoint, or a PEFT folder: no pickle is loaded"

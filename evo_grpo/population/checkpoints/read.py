@@ -25,9 +25,8 @@ from evo_grpo.population.checkpoints.manifest import (
     read_moments,
     read_state,
 )
-from evo_grpo.population.cohort.adapters import adapter_config
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.cohort.state import START, AgentState
+from evo_grpo.population.cohort.state import START, AgentState, adapter_config
 from evo_grpo.record.digests import check_digests
 from evo_grpo.schema.hparams import LORA, Hparams
 
@@ -43,12 +42,10 @@ def load_agent(
 ) -> dict[str, Any]:
     """Load an agent into a slot; return its attributes, empty for a PEFT folder.
 
-    All files are read and checked before the slot changes; no other slot changes. The folder was
-    written by `save_agent`, or is a plain PEFT folder (itself or its actor/), whose weights become
-    the actor and the reference. `load_optimizer` loads AdamW's moments.
-    `overwrite_reference_adapter` uses the checkpoint's actor as the reference even if the
-    checkpoint contains a reference. `merge_lora_configs` accepts a LoRA configuration that differs
-    from the slot's.
+    The folder was written by `save_agent`, or is a plain PEFT folder (itself or its actor/), whose
+    weights become the actor and the reference. All files are read and checked before the slot
+    changes. `load_optimizer` loads AdamW's moments; `overwrite_reference_adapter` uses the actor as
+    the reference in any case; `merge_lora_configs` accepts another LoRA configuration.
     """
     folder = Path(path)
     state = cohort.check_slot(slot)
@@ -67,7 +64,7 @@ def load_agent(
     )
     if plain is not None:
         notes.append(_about_peft(folder, read_config(plain), cohort.base))
-    _check_turns(cohort, actor)
+    _check_one_adapter(cohort, actor)
     own = any(name.startswith("reference/") for name in attributes.get("files", ()))
     plans = [actor]
     if state.has_reference:
@@ -148,7 +145,7 @@ def _about_reference(
     ]
 
 
-def _check_turns(cohort: Cohort, actor: AdapterPlan) -> None:
+def _check_one_adapter(cohort: Cohort, actor: AdapterPlan) -> None:
     """Refuse other LoRA ranks or modules if all agents train through one DeepSpeed adapter."""
     if cohort.together and actor.config is not None:
         raise ConfigError(

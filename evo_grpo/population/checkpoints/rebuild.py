@@ -53,10 +53,8 @@ _KEYWORDS: dict[str, Rule] = {
 class Recipe:
     """The parts from which an agent is built.
 
-    Attributes:
-        settings: Its settings; `settings.model` is None if `model` below holds the base.
-        model: The base, if it can only be built as an object.
-        padding: The arguments of the base's `set_padding`, None if it was not called.
+    `settings.model` is None if `model`, the base as an object, is given. `padding` are the
+    arguments of the base's `set_padding`, None if it was not called.
     """
 
     settings: AgentSettings

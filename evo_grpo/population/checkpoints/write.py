@@ -33,10 +33,8 @@ ACTOR_WEIGHTS = f"actor/{WEIGHTS}"
 class Snapshot:
     """The state of an agent at one moment, copied to the CPU so that training can continue.
 
-    Attributes:
-        reference: The frozen reference slot, if the checkpoint contains one.
-        optimizer: AdamW's moments by file key; empty to omit them.
-        attributes: The content of attributes.json, without the digests.
+    `reference` is the frozen reference slot, if the checkpoint contains one; `optimizer` AdamW's
+    moments by file key, empty to omit them; `attributes` attributes.json without the digests.
     """
 
     actor: AdapterCopy

@@ -24,18 +24,26 @@ from evo_grpo.learn.rows import AgentBatch, AgentTraining
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.load import copy_slot
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.population.cohort.adapters import adapter_config, check_rank, resize, with_choices
-from evo_grpo.population.cohort.offload import offload_of
-from evo_grpo.population.cohort.state import AgentState, References, inherit, packed, unpack
-from evo_grpo.population.ranks.deal import deal, side_by_side
-from evo_grpo.population.ranks.team import Team
+from evo_grpo.population.cohort.offload import Offload
+from evo_grpo.population.cohort.state import (
+    AgentState,
+    References,
+    adapter_config,
+    check_rank,
+    inherit,
+    packed,
+    resize,
+    unpack,
+    with_choices,
+)
+from evo_grpo.population.ranks.team import Team, deal, side_by_side
 from evo_grpo.population.turns import Overlap
-from evo_grpo.population.zero.turns import (
+from evo_grpo.population.zero.together import (
     DividedSampling,
     LedPlay,
-    Turns,
     ZeroOptimizer,
-    make_turns,
+    ZeroTraining,
+    make_zero_training,
 )
 from evo_grpo.rollout.engine import EngineFactory, RolloutEngine, RolloutRequest, make_engine
 from evo_grpo.rollout.sampling import Sampling
@@ -49,11 +57,9 @@ from evo_grpo.types import CompletionGroup, Member, Prompt, Slot
 class Cohort:
     """N agents over one base.
 
-    Args:
-        objects: Names of the parts given as objects instead of settings: model, tokenizer, lora.
-        engine: Creates the rollout engine at its first use; None uses that of the settings.
-        team: The ranks among which the agents are divided; None for a single process.
-        accelerator: The user's, with the DeepSpeed stage of the settings; None creates one.
+    `objects` names the parts given as objects instead of settings: model, tokenizer, lora.
+    `engine` creates the rollout engine at its first use. The agents are divided among the ranks of
+    `team`. `accelerator` is the user's, with the DeepSpeed stage of the settings.
     """
 
     def __init__(
@@ -79,10 +85,10 @@ class Cohort:
         self.team = team or Team()
         self.overlap = Overlap(settings.engine.overlap, self.shards)
         self.accelerator = accelerator
-        self._turns: Turns | None = None
+        self._zero: ZeroTraining | None = None
         self.agents: dict[int, AgentState] = {}
-        offloads = settings.engine.offload_adapters
-        self.offload = offload_of(self.slots, self.references, self.agents) if offloads else None
+        offloads = settings.engine.offload_adapters and base.device.type not in ("cpu", "mps")
+        self.offload = Offload(self.slots, self.references, self.agents) if offloads else None
         self.archive: AgentState | None = None
         #: Plans after the last rounds of calls; see `api.unapplied`.
         self.unapplied: list[object] = []
@@ -178,15 +184,18 @@ class Cohort:
     def reduced(self) -> dict[str, int]:
         """Return the bounds that were lowered to save memory, with their present values."""
         decoded: int | None = getattr(self._engine, "reduced", None)
-        found = ("max_tokens_per_microbatch", self.learner.reduced), ("max_decode_rows", decoded)
-        return {name: value for name, value in found if value is not None}
+        bounds = {
+            "max_tokens_per_microbatch": self.learner.reduced,
+            "max_decode_rows": decoded,
+        }
+        return {name: value for name, value in bounds.items() if value is not None}
 
     def take_decodes_by(self) -> tuple[str, ...]:
         """Return and clear `RolloutEngine.decodes_by`."""
         names: set[str] = getattr(self._engine, "decodes_by", set[str]())
-        found = tuple(sorted(names))
+        taken = tuple(sorted(names))
         names.clear()
-        return found
+        return taken
 
     @property
     def context_length(self) -> int | None:
@@ -209,7 +218,7 @@ class Cohort:
         if self.base.tokenizer is None:
             self.base.tokenizer = env.tokenizer
         self._hint = env.max_output_tokens
-        for learner in (self.learner, *([self._turns.learner] if self._turns else ())):
+        for learner in (self.learner, *([self._zero.learner] if self._zero else ())):
             learner.limit_output(self.max_output_tokens)
         if self.context_length is not None:
             own = (self.max_output_tokens,) if isinstance(env, ReasoningGym) else ()
@@ -237,9 +246,9 @@ class Cohort:
         hparams = hparams.with_weights(self._reward_weights)
         if self._has(rank):
             self.slots.add(f"actor_{slot}", adapter_config(self.slots, hparams))
-        if self.together and self._turns is None:  # copies the first agent's shape; before any pass
-            self._turns = make_turns(self.slots, self.settings, self.team, self.accelerator)
-            self._turns.learner.loss = self.learner.loss
+        if self.together and self._zero is None:  # copies the first agent's shape; before any pass
+            self._zero = make_zero_training(self.slots, self.settings, self.team, self.accelerator)
+            self._zero.learner.loss = self.learner.loss
         optimizer = self.fresh_optimizer(slot, hparams, rank)
         self.agents[slot] = AgentState(slot, hparams, optimizer, member, rank=rank)
         if self.settings.algorithm.separate_reference:
@@ -283,8 +292,8 @@ class Cohort:
         nothing = torch.nn.Parameter(torch.empty(0))
         parameters = self.slots.parameters(f"actor_{slot}") if here else [nothing]
         group = {"params": parameters, "initial_lr": hparams.lr, "agent": True}
-        if self._turns is not None:
-            return ZeroOptimizer({**group, "lr": hparams.lr}, self._turns.engine, f"actor_{slot}")
+        if self._zero is not None:
+            return ZeroOptimizer({**group, "lr": hparams.lr}, self._zero.engine, f"actor_{slot}")
         return torch.optim.AdamW([group], lr=hparams.lr, weight_decay=0.0, fused=True)
 
     def check_hparams(self, hparams: Hparams) -> None:
@@ -452,7 +461,7 @@ class Cohort:
         self.slots.together = tuple(s.adapter for s in states) if self.shards > 1 else ()
         if self._engine is not None:
             self._engine.sleep()
-        metrics = (self._turns or self.learner).learn(
+        metrics = (self._zero or self.learner).learn(
             learning,
             batches,
             seed=derive(self.seed, *stream),
@@ -463,10 +472,6 @@ class Cohort:
             state.steps += 1
             state.last = values
         return metrics
-
-    def lr_factor(self, slot: int) -> float:
-        """Return the factor by which the schedule multiplies an agent's lr in its next step."""
-        return self.agents[slot].lr_factor(self.settings.algorithm.lr_schedule)
 
     def mutated(self, slot: int) -> None:
         """Run an agent's mutation hooks."""

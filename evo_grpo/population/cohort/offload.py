@@ -1,6 +1,6 @@
 """Keeps agents that do not compute in host memory, with `engine.offload_adapters`.
 
-Agents compute part by part (see `ranks.deal`). The weights, references and AdamW's moments of the
+Agents compute part by part (see `deal`). The weights, references and AdamW's moments of the
 present part are on the device, and those of the next part are copied there meanwhile. All others
 are in host memory, pinned on CUDA.
 
@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, final
 
 import torch
@@ -67,18 +68,18 @@ class Offload:
 
         All others return to host memory. A slot of -1, the base without an adapter, needs nothing.
         """
-        asked = set(agents)
-        numbers = [i for i, part in enumerate(self.order) if not asked.isdisjoint(part)]
+        computing = set(agents)
+        numbers = [i for i, part in enumerate(self.order) if not computing.isdisjoint(part)]
         following = self.order[(numbers[-1] + 1) % len(self.order)] if numbers else ()
-        wanted = self._names(asked.union(*(self.order[i] for i in numbers)))
+        wanted = self._names(computing.union(*(self.order[i] for i in numbers)))
         soon = self._names(following)
         leaving = [n for n in self.slots.names if n not in wanted and self._device in self._at(n)]
         coming = [name for name in wanted if self._at(name) != {self._device}]
         if not (leaving or coming):
             return  # the next part is on its way
         self._wait()  # before the memory of copies that are dropped has another use
-        known = self._ahead.items()
-        self._ahead = {n: copied for n, copied in known if n in wanted or n in soon}
+        kept = {**wanted, **soon}
+        self._ahead = {n: copied for n, copied in self._ahead.items() if n in kept}
         self.slots.derived.clear()  # stacked weights of agents that leave
         with _told("the host", "use a machine with more memory, or lower population.size"):
             for name in leaving:
@@ -114,29 +115,26 @@ class Offload:
         if ahead is None or ahead.version != self.slots.versions[name]:
             return False
         now = self._moments(name)
-        return len(now) == len(ahead.moments) and all(map(_same, now, ahead.moments))
+        return len(now) == len(ahead.moments) and all(map(is_, now, ahead.moments))
 
     def _to_device(self, name: str) -> list[Tensor]:
-        found = self._tensors(name)
+        tensors = self._tensors(name)
         # Allocate on the computing stream: memory is free once its computation ends.
-        made = [torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in found]
+        copies = [torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in tensors]
         with self._beside():
-            for copied, own in zip(made, found, strict=True):
+            for copied, own in zip(copies, tensors, strict=True):
                 copied.copy_(own, non_blocking=self._on_cuda)
-        return made
+        return copies
 
     def _on_host(self, name: str) -> list[Tensor]:
-        found = self._tensors(name)
-        sizes = [-(-x.nbytes // _ALIGNED) * _ALIGNED for x in found]
+        tensors = self._tensors(name)
+        sizes = [-(-x.nbytes // _ALIGNED) * _ALIGNED for x in tensors]
         # One allocation for all: pinning takes long, and the system limits the number of areas.
-        parts = self._host_bytes(sum(sizes)).split(sizes)
-        made = [
-            part[: x.nbytes].view(x.dtype).view(x.shape)
-            for part, x in zip(parts, found, strict=True)
-        ]
-        for copied, own in zip(made, found, strict=True):
+        areas = zip(self._host_bytes(sum(sizes)).split(sizes), tensors, strict=True)
+        copies = [area[: x.nbytes].view(x.dtype).view(x.shape) for area, x in areas]
+        for copied, own in zip(copies, tensors, strict=True):
             copied.copy_(own, non_blocking=self._on_cuda)
-        return made
+        return copies
 
     def _host_bytes(self, count: int) -> Tensor:
         """Return `count` bytes of host memory, pinned if possible."""
@@ -157,12 +155,12 @@ class Offload:
 
     def _install(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Replace the tensors of a slot, in the order of `_tensors`."""
-        found = iter(tensors)
+        left = iter(tensors)
         for parameter in self.slots.parameters(name):
-            parameter.data = next(found)
+            parameter.data = next(left)
         for values in self._states(name):
             for key in values:
-                values[key] = next(found)
+                values[key] = next(left)
 
     def _tensors(self, name: str) -> list[Tensor]:
         return [p.detach() for p in self.slots.parameters(name)] + self._moments(name)
@@ -205,15 +203,6 @@ class Offload:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-def offload_of(
-    slots: AdapterSlots, references: References, agents: Mapping[int, AgentState]
-) -> Offload | None:
-    """Return the cohort's `Offload`; None on a device whose memory is the host's."""
-    if slots.base.device.type in ("cpu", "mps"):
-        return None
-    return Offload(slots, references, agents)
-
-
 @contextmanager
 def _told(where: str, remedy: str) -> Generator[None]:
     """Replace an allocator's error by one that names the setting and the remedy."""
@@ -230,7 +219,3 @@ def _told(where: str, remedy: str) -> Generator[None]:
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0][:200] or type(error).__name__
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    return first is second

@@ -17,8 +17,8 @@ from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.lora.configs import MERGE
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.load import fit_slot, plan_copy
-from evo_grpo.population.cohort.adapters import narrowest
 from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.state import narrowest
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.rollout.native.ability import ability_of
 from evo_grpo.settings.adapters import above_width, pattern_problems, searched, too_wide
@@ -30,16 +30,15 @@ def check_adapters(cohort: Cohort) -> None:
     space, lora = cohort.hp_config, cohort.slots.config
     if not searched(space):
         return
-    for name, text in pattern_problems(space, lora, ("hyperparameters",)):
+    problems = list(pattern_problems(space, lora, ("hyperparameters",)))
+    if "lora.r" in space.names() and lora.init_lora_weights == "orthogonal":
+        text = "expected another than 'orthogonal' where lora.r is searched, since PEFT draws it "
+        problems.append(("init_lora_weights", f"{text}for even ranks only; leave it out"))
+    for name, text in problems:
         raise ConfigError(f"lora.{name}: {text}")
     cohort.slots.target_sets.check()
     for name in cohort.settings.lora.searched_sets(space):
         cohort.slots.target_sets.modules(name)
-    if "lora.r" in space.names() and lora.init_lora_weights == "orthogonal":
-        raise ConfigError(
-            "lora.init_lora_weights: expected another than 'orthogonal' where lora.r is searched, "
-            "since PEFT draws it for even ranks only; leave it out, or do not search lora.r"
-        )
 
 
 def check_widths(cohort: Cohort, *, given: bool) -> None:
@@ -47,14 +46,15 @@ def check_widths(cohort: Cohort, *, given: bool) -> None:
 
     `given` says whether they start from an adapter, which brings its own rank.
     """
-    found = narrowest(cohort.slots)
-    if found is None:
+    layer = narrowest(cohort.slots)
+    if layer is None:
         return
-    if text := too_wide(cohort.hp_config, *found):
-        raise ConfigError(f"hyperparameters.lora.r: {text}")
     own = not given and "lora" not in cohort.objects  # PEFT's object may have any rank of PEFT's
-    if own and (text := above_width(cohort.slots.config.r, *found)):
-        raise ConfigError(f"lora.r: {text}; lower it")
+    above = above_width(cohort.slots.config.r, *layer) if own else ""
+    problem = too_wide(cohort.hp_config, *layer)
+    if problem or above:
+        name, text = ("hyperparameters.", problem) if problem else ("", f"{above}; lower it")
+        raise ConfigError(f"{name}lora.r: {text}")
 
 
 def start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> None:
@@ -94,9 +94,9 @@ def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> 
         "tokenizer": tokenizer_digest(base),
         "start adapter": adapter and adapter.hexdigest(),
     }
-    found = team.gather(mine)
-    for rank, theirs in enumerate(found):
-        unlike = [name for name, digest in theirs.items() if digest != found[0][name]]
+    digests = team.gather(mine)
+    for rank, theirs in enumerate(digests):
+        unlike = [name for name, digest in theirs.items() if digest != digests[0][name]]
         if unlike:
             raise ConfigError(
                 f"model: expected the same base on all {team.size} ranks, got {base.name!r} with "
@@ -109,8 +109,7 @@ def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
     """Determine whether the base can be run, and by which path; all ranks use the same path.
 
     Call this before the base is divided among ranks: an operation that the model lacks would
-    interrupt a pass. With the native engine, the base's abilities are probed too; vLLM reads the
-    model's files and ignores changes to the object.
+    interrupt a pass. vLLM reads the model's files and ignores changes to the object.
     """
     if native:
         ability_of(base, {})

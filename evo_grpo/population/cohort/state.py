@@ -1,23 +1,31 @@
-"""Defines the state of an agent in a cohort, how copies inherit it, and how ranks exchange it."""
+"""Defines the state of an agent: its adapter, how copies inherit it, and how ranks exchange it."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 from evo_grpo.evolve.decide import Standing
+from evo_grpo.evolve.start import with_first_choices
 from evo_grpo.learn.objective.lr_schedule import lr_factor
+from evo_grpo.model.lora.configs import module_of, width_of
 from evo_grpo.model.lora.files import AdapterCopy
-from evo_grpo.model.lora.load import fit_slot
+from evo_grpo.model.lora.load import fit_slot, padded
+from evo_grpo.model.lora.resize import resize_slot, with_rank
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.population.zero.turns import ZeroOptimizer
-from evo_grpo.schema.hparams import Hparams
+from evo_grpo.population.zero.together import ZeroOptimizer
+from evo_grpo.schema.hparams import LORA, Hparams, RankAlpha
+from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.settings.adapters import above_width
 from evo_grpo.settings.algorithm import LRSchedule
 from evo_grpo.types import Member, Score, Slot
 
@@ -47,11 +55,8 @@ class AgentState:
     Attributes:
         slot: Index within the cohort, >= 0, never reused.
         optimizer: AdamW over its slot only, without parameters for an agent of another rank.
-            `initial_lr` of its group, torch's name for the lr before any schedule, is the only
-            place that stores an agent's lr.
-        member: Its member, which changes when the agent is replaced.
-        history: Scores of the present member, latest last; the latest `KEPT_SCORES` are kept for
-            the next round.
+            `initial_lr` of its group, torch's name, is the only place that stores an agent's lr.
+        history: Scores of the present member, latest last.
         steps: GRPO steps taken by this slot.
         dead_steps: Latest steps in a row in which all its groups had equal rewards.
         rank_error: Relative error of the cut of its rank before this round; None without one, and
@@ -175,10 +180,10 @@ def packed(slots: AdapterSlots, state: AgentState, *, moments: bool) -> Packed:
     They take 4 bytes per parameter, 12 with moments, 16 with moments and a reference.
     """
     reference = slots.snapshot(state.reference) if state.has_reference else None
-    found = state.optimizer.state_dict()["state"] if moments else {}
+    states = state.optimizer.state_dict()["state"] if moments else {}
     on_cpu = {
         place: {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
-        for place, values in found.items()
+        for place, values in states.items()
     }
     return Packed(slots.snapshot(state.adapter), reference, on_cpu, state.rank_error)
 
@@ -200,3 +205,102 @@ def unpack(
         groups = state.optimizer.state_dict()["param_groups"]
         with torch.no_grad():
             state.optimizer.load_state_dict({"state": values.moments, "param_groups": groups})
+
+
+def rank_alpha(config: LoraConfig) -> RankAlpha:
+    """Return the rank and the alpha of a configuration."""
+    return RankAlpha(config.r, config.lora_alpha)
+
+
+def narrowest(slots: AdapterSlots) -> tuple[str, int] | None:
+    """Return the narrowest layer that may have an adapter, and its width; None without agents."""
+    sets = slots.target_sets
+    modules = {module for name in sets for module in sets.modules(name)}
+    widths = {name: width_of(slots.base.model.get_submodule(name)) for name in modules}
+    for slot in slots.names[:1]:  # a rank without agents has none
+        for key, shape in slots.shapes(slot).items():
+            own = shape[1] if ".lora_A." in key else shape[0]
+            widths[module_of(key)] = min(own, widths.get(module_of(key), own))
+    return min(widths.items(), key=lambda layer: layer[1], default=None)
+
+
+def check_rank(slots: AdapterSlots, hparams: Hparams) -> None:
+    """Check that the rank of an agent, if it has its own, is at most the width of every layer."""
+    layer = None if hparams.lora_r is None else narrowest(slots)
+    if layer is not None and (text := above_width(hparams.lora_r or 0, *layer)):
+        raise Problems(Problem((f"{LORA}r",), f"{text}; lower it"))
+
+
+def adapter_config(slots: AdapterSlots, hparams: Hparams, adapter: str | None = None) -> LoraConfig:
+    """Return the configuration of an agent's adapter, changed by its hyperparameters.
+
+    `adapter` is the slot of the adapter; None is for a new one, of the run's configuration.
+    """
+    run, targets = slots.config, hparams.lora_target_modules
+    own = run if adapter is None else slots.lora_config(adapter)
+    if targets is not None:
+        present = None if adapter is None else slots.modules(adapter)
+        own = slots.target_sets.adapting(own, targets, present)
+    if hparams.lora_r is None and hparams.lora_alpha is None:
+        return own
+    return with_rank(own, run, hparams.lora_r, hparams.lora_alpha)
+
+
+def with_choices(hparams: Hparams, space: HyperparameterConfig) -> Hparams:
+    """Return an agent's hyperparameters with the first choice for each name that has no value.
+
+    Layers that are no named set stay without a name.
+    """
+    own = hparams.lora_target_modules
+    return with_first_choices(hparams, space).replace(lora_target_modules=own)
+
+
+def resize(
+    slots: AdapterSlots,
+    state: AgentState,
+    hparams: Hparams,
+    fresh_optimizer: Callable[[], torch.optim.Optimizer],
+) -> None:
+    """Give an agent's adapter the rank, alpha and layers of new hyperparameters.
+
+    A grown rank gets moments of 0; AdamW starts afresh after a cut and in added layers.
+    """
+    if (hparams.lora_r, hparams.lora_alpha, hparams.lora_target_modules) == (None, None, None):
+        return
+    config = adapter_config(slots, hparams, state.adapter)
+    if isinstance(state.optimizer, ZeroOptimizer):
+        targets = hparams.lora_target_modules
+        own = slots.target_sets.modules(targets) if targets else slots.modules(state.adapter)
+        state.optimizer.engine.check_holds(config.r, own)
+    keys = list(slots.shapes(state.adapter))
+    before = {keys[place]: own for place, own in state.optimizer.state_dict()["state"].items()}
+    change = resize_slot(slots, state.adapter, config)
+    if change is None:
+        return
+    state.optimizer = fresh_optimizer()
+    if change.error is not None and math.isfinite(change.error):
+        state.rank_error = change.error
+    moments = _resized(before, slots.shapes(state.adapter), change.factors)
+    if moments:
+        groups = state.optimizer.state_dict()["param_groups"]
+        state.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+
+def _resized(
+    moments: Mapping[str, Mapping[str, Any]],
+    shapes: Mapping[str, torch.Size],
+    factors: Mapping[str, float],
+) -> dict[int, dict[str, Tensor]]:
+    """Return AdamW's moments by parameter position, for parameters that were scaled and have grown.
+
+    `moments` are by PEFT's file keys. The gradient of c B is that of B divided by c.
+    """
+    resized: dict[int, dict[str, Tensor]] = {}
+    for place, (key, shape) in enumerate(shapes.items()):
+        if key in moments and key in factors:
+            powers = {"exp_avg": factors[key], "exp_avg_sq": factors[key] ** 2}
+            resized[place] = dict(moments[key])
+            for name, power in powers.items():
+                value = moments[key][name]
+                resized[place][name] = padded(value, value.new_zeros(shape)) / power
+    return resized

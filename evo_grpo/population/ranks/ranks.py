@@ -2,13 +2,16 @@
 
 Messages, of kilobytes, go over a gloo group on the CPU, independent of the devices' backend: gloo
 detects at once that a process has ended. A thread waits for each message, so that the rank can stop
-when `evo_grpo.population.ranks.heartbeat` reports a lost rank.
+when `evo_grpo.population.ranks.heartbeat` reports a lost rank. Tensors are sent beside the pickle
+of a value: pickling an adapter takes longer than sending it over 10 Gbit/s, and copies it often.
 """
 
 from __future__ import annotations
 
 import atexit
+import io
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -16,13 +19,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import Any, NoReturn, TypeVar, cast, final
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from evo_grpo.envs.rewards.scorer import Board
@@ -35,9 +38,7 @@ from evo_grpo.population.ranks.heartbeat import (
     Heartbeat,
     positive_from_environment,
 )
-from evo_grpo.population.ranks.lockstep import Lockstep
-from evo_grpo.population.ranks.pickled import put_together, taken_apart
-from evo_grpo.population.ranks.team import STORE, Team, is_one_of_several
+from evo_grpo.population.ranks.team import STORE, Lockstep, Team, is_one_of_several
 
 #: Ranks wait for each other without a practical limit; the heartbeat reports a lost rank.
 PATIENCE = timedelta(days=365)
@@ -60,15 +61,6 @@ _AT_ONCE = 1000
 """Texts that are written to the store in one message."""
 
 
-@dataclass(frozen=True)
-class _Message:
-    """The message of a rank at an exchange: kind of the exchange, the rank's part, its error."""
-
-    kind: str
-    part: Any
-    error: str | None
-
-
 @final
 class Ranks(Team):
     """The ranks of a run in several processes, which communicate over a gloo group; see `Team`."""
@@ -84,20 +76,7 @@ class Ranks(Team):
 
     def agree(self, part: T, decide: Callable[[list[T]], R]) -> R:
         """See `Team`."""
-        return self._exchange("agree", part, decide)
-
-    def gather(self, part: T) -> list[T]:
-        """See `Team`."""
-        return self._exchange("gather", part, lambda parts: parts)
-
-    def first(self, value: T) -> T:
-        """See `Team`."""
-        part = value if self.rank == 0 else None
-        return self._exchange("first", part, lambda parts: cast("T", parts[0]))
-
-    def wait_for_all(self) -> None:
-        """See `Team`."""
-        self._exchange("wait", None, lambda _: None)
+        return self._exchange(part, decide)
 
     @contextmanager
     def sharing_errors(self) -> Generator[None]:
@@ -106,7 +85,7 @@ class Ranks(Team):
             yield
         except BaseException as error:  # Ctrl-C too: the others wait for this rank
             if not self._is_shared(error):
-                self._exchange("error", None, lambda _: None, error)
+                self._exchange(None, lambda _: None, error)
             raise
 
     def send(self, values: object, to: int) -> None:
@@ -122,17 +101,16 @@ class Ranks(Team):
 
     def receive(self, source: int) -> Any:  # noqa: ANN401 -- what was sent
         """See `Team`."""
-        found: list[Any] = []
+        parts: list[Any] = [None, None]
+        received: list[Tensor] = []
 
         def transfer() -> None:
-            parts: list[Any] = [None, None]
             dist.recv_object_list(parts, source, group=self._group)
-            tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in parts[1]]
-            _wait(dist.irecv(tensor, source, group=self._group) for tensor in tensors)
-            found.append(put_together(parts[0], tensors))
+            received.extend(torch.empty(shape, dtype=dtype) for shape, dtype in parts[1])
+            _wait(dist.irecv(tensor, source, group=self._group) for tensor in received)
 
         self._meet(transfer)
-        return found[0]
+        return put_together(parts[0], received)
 
     def board(self) -> Board:
         """See `Team`."""
@@ -162,22 +140,21 @@ class Ranks(Team):
         self._broken = False
 
     def _exchange(
-        self,
-        kind: str,
-        part: T,
-        decide: Callable[[list[T]], R],
-        error: BaseException | None = None,
+        self, part: T, decide: Callable[[list[T]], R], error: BaseException | None = None
     ) -> R:
         """Send a part and receive the decision; with an error, send the error and raise it."""
         self._finish_passes(error)
-        mine = _Message(kind, part, None if error is None else error_text(error))
+        mine = part, None if error is None else error_text(error)
         if self.rank == 0:
             messages: list[Any] = [None] * self.size
             self._meet(lambda: dist.gather_object(mine, messages, group=self._group), error)
-            answer: list[Any] = [None, self._failure(messages)]
-            if not answer[1]:
+            failed_ranks = [n for n, (_, text) in enumerate(messages) if text is not None]
+            answer: list[Any] = [None, ""]
+            if failed_ranks:
+                answer[1] = self._failed(failed_ranks[0], messages[failed_ranks[0]][1])
+            else:
                 try:
-                    answer[0] = decide([message.part for message in messages])
+                    answer[0] = decide([sent for sent, _ in messages])
                 except BaseException as failed:  # Ctrl-C too: the others wait for an answer
                     error, answer[1] = failed, self._failed(0, error_text(failed))
             self._meet(lambda: dist.broadcast_object_list(answer, src=0, group=self._group), error)
@@ -195,16 +172,6 @@ class Ranks(Team):
         if answer[1]:
             raise OtherRankError(answer[1])
         return answer[0]
-
-    def _failure(self, messages: Sequence[_Message]) -> str:
-        """Return a sentence that names the failed rank, or the ranks at different exchanges."""
-        for rank, message in enumerate(messages):
-            if message.error is not None:
-                return self._failed(rank, message.error)
-        if len({message.kind for message in messages}) > 1:
-            places = (f"rank {rank} at {one.kind}" for rank, one in enumerate(messages))
-            return f"the ranks wait for each other at different exchanges ({', '.join(places)})"
-        return ""
 
     def _failed(self, rank: int, text: str) -> str:
         return f"rank {rank} of {self.size} failed: {text}"
@@ -307,6 +274,42 @@ class _Board:
         self._ranks.check_for_lost_ranks()
         with self._ranks.naming_the_lost_rank():
             return [text.decode() for text in self._store.multi_get(list(names))]
+
+
+def taken_apart(value: object) -> tuple[bytes, list[Tensor]]:
+    """Return the pickle of a value without its plain tensors, and these tensors, contiguous."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    return file.getvalue(), pickler.tensors
+
+
+def put_together(pickled: bytes, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 -- what was taken apart
+    """Return the value that `taken_apart` pickled, with `tensors` inserted."""
+    return _Unpickler(io.BytesIO(pickled), tensors).load()
+
+
+@final
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, obj: object) -> int | None:
+        if type(obj) is not Tensor or obj.requires_grad:  # it is more than its values
+            return None
+        self.tensors.append(obj.contiguous())
+        return len(self.tensors) - 1
+
+
+@final
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> Tensor:
+        return self._tensors[pid]
 
 
 def _wait(begun: Iterable[dist.Work | None]) -> None:
@@ -441,8 +444,8 @@ def _loopback_store(to_meet: timedelta) -> Any:  # noqa: ANN401 -- torch exports
     port, size = int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
     if os.environ["RANK"] != "0":
         return store(address, port, size, timeout=to_meet)
-    given = os.environ.pop(STORE, "")
-    listener = socket.socket(fileno=int(given)) if given else socket.create_server((address, port))
+    bound = os.environ.pop(STORE, "")
+    listener = socket.socket(fileno=int(bound)) if bound else socket.create_server((address, port))
     os.set_inheritable(listener.fileno(), False)
     fd = listener.detach()
     return store(address, port, size, is_master=True, timeout=to_meet, master_listen_fd=fd)

@@ -1,4 +1,4 @@
-"""Defines the team of ranks, the processes of a run, for the case of a single process.
+"""The team of ranks of a run: its exchanges, its agents, and passes that all ranks make together.
 
 This module does not import torch, so that the command line can call `is_one_of_several`.
 """
@@ -6,12 +6,14 @@ This module does not import torch, so that the command line can call `is_one_of_
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import IntEnum
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar, cast, final
 
 from evo_grpo.envs.rewards.scorer import Board
-from evo_grpo.population.ranks.lockstep import Lockstep
+from evo_grpo.errors import RunFailedError
 
 STORE = "EVO_GRPO_STORE"
 """Environment variable with the descriptor of the socket on which the first rank of `--nproc` is to
@@ -47,24 +49,25 @@ class Team:
 
         `part` and the decision are pickled. Only the first rank calls `decide`, with all parts in
         the order of the ranks; it must not run passes over a divided base, since the other ranks
-        wait.
-
-        Raises:
-            OtherRankError: Another rank failed before the exchange or in `decide`, or died.
-            BaseException: Raised by `decide`, on the first rank.
+        wait. Raises what `decide` raises, and OtherRankError if another rank failed or died.
         """
         return decide([part])
 
+    @final
     def gather(self, part: T) -> list[T]:
         """Return the parts of all ranks, in the order of the ranks, on every rank."""
-        return [part]
+        return self.agree(part, lambda parts: parts)
 
+    @final
     def first(self, value: T) -> T:
         """Return the value of the first rank on every rank; ignore the values of other ranks."""
-        return value
+        part = value if self.rank == 0 else None
+        return self.agree(part, lambda parts: cast("T", parts[0]))
 
+    @final
     def wait_for_all(self) -> None:
         """Wait until every rank has made this call without an error."""
+        self.agree(None, lambda _: None)
 
     def sharing_errors(self) -> AbstractContextManager[None]:
         """Return a context that sends an error of this rank to the others before it is raised.
@@ -104,3 +107,101 @@ class Team:
         An error in the context ends this rank, because the other ranks wait for its tensors.
         """
         return nullcontext()
+
+
+def deal(agents: Sequence[T], shards: int) -> tuple[tuple[T, ...], ...]:
+    """Distribute agents among S >= 1 shards: neighbours together, as evenly as possible.
+
+    The agents of a shard generate and learn in one batch, which affects how sums are rounded; so
+    the number of shards is fixed for a run, and any number of ranks gives the same result. The
+    first shards are larger; with fewer agents than shards, the last shards are empty.
+    """
+    least, more = divmod(len(agents), shards)
+    ends = accumulate((least + (number < more) for number in range(shards)), initial=0)
+    return tuple(tuple(agents[start:end]) for start, end in pairwise(ends))
+
+
+def side_by_side(transfers: Iterable[T], ends: Callable[[T], tuple[int, int]]) -> list[T]:
+    """Order transfers between ranks so that many run at the same time.
+
+    All ranks go through the transfers in this order, and wait in each of their own for the other
+    rank. So transfers are divided into consecutive groups in which no rank has two; each joins the
+    earliest group with room. `ends` returns the two ranks of a transfer; a transfer within a rank
+    never waits.
+    """
+    groups: list[set[int]] = []
+    dealt: list[tuple[int, T]] = []
+    for transfer in transfers:
+        busy = set(ends(transfer))
+        if len(busy) == 1:
+            busy = set[int]()
+        number = next((n for n, group in enumerate(groups) if not group & busy), len(groups))
+        if number == len(groups):
+            groups.append(set())
+        groups[number] |= busy
+        dealt.append((number, transfer))
+    return [transfer for _, transfer in sorted(dealt, key=lambda pair: pair[0])]
+
+
+class Pass(IntEnum):
+    """The kinds of passes; if ranks request different kinds, the higher one runs first.
+
+    So a rank with many forwards joins the others in the costly backward. IDLE requests no pass.
+    """
+
+    IDLE = 0
+    BACKWARD = 1
+    FORWARD = 2
+
+
+@final
+class Lockstep:
+    """Runs the passes of one rank over a divided base in lockstep with those of the other ranks.
+
+    A divided base is assembled layer by layer in every pass, which requires all ranks. Ranks have
+    different numbers of passes, because completions differ in length and rows in number, and a
+    single rank may evaluate alone. So before a pass the ranks agree on its kind. Ranks that
+    requested this kind compute; the others only provide their part of the base.
+
+    `highest` sends a number to all ranks, and returns the highest number of all ranks.
+    `join_forward` and `join_backward` take part in a pass of other ranks without computing
+    anything. `broken` says whether this rank left in the middle of a pass, after which no exchange
+    is possible.
+    """
+
+    def __init__(
+        self,
+        highest: Callable[[int], int],
+        join_forward: Callable[[], None],
+        join_backward: Callable[[], None],
+    ) -> None:
+        self._highest = highest
+        self._join = {Pass.FORWARD: join_forward, Pass.BACKWARD: join_backward}
+        self.broken = False
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Take part in passes of other ranks until a forward is due, which the context runs."""
+        return self._pass(Pass.FORWARD)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Take part in passes of other ranks until a backward is due, which the context runs."""
+        return self._pass(Pass.BACKWARD)
+
+    def idle(self) -> None:
+        """Take part in the passes of other ranks until none requests one."""
+        with self._pass(Pass.IDLE):
+            pass
+
+    @contextmanager
+    def _pass(self, kind: Pass) -> Generator[None]:
+        """Record an error in the middle of a pass: the others wait for this rank's part."""
+        if self.broken:
+            raise RunFailedError(
+                "engine.base: expected every pass over the sharded base to be finished by all "
+                "ranks, got an error in the middle of one; continue with: evo-grpo resume RUN"
+            )
+        self.broken = True
+        while (coming := self._highest(kind)) != kind:
+            self._join[Pass(coming)]()
+        yield
+        self.broken = False

@@ -108,12 +108,12 @@ class ZeroEngine:
 
     def check_holds(self, rank: int, layers: Collection[str]) -> None:
         """Check that an adapter with a rank and layers fits into that of the engine."""
-        most, known = self.slots.lora_config(TURN).r, self.slots.modules(TURN)
-        if rank > most or not known.issuperset(layers):
+        most, modules = self.slots.lora_config(TURN).r, self.slots.modules(TURN)
+        if rank > most or not modules.issuperset(layers):
             raise ConfigError(
                 f"lora.r, lora.target_modules: expected a rank of at most {most} and layers among "
-                f"{len(known)} with engine.zero, whose adapter is as large as the ranges of the "
-                f"search allow, got rank {rank} and {len(set(layers) - known)} further layers; "
+                f"{len(modules)} with engine.zero, whose adapter is as large as the ranges of the "
+                f"search allow, got rank {rank} and {len(set(layers) - modules)} further layers; "
                 "widen evolve.hyperparameters.lora.r or lora.target_modules, or set zero to null"
             )
 
@@ -179,7 +179,7 @@ class ZeroEngine:
 
     def whole_moments(self, moments: LocalMoments) -> dict[int, dict[str, Tensor]]:
         """Gather an agent's moments, by parameter position; all processes call this."""
-        found: dict[int, dict[str, Tensor]] = {}
+        whole: dict[int, dict[str, Tensor]] = {}
         for number, state in sorted(moments.items()):
             for name, part in state.items():
                 if name == "step":
@@ -187,19 +187,19 @@ class ZeroEngine:
                 else:
                     values = self._joined(number, self._from_all(part))
                 for (index, _), value in zip(self._members(number), values, strict=True):
-                    found.setdefault(index, {})[name] = value
-        return found
+                    whole.setdefault(index, {})[name] = value
+        return whole
 
     def own_moments(self, moments: dict[int, dict[str, Tensor]]) -> LocalMoments:
         """Return this process's part of moments by parameter position; empty without moments."""
-        found: LocalMoments = {}
+        own: LocalMoments = {}
         for number, flat in enumerate(self.flats if moments else ()):
             members = self._members(number)
             for name in moments[members[0][0]]:
-                whole = [moments[index][name] for index, _ in members]
-                part = whole[0] if name == "step" else self._cut(number, whole).to(flat.device)
-                found.setdefault(number, {})[name] = part.clone()
-        return found
+                tensors = [moments[index][name] for index, _ in members]
+                part = tensors[0] if name == "step" else self._cut(number, tensors).to(flat.device)
+                own.setdefault(number, {})[name] = part.clone()
+        return own
 
     def _members(self, number: int) -> list[tuple[int, Any]]:
         """Return the parameters of a flat tensor, with their positions."""

@@ -84,18 +84,16 @@ def stage_of(accelerator: Any) -> int | None:  # noqa: ANN401 -- whatever the us
         )
     plugin: Any = accelerator.state.deepspeed_plugin
     config, stage = plugin.deepspeed_config, plugin.zero_stage
-    if stage not in STAGES:
-        raise ConfigError(
-            f"accelerator: expected zero_stage 2 or 3 of its DeepSpeedPlugin, got {stage!r}"
-        )
     zero = config["zero_optimization"]
-    got = [n for n in ("fp16", "bf16") if str(config.get(n, {}).get("enabled")).lower() == "true"]
+    got = [] if stage in STAGES else [f"zero_stage {stage!r}"]
+    got += [n for n in ("fp16", "bf16") if str(config.get(n, {}).get("enabled")).lower() == "true"]
     parts = ("offload_optimizer", "offload_param")
     got += [n for n in parts if zero.get(n, {}).get("device", "none") != "none"]
     if got:
         raise ConfigError(
-            "accelerator: expected neither mixed precision nor offloading, since agents are "
-            f"adapters in float32 with their moments, got {got[0]}; leave it out"
+            "accelerator: expected a DeepSpeedPlugin with zero_stage 2 or 3, and neither mixed "
+            "precision nor offloading, since agents are adapters in float32 with their moments, "
+            f"got {got[0]}"
         )
     return int(stage)
 

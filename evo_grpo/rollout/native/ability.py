@@ -87,7 +87,7 @@ def window_of(base: SharedBase) -> int:
     In shorter rows a local layer acts as a global one.
     """
     config = _text_config(base)
-    found = [
+    windows = [
         value
         for name, value in vars(config).items()
         if isinstance(value, int)
@@ -98,10 +98,10 @@ def window_of(base: SharedBase) -> int:
     if not getattr(config, "use_sliding_window", True):
         return 0
     kinds = set(getattr(config, "layer_types", None) or ())
-    return 0 if kinds == {"full_attention"} else min(found, default=0)
+    return 0 if kinds == {"full_attention"} else min(windows, default=0)
 
 
-def decoder_layers(base: SharedBase) -> int:
+def cached_layers(base: SharedBase) -> int:
     """Return the number of layers with keys and values."""
     config = _text_config(base)
     layers = getattr(config, "num_hidden_layers", None) or getattr(config, "decoder_layers", 0)
@@ -115,9 +115,7 @@ def _text_config(base: SharedBase) -> Any:  # noqa: ANN401 -- of any architectur
 
 def _probed(base: SharedBase, adapted: dict[str, LoraLayer], *, altered: bool) -> Ability:
     what = f"model {base.name!r} ({type(base.model).__name__})"
-    _refuse_bounded_steps(base, what)
-    _refuse_window_of_cache(base, what)
-    errors: list[str] = []
+    reason = _known_problem(base)
     abilities, longest = [Ability.ANY_LENGTHS, Ability.EQUAL_LENGTHS], _LONGEST
     if altered:
         # The decoder's mask would replace the model's own, and either may act on late tokens only.
@@ -126,70 +124,65 @@ def _probed(base: SharedBase, adapted: dict[str, LoraLayer], *, altered: bool) -
     special = (base.pad_id, *base.eos_ids)
     ids = probe_ids(base.vocabulary, 2, longest + _STEPS, special).to(base.device)
     base_alone = population_forward(adapted, RowLayout((None,), (1,)), frozen=True)
+    problems: list[str] = []
     with own_generator(base.device), base_alone:
-        if altered:
+        if altered and not reason:
             firsts = [base.hidden(ids[:1, :n]) for n in (longest // 4, longest // 2)]
             check_causal(what, base.trunk, base.hidden, ids[:1], base.hidden(ids[:1]), firsts)
-        for ability in abilities:
+        for ability in () if reason else abilities:
             problem = _problem(base, ability, ids)
             if problem is None:
                 return ability
-            errors.append(problem)
+            problems.append(problem)
+    reason = reason or (
+        "token by token with a key/value cache does not give what one forward gives "
+        f"({'; of one length: '.join(problems)})"
+    )
     raise ModelError(
-        f"{what}: the native engine cannot decode it: token by token with a key/value cache does "
-        f"not give what one forward gives ({'; of one length: '.join(errors)}); use another model, "
-        "or engine.rollout: vllm"
+        f"{what}: the native engine cannot decode it: {reason}; use another model, or "
+        "engine.rollout: vllm"
     )
 
 
-def _refuse_bounded_steps(base: SharedBase, what: str) -> None:
-    """Refuse a state-space layer that clamps its time steps in a forward but not in decoding.
-
-    Zamba2 and Nemotron-H of transformers 5 do so, for tokens that a probe may not have.
-    """
+def _known_problem(base: SharedBase) -> str:
+    """Return why a model would be decoded wrongly where a probe may not show it, or ""."""
     for path, module in base.trunk.named_modules():
+        # State-space layers of Zamba2 and Nemotron-H of transformers 5 clamp in a forward alone.
         bounds: Any = getattr(module, "time_step_limit", None)
-        if not isinstance(bounds, tuple | list) or len(bounds) != 2:  # pyright: ignore[reportUnknownArgumentType] -- as below
-            continue
-        low, high = (float(end) for end in bounds)  # pyright: ignore[reportUnknownVariableType] -- numbers in every config
-        if low > 0 or high < math.inf:
-            raise ModelError(
-                f"{what}: the native engine cannot decode it: {path} clamps its time steps to "
-                f"[{low:g}, {high:g}] in a forward pass, but transformers does not when it decodes "
-                "token by token; use another model, or engine.rollout: vllm"
-            )
-
-
-def _refuse_window_of_cache(base: SharedBase, what: str) -> None:
-    """Refuse a model whose cache has a window shorter than its context, unlike its forward."""
+        if isinstance(bounds, tuple | list) and len(bounds) == 2:  # pyright: ignore[reportUnknownArgumentType] -- as below
+            low, high = (float(end) for end in bounds)  # pyright: ignore[reportUnknownVariableType] -- numbers in every config
+            if low > 0 or high < math.inf:
+                return (
+                    f"{path} clamps its time steps to [{low:g}, {high:g}] in a forward pass, but "
+                    "transformers does not when it decodes token by token"
+                )
     window = window_of(base) if _text_config(base).model_type in _WINDOW_OF_CACHE else 0
     if 0 < window < (base.context_length or math.inf):
-        raise ModelError(
-            f"{what}: its cache keeps {window} tokens, but its forward attends to all of a context "
-            f"of {base.context_length}, so decoding differs from training in longer rows; set "
-            f"model.config: {{max_position_embeddings: {window}}}"
+        return (
+            f"its cache keeps {window} tokens, but its forward attends to all of a context of "
+            f"{base.context_length}; set model.config: {{max_position_embeddings: {window}}}"
         )
+    return ""
 
 
 def _problem(base: SharedBase, ability: Ability, ids: Tensor) -> str | None:
     """Return why decoding and one forward differ, or None if they agree."""
     equal = ability is Ability.EQUAL_LENGTHS
     try:
-        error, allowed = _gap(base, ability, ids)
-        if error <= allowed and base.dtype in HALF:
+        try:
             # The rounding of half precision hides wrong positions.
-            try:
-                with in_float32(base.trunk):
-                    error, allowed = _gap(base, ability, ids)
-            except (*CANNOT_RUN, ModelError) as problem:
-                # With one length no position can be wrong.
-                return None if equal else f"in float32, {type(problem).__name__}: {problem}"[:200]
-        if not equal and EXACT < error <= allowed:
-            # Tensor cores may round float32 by up to percents, with prompts of one length too;
-            # wrong positions differ by much more than that.
             with in_float32(base.trunk):
-                noise, _ = _gap(base, Ability.EQUAL_LENGTHS, ids)
-            allowed = max(EXACT, _MUCH * noise)
+                error, allowed = _gap(base, ability, ids)
+                if not equal and EXACT < error <= allowed:
+                    # Tensor cores may round float32 by up to percents, with prompts of one length
+                    # too; wrong positions differ by much more than that.
+                    noise, _ = _gap(base, Ability.EQUAL_LENGTHS, ids)
+                    allowed = max(EXACT, _MUCH * noise)
+        except (*CANNOT_RUN, ModelError):
+            if not equal or base.dtype not in HALF:
+                raise
+            # A layer for half precision alone; with one length no position can be wrong.
+            error, allowed = _gap(base, ability, ids)
     except (*CANNOT_RUN, ModelError) as problem:
         if is_out_of_memory(problem):
             raise
@@ -208,7 +201,7 @@ def _gap(base: SharedBase, ability: Ability, ids: Tensor) -> tuple[float, float]
     if ability is Ability.EQUAL_LENGTHS:
         decoder, lengths = EqualLengthDecoder(base), (longest, longest)
     elif attention_of(base) in ("sdpa", "eager"):
-        decoder, lengths = ModuleDecoder(base, decoder_layers(base)), (longest, _SHORT)
+        decoder, lengths = ModuleDecoder(base, cached_layers(base)), (longest, _SHORT)
     else:
         raise ModelError("no mask per row with this attention")
     whole = [base.hidden(row[None, : n + _STEPS])[0] for row, n in zip(ids, lengths, strict=True)]
@@ -217,11 +210,11 @@ def _gap(base: SharedBase, ability: Ability, ids: Tensor) -> tuple[float, float]
     prompts = ids.masked_fill(column >= ends[:, None], base.pad_id)[:, :longest]
     owners = torch.tensor([0, 0, 1], device=ids.device)
     live = torch.arange(3, device=ids.device)
-    found: list[list[Tensor]] = [[], [], []]
+    decoded: list[list[Tensor]] = [[], [], []]
 
     def note(states: Tensor) -> None:
         for row, state in zip(live.tolist(), states, strict=True):
-            found[row].append(state)
+            decoded[row].append(state)
 
     hidden = decoder.prefill(prompts, ends)
     starts = ends[owners]
@@ -237,6 +230,6 @@ def _gap(base: SharedBase, ability: Ability, ids: Tensor) -> tuple[float, float]
         note(decoder.step(ids[rows, ends[rows] + step], ends[rows] + step))
     errors = [
         relative_error(torch.stack(states), whole[owner][lengths[owner] - 1 :][: len(states)])
-        for owner, states in zip(owners.tolist(), found, strict=True)
+        for owner, states in zip(owners.tolist(), decoded, strict=True)
     ]
     return max(errors), tolerance(whole[0])

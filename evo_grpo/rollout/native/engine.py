@@ -30,7 +30,7 @@ from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
-from evo_grpo.rollout.native.ability import Ability, ability_of, decoder_layers, window_of
+from evo_grpo.rollout.native.ability import Ability, ability_of, cached_layers, window_of
 from evo_grpo.rollout.native.decoder import (
     Decoder,
     EqualLengthDecoder,
@@ -118,16 +118,16 @@ class NativeEngine(RolloutEngine):
     def _by_length(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample the prompts of each length separately, with the same draws as in one batch."""
         lengths = sorted({len(p.token_ids) for r in requests for p in r.prompts})
-        found: list[dict[int, CompletionGroup]] = [{} for _ in requests]
+        by_place: list[dict[int, CompletionGroup]] = [{} for _ in requests]
         for length in lengths:
             places = [
                 [i for i, p in enumerate(r.prompts) if len(p.token_ids) == length] for r in requests
             ]
             part = [request.part(where) for request, where in zip(requests, places, strict=True)]
             sampled = self._sampled(part, equal=True)
-            for mine, where, groups in zip(found, places, sampled, strict=True):
+            for mine, where, groups in zip(by_place, places, sampled, strict=True):
                 mine.update(zip(where, groups, strict=True))
-        return [[mine[i] for i in range(len(mine))] for mine in found]
+        return [[mine[i] for i in range(len(mine))] for mine in by_place]
 
     def _sampled(
         self, requests: Sequence[RolloutRequest], *, equal: bool = False
@@ -233,7 +233,7 @@ class NativeEngine(RolloutEngine):
         if equal:
             return EqualLengthDecoder(self.base)
         if not self._specialized:
-            return ModuleDecoder(self.base, decoder_layers(self.base))
+            return ModuleDecoder(self.base, cached_layers(self.base))
         weights = LlamaWeights.of(self.base, self.slots.layers)
         return open_decoder(weights, fused, columns, self._kernels)
 

@@ -42,12 +42,8 @@ _KERNEL_BYTES = 16 * DRAWN_LOGITS
 class Batch:
     """Rows with their last tokens.
 
-    Args:
-        rows: The rows.
-        drawn: int64, the number of tokens that rows have drawn: (1,) of all rows if they are
-            `alike`, else (B,).
-        vocabulary: V.
-        element: Bytes of a logit.
+    `drawn` int64 is the number of tokens that rows have drawn: (1,) of all rows if they are
+    `alike`, else (B,). `vocabulary` is V, and `element` the bytes of a logit.
 
     Attributes:
         before: (B,) int64, the position before that of each row's first token.
@@ -77,7 +73,7 @@ class Batch:
         draws = (
             rows.draws.index_select(0, drawn) if self._alike else rows.draws.gather(0, drawn[None])
         )[0]
-        found = [
+        drawn_parts = [
             sample_tokens(
                 logits(part),
                 draws[part],
@@ -89,7 +85,7 @@ class Batch:
         ]
         tokens, logprobs = (
             column[0] if len(column) == 1 else torch.cat(column)
-            for column in zip(*found, strict=True)
+            for column in zip(*drawn_parts, strict=True)
         )
         if rows.seen is not None:
             rows.seen.scatter_(1, tokens[:, None], True)

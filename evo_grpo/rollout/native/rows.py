@@ -21,13 +21,10 @@ from evo_grpo.rollout.sampling import RowSampling, key_tensor, uniform
 class Rows:
     """The rows that are still decoded, aligned with the rows of the cache.
 
-    Attributes:
-        origin: (B,) index of each row in the output.
-        draws: (steps, B) float64 in [0, 1), one per token of the longest completion; one more where
-            rows wait.
-        lengths: (B,) prompt lengths.
-        seen: (B, V) bool, tokens of prompt and completion so far; None without a penalty.
-        layout: Adapters that have rows, and the number of rows of each.
+    `origin` (B,) is the index of each row in the output, `draws` (steps, B) float64 in [0, 1) has
+    one per token of the longest completion, one more where rows wait. `lengths` (B,) are those of
+    the prompts, `seen` (B, V) bool the tokens of prompt and completion so far, None without a
+    penalty. `layout` has the adapters with rows, and the number of rows of each.
     """
 
     origin: Tensor
@@ -172,17 +169,12 @@ class Prompts(NamedTuple):
 
 @final
 class RowQueue:
-    """The rows of a call, of which at most `places` are decoded at once.
+    """The rows of a call, of which at most `places` are decoded at once; None for all.
 
-    Rows wait by prompt, then by agent, so that all agents are at about the same prompt. `columns`
-    is the number of tokens of the longest prompt.
-
-    Args:
-        requests: One per agent, each with prompts.
-        ids: (NP, longest prompt) prompt ids, padded on the right.
-        lengths: (NP,) prompt lengths.
-        places: Most rows at once; None for all. Other decoders than a `RefillDecoder` take all.
-        steps: Tokens of the longest completion.
+    Rows wait by prompt, then by agent, so that all agents are at about the same prompt. `requests`
+    are one per agent, each with prompts, whose `ids` (NP, longest prompt) are padded on the right
+    and have `lengths` (NP,). `steps` are the tokens of the longest completion, and `columns` those
+    of the longest prompt. Other decoders than a `RefillDecoder` take all rows at once.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -10,16 +11,19 @@ import weakref
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any, final
 
+import torch
+from torch import Tensor
+
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.ends import Ends
+from evo_grpo.model.lora.files import CONFIG, WEIGHTS, write_tensors
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
 from evo_grpo.rollout.sampling import Sampling
-from evo_grpo.rollout.vllm.adapters import Published, PublishedAdapters, rank_of
 from evo_grpo.rollout.vllm.links import Child
 from evo_grpo.rollout.vllm.start import (
     base_folder,
@@ -28,6 +32,7 @@ from evo_grpo.rollout.vllm.start import (
     find_vllm,
     largest_rank,
     llm_keywords,
+    rank_of,
     tokenizer_folder,
 )
 from evo_grpo.settings import AgentSettings, EngineConfig, VLLMSettings
@@ -82,15 +87,15 @@ class VLLMEngine(RolloutEngine):
         """Sample the completions of all requests; see `RolloutEngine`."""
         for request in requests:
             request.check(self._context, self.base.vocabulary)
-        asked = [request for request in requests if request.prompts]
-        if not asked:
+        with_prompts = [request for request in requests if request.prompts]
+        if not with_prompts:
             return [[] for _ in requests]
         self.wake()
         self.decodes_by.add("vllm")
-        named = [r.adapter for r in asked if r.adapter is not None]
+        named = [r.adapter for r in with_prompts if r.adapter is not None]
         if max((rank_of(self.slots, name) for name in named), default=0) > self._rank:
             self._start()
-        parts = [self._part(request) for request in asked]
+        parts = [self._part(request) for request in with_prompts]
         done = iter(self._groups(parts, self._ask("generate", self._question(parts))))
         return [next(done) if request.prompts else [] for request in requests]
 
@@ -156,7 +161,7 @@ class VLLMEngine(RolloutEngine):
 
     def _question(self, parts: Sequence[_Part]) -> dict[str, Any]:
         ids, lengths, limits, seeds = array("i"), array("i"), array("i"), array("q")
-        asked: list[dict[str, Any]] = []
+        described: list[dict[str, Any]] = []
         for part in parts:
             request, adapter = part.request, part.adapter
             for prompt in request.prompts:
@@ -166,7 +171,7 @@ class VLLMEngine(RolloutEngine):
                 limits.append(min(request.sampling.max_output_tokens, room))
             seeds.extend(request.row_keys())
             sampling = sampling_keywords(request.sampling, self.ends, self._vllm)
-            asked.append(
+            described.append(
                 {
                     "adapter": adapter and [str(adapter.folder), adapter.id, str(adapter.folder)],
                     "prompts": len(request.prompts),
@@ -175,7 +180,7 @@ class VLLMEngine(RolloutEngine):
                 }
             )
         arrays = {"ids": ids, "lengths": lengths, "limits": limits, "seeds": seeds}
-        return {"requests": asked, "remove": self._adapters.removed(), **arrays}
+        return {"requests": described, "remove": self._adapters.removed(), **arrays}
 
     def _groups(
         self, parts: Sequence[_Part], answer: Mapping[str, Any]
@@ -207,11 +212,9 @@ class VLLMEngine(RolloutEngine):
 class _Part:
     """A request for vLLM.
 
-    Attributes:
-        adapter: The adapter that vLLM uses, None for the base.
-        finite: False for an agent whose weights are not finite: the base samples instead, and the
-            log-probs are NaN.
-        exact: Whether vLLM's log-probs are those of the policy; see `means_policy`.
+    Its `adapter` is None for the base. For an agent whose weights are not `finite` the base samples
+    instead, and the log-probs are NaN. `exact` says whether vLLM's log-probs are those of the
+    policy; see `means_policy`.
     """
 
     request: RolloutRequest
@@ -258,6 +261,113 @@ def sampling_keywords(sampling: Sampling, ends: Ends, settings: VLLMSettings) ->
     if ends.strings:
         keywords["stop"] = list(ends.strings)
     return keywords
+
+
+_IDS = count(1)
+"""Ids for vLLM, 1, 2, ...; shared, since one vLLM may serve several engines of a process."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One version of an adapter, as it is sent to vLLM.
+
+    The `id` and the `folder`, in PEFT's format, whose path is also its name for vLLM, are used
+    once. An adapter that is not `finite` is not written.
+    """
+
+    version: int
+    id: int
+    folder: Path
+    finite: bool
+
+
+@final
+class PublishedAdapters:
+    """Writes an adapter when it is first needed, and removes its old versions.
+
+    vLLM has separate caches keyed by an adapter's name, path and id: an old id with a new path
+    returns the old weights, and an old name the old keys and values. So all three are used once.
+    """
+
+    def __init__(self, slots: AdapterSlots, folder: Path) -> None:
+        self._slots = slots
+        self._folder = folder
+        self._current: dict[str, Published] = {}
+        self._removed: list[int] = []
+
+    def current(self, name: str) -> Published:
+        """Return the current version of an adapter; write it if it is new."""
+        version = self._slots.versions[name]
+        published = self._current.get(name)
+        if published is None or published.version != version:
+            self._drop(name)
+            published = self._current[name] = self._write(name, version)
+        return published
+
+    def removed(self) -> list[int]:
+        """Return the ids that vLLM can drop, including those of removed slots; each id once."""
+        for name in self._current.keys() - set(self._slots.names):
+            self._drop(name)
+        removed, self._removed = self._removed, []
+        return removed
+
+    def forget(self) -> None:
+        """Drop all versions, so that adapters are written again for a newly started vLLM."""
+        for name in list(self._current):
+            self._drop(name)
+        self._removed.clear()
+
+    def _drop(self, name: str) -> None:
+        published = self._current.pop(name, None)
+        if published is not None and published.finite:
+            self._removed.append(published.id)
+            shutil.rmtree(published.folder, ignore_errors=True)
+
+    def _write(self, name: str, version: int) -> Published:
+        number = next(_IDS)
+        folder = self._folder / f"{name}-{version}-{number}"
+        state = folded(self._slots, name)
+        finite = all(bool(value.isfinite().all()) for value in state.values())
+        if finite:
+            folder.mkdir(parents=True)
+            write_tensors(state, folder / WEIGHTS, {"format": "pt"})
+            (folder / CONFIG).write_text(json.dumps(_config(self._slots, name), sort_keys=True))
+        return Published(version, number, folder, finite)
+
+
+def folded(slots: AdapterSlots, name: str) -> dict[str, Tensor]:
+    """Return an adapter's weights by PEFT's keys, with one rank and a scale of 1 in all layers.
+
+    B includes the scale of its layer, and smaller ranks are padded with zeros, for a vLLM without
+    per-layer ranks and scales.
+    """
+    rank = rank_of(slots, name)
+    state = slots.state(name)
+    for key, layer in slots.layers.items():
+        first, second = (f"{key}.lora_{part}.weight" for part in "AB")
+        if first in state:
+            missing = rank - state[first].shape[0]
+            state[first] = torch.nn.functional.pad(state[first], (0, 0, 0, missing))
+            scaled = state[second] * layer.scaling[name]
+            state[second] = torch.nn.functional.pad(scaled, (0, missing))
+    return state
+
+
+def _config(slots: AdapterSlots, name: str) -> dict[str, object]:
+    """Return the contents of adapter_config.json for a folded adapter."""
+    rank = rank_of(slots, name)
+    modules = {key.split(".")[-3] for key in slots.shapes(name)}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": slots.base.name,
+        "inference_mode": True,
+        "bias": "none",
+        "r": rank,
+        "lora_alpha": rank,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(modules),
+    }
 
 
 def _folder(below: str | None, fast: Path | None = None) -> Path:

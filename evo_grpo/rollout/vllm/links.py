@@ -40,13 +40,9 @@ class Child:
     """vLLM in a child process.
 
     The child has its own session, so Ctrl-C reaches only this process, which then ends the child.
-    The child's output goes to a temporary log file, which is kept if the child fails.
-
-    Args:
-        python: The Python that runs vLLM.
-        environment: Environment of the child.
-        folders: Folders that the child removes if this process is killed.
-        timeout: Seconds without progress after which the child counts as hung; None waits forever.
+    Its output goes to a temporary log file, which is kept if it fails. `python` runs vLLM in
+    `environment`. The child removes `folders` if this process is killed. After `timeout` seconds
+    without progress it counts as hung; None waits forever.
     """
 
     def __init__(
@@ -113,7 +109,9 @@ class Child:
             self.close()
             raise
         if "error" in answer:
-            self._failed(operation, _raised(operation, *answer["error"]))
+            kind, text = answer["error"]
+            text = text.strip().rstrip(".")
+            self._failed(operation, f"raised {kind} while {_DOING[operation]}: {text}")
         return answer
 
     def close(self) -> None:
@@ -141,36 +139,25 @@ class Child:
         self._failed(operation, f"{how} while {_DOING[operation]}")
 
     def _failed(self, operation: str, what: str) -> NoReturn:
+        """End the process and raise an error, with the last lines of the log as notes.
+
+        A failed `start` is an input error, since no round has been played.
+        """
         lines = last_lines(self.log)
         # Keep the log, which the error names.
         self._end.detach()
         _end(os.getpid(), self._process, self._link, None)
-        error = failure(operation, f"vLLM's process {self.pid} ({self._python}) {what}", self.log)
+        text = printable(shorten(f"vLLM's process {self.pid} ({self._python}) {what}", 1000))
+        kind, remedy = RunFailedError, "finished rounds are in the run folder; continue with: "
+        remedy += "evo-grpo resume RUN"
+        if operation == "start":
+            kind, remedy = EngineUnavailable, "fix that (its settings are engine.vllm), or leave "
+            remedy += "engine.rollout out to generate with the built-in engine"
+        log = f"the last lines of its log {self.log} follow"
+        error = kind(f"engine.rollout: {text}; {remedy}; {log}")
         for line in lines:
             error.add_note(f"  {line}")
         raise error
-
-
-def _raised(operation: str, kind: str, text: str) -> str:
-    return f"raised {kind} while {_DOING[operation]}: {text.strip().rstrip('.')}"
-
-
-def failure(operation: str, what: str, log: Path) -> EngineUnavailable | RunFailedError:
-    """Return the error for a failed operation; the caller adds the lines of the log as notes.
-
-    A failed `start` is an input error, since no round has been played.
-    """
-    text = printable(shorten(what, 1000))
-    where = f"; the last lines of its log {log} follow"
-    if operation == "start":
-        return EngineUnavailable(
-            f"engine.rollout: {text}; fix that (its settings are engine.vllm), or leave "
-            f"engine.rollout out to generate with the built-in engine{where}"
-        )
-    return RunFailedError(
-        f"engine.rollout: {text}; finished rounds are in the run folder; continue with: evo-grpo "
-        f"resume RUN{where}"
-    )
 
 
 def _signal(number: int) -> str:
@@ -179,7 +166,7 @@ def _signal(number: int) -> str:
     return f"signal {number}"
 
 
-def last_lines(log: Path, most: int = LAST_LINES) -> list[str]:
+def last_lines(log: Path) -> list[str]:
     """Return the last lines of a log, each shortened to fit an error."""
     try:
         with log.open("rb") as file:
@@ -187,7 +174,7 @@ def last_lines(log: Path, most: int = LAST_LINES) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    return [printable(shorten(line)) for line in text.splitlines() if line.strip()][-most:]
+    return [printable(shorten(line)) for line in text.splitlines() if line.strip()][-LAST_LINES:]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -57,11 +57,11 @@ def _packed(values: array[Any]) -> dict[str, str]:
     return {"array": values.typecode, "bytes": base64.b64encode(values).decode()}
 
 
-def _unpacked(found: dict[str, Any]) -> Any:  # noqa: ANN401 -- an array, or what JSON holds
-    if found.keys() != {"array", "bytes"}:
-        return found
-    kind: Any = found["array"]
-    return array(kind, base64.b64decode(found["bytes"]))  # pyright: ignore[reportDeprecated] -- not "u"
+def _unpacked(values: dict[str, Any]) -> Any:  # noqa: ANN401 -- an array, or what JSON holds
+    if values.keys() != {"array", "bytes"}:
+        return values
+    kind: Any = values["array"]
+    return array(kind, base64.b64decode(values["bytes"]))  # pyright: ignore[reportDeprecated] -- not "u"
 
 
 class Row(NamedTuple):
@@ -230,7 +230,7 @@ class Session:
 
         In one call on a CPU, vLLM applies another row's adapter to rows without one.
         """
-        found: list[Any] = [None] * len(rows)
+        outputs: list[Any] = [None] * len(rows)
         for with_adapter in (True, False):
             part = [i for i, row in enumerate(rows) if (row.adapter is not None) is with_adapter]
             if not part:
@@ -242,8 +242,8 @@ class Session:
                 use_tqdm=False,
             )
             for i, one in zip(part, done, strict=True):
-                found[i] = one.outputs[0]
-        return found
+                outputs[i] = one.outputs[0]
+        return outputs
 
     def _request(self, adapter: tuple[str, int, str] | None) -> Any:  # noqa: ANN401 -- vLLM's own
         if adapter is None:

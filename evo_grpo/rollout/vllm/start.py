@@ -16,7 +16,6 @@ from evo_grpo.escaping import shorten
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.vllm import server
-from evo_grpo.rollout.vllm.adapters import rank_of
 from evo_grpo.settings import AgentSettings, VLLMSettings
 from evo_grpo.sources import resolve
 
@@ -51,17 +50,17 @@ def find_vllm(settings: VLLMSettings) -> str:
             timeout=_PROBE_SECONDS,
             check=True,
         )
-        found = json.loads(done.stdout.splitlines()[-1])
+        versions = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        said = getattr(error, "stderr", None) or getattr(error, "strerror", None) or error
+        reason = getattr(error, "stderr", None) or getattr(error, "strerror", None) or error
         raise EngineUnavailable(
-            f"engine.vllm.python: {python!r} cannot be run: {shorten(str(said).strip())}; name the "
-            "Python of an environment in which vLLM is installed"
+            f"engine.vllm.python: {python!r} cannot be run: {shorten(str(reason).strip())}; name "
+            "the Python of an environment in which vLLM is installed"
         ) from error
-    if not found["vllm"]:
+    if not versions["vllm"]:
         whose = "this Python" if own is None else repr(python)
         raise EngineUnavailable(
-            f"engine.rollout: vllm needs the package vllm, and {whose} ({found['python']}) has "
+            f"engine.rollout: vllm needs the package vllm, and {whose} ({versions['python']}) has "
             'none; install it there: pip install "evo-grpo[vllm]"; or name the Python of an '
             "environment that has it in engine.vllm.python (evo-grpo need not be installed there); "
             "or leave engine.rollout out"
@@ -121,6 +120,12 @@ def tokenizer_folder(base: SharedBase, scratch: Path) -> str:
     return str(folder)
 
 
+def rank_of(slots: AdapterSlots, name: str) -> int:
+    """Return the largest rank of an adapter's layers."""
+    shapes = slots.shapes(name).items()
+    return max(shape[0] for key, shape in shapes if key.endswith(".lora_A.weight"))
+
+
 def largest_rank(slots: AdapterSlots, settings: AgentSettings) -> int:
     """Return the largest rank that vLLM reserves memory for."""
     trained = (rank_of(slots, name) for name in slots.names if slots.is_trainable(name))
@@ -160,7 +165,7 @@ def llm_keywords(
         cache = CPU_CACHE_BYTES
     # Where vLLM splits a prompt, it rewinds the row's generator, which fails on a CPU.
     whole: dict[str, Any] = {"enable_chunked_prefill": False} if on_cpu else {}
-    given: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         **whole,
         **own.options,
         "model": folder,
@@ -185,7 +190,7 @@ def llm_keywords(
         "kv_cache_memory_bytes": cache,
         "max_num_batched_tokens": own.max_num_batched_tokens,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in keywords.items() if value is not None}
 
 
 def can_sleep(base: SharedBase) -> bool:

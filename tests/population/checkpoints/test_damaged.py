@@ -31,33 +31,25 @@ def checkpoint(saved, tmp_path):
 CONFIGS = {
     "deep": "[" * 5000,
     "a list": "[]",
-    "a string": '"x"',
-    "no type": {"peft_type": None},
     "another type": {"peft_type": "LOHA"},
-    "rank in words": {"r": "x"},
-    "rank below one": {"r": -1},
     "rank beyond memory": {"r": 10**9},
-    "modules as a number": {"target_modules": 5},
     "no modules": {"target_modules": None},
-    "modules to save as a string": {"modules_to_save": "lm_head"},
-    "bias as a number": {"bias": 1},
     "modules as half a pattern": {"target_modules": "("},
-    "patterns as a list": {"rank_pattern": [1]},
-    "alpha in words": {"lora_alpha": "a"},
     "alpha without end": {"lora_alpha": float("inf")},
-    "dropout of everything": {"lora_dropout": 1.0},
 }
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["checkpoint", "peft folder"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_damaged_adapter_config_is_named(agent, checkpoint, name, plain):
-    folder = checkpoint / "actor" if plain else checkpoint
+def test_a_damaged_adapter_config_is_named(agent, checkpoint, name):
     file = checkpoint / "actor" / "adapter_config.json"
     change = CONFIGS[name]
     text = change if isinstance(change, str) else json.dumps(json.loads(file.read_text()) | change)
     file.write_text(text)
-    for load in (agent.load_checkpoint,) if plain else (agent.load_checkpoint, GRPO.load):
+    for load, folder in (
+        (agent.load_checkpoint, checkpoint),
+        (agent.load_checkpoint, checkpoint / "actor"),
+        (GRPO.load, checkpoint),
+    ):
         with pytest.raises(CheckpointError, match=r"adapter_config.json: "):
             load(folder)
 
@@ -66,15 +58,10 @@ def test_a_damaged_adapter_config_is_named(agent, checkpoint, name, plain):
     ("change", "field"),
     [
         ({"padding": [1]}, r"padding"),
-        ({"member": 5}, "member: .*got 5"),
         ({"vocabulary": "many"}, "vocabulary: .*got 'many'"),
-        ({"files": {"actor/x": 1}}, "files.actor/x: .*got 1"),
-        ({"files": {"": "0"}}, "files.*: expected a path below the folder, got ''"),
         ({"files": {"../x": "0"}}, "files.*: expected a path below the folder, got '../x'"),
-        ({"objects": "model"}, "objects: .*got 'model'"),
         ({"steps": 10**20}, "not JSON.*expected an integer of at most 20 digits"),
         ({"hparams": {"lr": "x"}}, "hparams or history .* lr"),
-        ({"history": [{"mean": 1}]}, "hparams or history"),
     ],
 )
 def test_damaged_attributes_are_named_with_their_field(agent, checkpoint, change, field):
@@ -85,14 +72,8 @@ def test_damaged_attributes_are_named_with_their_field(agent, checkpoint, change
             load(checkpoint)
 
 
-def test_braces_without_end_are_no_traceback(agent, checkpoint):
-    (checkpoint / "attributes.json").write_text("[" * 5000)
-    with pytest.raises(CheckpointError, match=r"attributes.json: not JSON"):
-        agent.load_checkpoint(checkpoint)
-
-
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("data", [b"", b"\x80\x04garbage", b"no pickle" * 100])
+@pytest.mark.parametrize("data", [b"", b"\x80\x04garbage"])
 def test_a_foreign_pytorch_model_bin_is_named(tmp_path, data):
     folder = shutil.copytree(Path(resolve("tiny-sums").path), tmp_path / "base")
     for file in folder.glob("*.safetensors"):

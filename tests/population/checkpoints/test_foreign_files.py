@@ -111,12 +111,6 @@ def test_a_sparse_file_of_gigabytes_is_refused_unread(folder, name):
         GRPO.load(folder / "agent", device="cpu")
 
 
-def test_so_is_that_of_an_adapter(folder):
-    sparse(folder / "export" / "adapter_config.json", None)
-    with pytest.raises(CheckpointError, match=r"adapter_config.json: expected a file of at most"):
-        evaluate_adapter(folder / "export", from_dict(CONFIG))
-
-
 def test_a_folder_reached_by_a_link_and_what_else_lies_in_it_are_left_alone(folder, tmp_path):
     (tmp_path / "by-link").symlink_to(folder / "agent")
     (folder / "agent" / "mine").symlink_to(tmp_path)

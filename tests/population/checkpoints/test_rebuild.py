@@ -54,7 +54,8 @@ def test_schedule_mutations_and_hyperparameters_come_back(tmp_path):
     assert loaded.hp_config == agent.hp_config
     assert loaded.hparams == agent.hparams
     # In the middle of the warm-up, and not at the full rate.
-    assert loaded.cohort.lr_factor(0) == agent.cohort.lr_factor(0) == 0.5
+    schedule = agent.settings.algorithm.lr_schedule
+    assert [one.state.lr_factor(schedule) for one in (loaded, agent)] == [0.5, 0.5]
     assert [g["lr"] for g in loaded.state.optimizer.param_groups] == [agent.hparams.lr]
 
 
@@ -117,26 +118,6 @@ def test_padding_comes_back(tmp_path):
     agent.load_checkpoint(tmp_path)
 
 
-def test_an_agent_of_either_spelling_is_loaded_by_the_other(tmp_path):
-    theirs = agilerl.GRPO(model_name="tiny-sums", lora_config=LORA, hf_generate_chunk_size=3)
-    theirs.save_checkpoint(tmp_path / "a")
-    ours = GRPO.load(tmp_path / "a", device="cpu")
-    assert ours.settings == theirs.settings
-    ours.save_checkpoint(tmp_path / "b")
-    assert agilerl.GRPO.load(tmp_path / "b").settings == theirs.settings
-
-
-def test_a_missing_optimizer_is_missed(tmp_path):
-    agent = GRPO(**SUMS, group_size=4)
-    step(agent)
-    agent.save_checkpoint(tmp_path)
-    (tmp_path / "optimizer.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"optimizer.safetensors: .* got no file\); put"):
-        GRPO.load(tmp_path)
-    agent.save_checkpoint(tmp_path, save_optimizer=False)
-    assert GRPO.load(tmp_path).state.optimizer.state_dict()["state"] == {}
-
-
 def test_a_checkpoint_of_another_class_is_refused(tmp_path):
     GRPO(**SUMS).save_checkpoint(tmp_path)
     for cls in (GSPO, CISPO, agilerl.CISPO):
@@ -145,11 +126,6 @@ def test_a_checkpoint_of_another_class_is_refused(tmp_path):
             cls.load(tmp_path)
     assert GRPO.load(tmp_path).cohort.learner.loss.loss_type == "grpo"
     GSPO(**SUMS).load_checkpoint(tmp_path)
-
-
-def test_a_loss_chosen_by_argument_stays_with_its_class(tmp_path):
-    GRPO(**SUMS, loss_type="gspo").save_checkpoint(tmp_path)
-    assert GRPO.load(tmp_path).cohort.learner.loss.loss_type == "gspo"
 
 
 @pytest.mark.parametrize(
@@ -165,14 +141,6 @@ def test_damaged_settings_are_named(tmp_path, settings):
     change(tmp_path, settings=settings)
     with pytest.raises(CheckpointError, match="settings are not what save_checkpoint writes"):
         GRPO.load(tmp_path)
-
-
-def test_a_value_outside_its_own_range_is_loaded(tmp_path):
-    ranges = {"lr": {"min": 1e-4, "max": 1e-2}}
-    agent = GRPO(**SUMS, hyperparameters=ranges)
-    agent.hparams = agent.hparams.replace(lr=1.0)
-    agent.save_checkpoint(tmp_path)
-    assert GRPO.load(tmp_path).hparams.lr == 1.0
 
 
 def test_another_base_of_equal_shapes_is_told(tmp_path):

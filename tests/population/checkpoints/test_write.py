@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 from small_run import small
 
-from evo_grpo import CISPO, GRPO, GSPO, HyperparameterConfig, RLParameter, run
+from evo_grpo import CISPO, GRPO, GSPO, run
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.population.checkpoints.write import snapshot_agent
 from evo_grpo.training.assemble import prepare
@@ -49,13 +49,6 @@ def test_an_agent_of_a_run_comes_back_with_all_its_settings(tmp_path, algorithm)
     assert loaded.cohort.base.dtype is cohort.base.dtype
 
 
-def test_the_engine_of_a_run_comes_back(tmp_path):
-    config = small(population__rounds=1, engine__max_tokens_per_microbatch=512)
-    loaded = GRPO.load(run(config, out=tmp_path / "r") / FIRST)
-    assert loaded.settings.engine.max_tokens_per_microbatch == 512
-    assert loaded.cohort.learner._tokens == 512
-
-
 @pytest.mark.parametrize(("loss", "others"), [("luspo", (GRPO, CISPO)), ("grpo", (GRPO, CISPO))])
 def test_the_kind_of_a_run_is_the_class_of_its_agents(tmp_path, loss, others):
     folder = run(one_round(kind="gspo", loss_type=loss), out=tmp_path / "r") / FIRST
@@ -63,45 +56,6 @@ def test_the_kind_of_a_run_is_the_class_of_its_agents(tmp_path, loss, others):
     for cls in others:
         with pytest.raises(ConfigError, match=f"{cls.__name__}.load: .* is of GSPO"):
             cls.load(folder)
-
-
-def test_a_population_keeps_its_own_settings_and_class(tmp_path):
-    given = {"loss_type": "gspo", "seed": 9, "filter_zero_adv": True}
-    population = GRPO.population(size=2, **SUMS, **given, group_size=4)
-    population.cohort.base.set_padding(5)
-    population.train(
-        "sums",
-        rounds=1,
-        steps_per_round=1,
-        fitness={"prompts": 2, "test_prompts": 2, "test_samples": 1},
-        out=tmp_path / "r",
-        progress=False,
-    )
-    loaded = GRPO.load(tmp_path / "r" / FIRST, device="cpu")
-    assert loaded.settings == population.cohort.settings
-    assert (loaded.cohort.base.pad_id, loaded.cohort.seed) == (5, 9)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"clip_coef": (np.float32(0.2), np.float32(1.3))},
-        {"hyperparameters": {"lr": RLParameter(np.float32(1e-7), np.float32(1e-2))}},
-        {
-            "hyperparameters": HyperparameterConfig(
-                group_size=RLParameter(np.int64(2), np.int64(16), int, np.float32(0.5))
-            )
-        },
-        {"lr_schedule": {"steps": np.int64(3), "warmup_proportion": np.float64(0.1)}},
-        {"config": {"key_mapping": {"^x": "y"}}},
-    ],
-)
-def test_numbers_of_numpy_inside_of_values_come_back(tmp_path, given):
-    agent = GRPO(**SUMS, **given)
-    agent.save_checkpoint(tmp_path)
-    loaded = GRPO.load(tmp_path, device="cpu")
-    assert loaded.hparams == agent.hparams
-    assert loaded.settings == agent.settings
 
 
 def test_a_path_that_no_folder_can_have_is_named():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from tiny_cohort import (
     PLAIN,
-    VOCABULARY,
     build_cohort,
     build_model,
     distance,
@@ -86,17 +85,6 @@ def test_copy_is_bit_equal_and_shares_nothing():
     assert cohort.agents[1].steps == cohort.agents[0].steps == 2
 
 
-def test_parent_and_child_part_after_a_copy():
-    cohort = build_cohort(2)
-    step(cohort, [0, 1])
-    cohort.copy(0, 1)
-    parent, its_moments = weights(cohort, 0), moments(cohort, 0)
-    step(cohort, [1], seed=9)
-    assert same(weights(cohort, 0), parent)
-    assert all(torch.equal(v, moments(cohort, 0)[k]) for k, v in its_moments.items())
-    assert distance(weights(cohort, 1), parent) > 1e-4
-
-
 def test_a_copied_agent_goes_on_as_its_parent_would():
     # Same weights, moments and rows: the same step, to the bit, in the slot of another agent.
     cohort, rows = build_cohort(2), make_rows(4)
@@ -135,33 +123,6 @@ def test_a_copy_takes_the_reference_along():
     assert same(list(ours), list(theirs))
     assert not any(p.requires_grad for p in theirs)
     assert all(p.requires_grad for p in cohort.slots.parameters("actor_1"))
-
-
-@pytest.mark.parametrize(
-    ("changed", "same_count"),
-    [
-        ({"group_size": 6}, False),
-        ({"temperature": 0.3}, True),
-        ({"top_k": 2}, True),
-        ({"top_p": 0.3}, True),
-        ({"min_p": 0.5}, True),
-        ({"repetition_penalty": 5.0}, True),
-    ],
-    ids=str,
-)
-def test_a_changed_hyperparameter_changes_the_samples(changed, same_count):
-    cohort = build_cohort(2, max_output_tokens=6)
-    before = cohort.generate([0, 1], PROMPTS, stream=("sample", 0))
-    assert tokens(before[0]) == tokens(cohort.generate([0], PROMPTS, stream=("sample", 0))[0])
-    cohort.set_hparams(0, PLAIN.replace(**changed))
-    after = cohort.generate([0, 1], PROMPTS, stream=("sample", 0))
-    assert tokens(after[0]) != tokens(before[0])
-    assert tokens(after[1]) == tokens(before[1])
-    sizes = [len(g.completions) for g in after[0]]
-    assert sizes == [4 if same_count else 6] * len(PROMPTS)
-    if not same_count:
-        # The draws of the completions that were there before stay theirs.
-        assert [g[:4] for g in tokens(after[0])] == tokens(before[0])
 
 
 SETS = {"attention": ["q_proj", "v_proj"], "mlp": ["up_proj", "down_proj"]}
@@ -249,37 +210,12 @@ def test_weight_decay_is_adamws_decoupled_one():
         torch.testing.assert_close(decayed, plain - 1e-2 * 0.5 * old, atol=1e-7, rtol=0)
 
 
-def test_top_k_and_temperature_do_what_they_are_named_for():
-    cohort = build_cohort(1, PLAIN.replace(top_k=1, group_size=5), max_output_tokens=5)
-    for group in tokens(cohort.generate([0], PROMPTS, stream=("sample", 0))[0]):
-        assert len(set(group)) == 1
-
-
 def test_streams_keep_agents_apart():
     cohort = build_cohort(2, warm=False, max_output_tokens=6)
     own = cohort.generate([0, 1], PROMPTS, stream=("sample", 0))
     assert tokens(own[0]) != tokens(own[1])
     again = cohort.generate([0, 1], PROMPTS, stream=("sample", 1))
     assert tokens(again[0]) != tokens(own[0])
-
-
-def test_lengths_end_where_told():
-    cohort = build_cohort(2, max_output_tokens=3)
-    first, second = cohort.generate([0, 1], PROMPTS, stream=("x",))
-    assert [g.prompt for g in first] == [g.prompt for g in second] == PROMPTS
-    assert [g.agent for g in first + second] == [0] * len(PROMPTS) + [1] * len(PROMPTS)
-    for group in first + second:
-        for completion in group.completions:
-            assert 1 <= len(completion.token_ids) <= 3
-            assert all(0 <= token < VOCABULARY for token in completion.token_ids)
-            assert completion.ended == (completion.token_ids[-1] == 1)
-
-
-def test_min_output_tokens_hold_back_the_end_token():
-    cohort = build_cohort(1, max_output_tokens=4, min_output_tokens=3)
-    (groups,) = cohort.generate([0], PROMPTS, stream=("x",), samples=40)
-    lengths = {len(c.token_ids) for g in groups for c in g.completions}
-    assert min(lengths) >= 3
 
 
 class Env:

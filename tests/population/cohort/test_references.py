@@ -1,6 +1,5 @@
 """What the KL term holds agents to: the adapter that they start from, or the base."""
 
-import shutil
 import warnings
 
 import pytest
@@ -160,17 +159,6 @@ def test_a_run_is_held_to_its_start_adapter_and_so_is_its_resume(start, tmp_path
     assert not (place / "reference").exists()
     with pytest.warns(UserWarning, match="its reference was the adapter that its agents started"):
         GRPO.load(place)
-
-
-def test_a_start_adapter_that_changed_ends_a_resume(start, tmp_path):
-    own = tmp_path / "adapter"
-    shutil.copytree(start, own)
-    folder = run(started(own, population__rounds=1), out=tmp_path / "run")
-    other = GRPO(**GIVEN, lora=LORA)
-    other.save_checkpoint(tmp_path / "other")
-    shutil.copytree(tmp_path / "other" / "actor", own, dirs_exist_ok=True)
-    with pytest.raises(ConfigError, match=r"model.adapter: adapter_model.safetensors"):
-        resume(folder, rounds=2)
 
 
 def test_neighbours_that_share_an_adapter_are_one():

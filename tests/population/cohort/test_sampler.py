@@ -5,15 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from text_agents import Count, Flaky, agents, gym, lora
+from text_agents import Count, Flaky, agents, gym
 from text_games import play
-from tiny_cohort import perturb
 
 from evo_grpo.envs.episodes.gym import MAX_FAILED_SEEDS
-from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.envs.protocol import Ask
 from evo_grpo.errors import RunFailedError
-from evo_grpo.learn.rows import collate, rows_from_trajectories
+from evo_grpo.learn.rows import rows_from_trajectories
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import evaluate
 from evo_grpo.population.stats import Stopwatch, Tally, completion_rows
@@ -54,14 +52,6 @@ def weights(population, slot):
 def trio():
     """Three agents that are only sampled from."""
     return agents(3)
-
-
-def test_the_same_call_plays_the_same_episodes(trio):
-    env = gym(trio)
-    first, again = played(trio, env), played(trio, env)
-    assert [e.trajectories for e in first] == [e.trajectories for e in again]
-    other = played(trio, env, stream=("sample", 0, 1))
-    assert [e.trajectories for e in first] != [e.trajectories for e in other]
 
 
 def test_an_agents_episodes_are_the_same_alone_and_among_others(trio):
@@ -146,25 +136,6 @@ def test_prompts_the_environment_and_padding_are_never_trained_end_tokens_are(pa
     ended = [t for t in mine.trajectories if t.ended]
     assert ended
     assert all(t.token_ids[-1] == tokenizer.eos_token_id and t.mask[-1] for t in ended)
-
-
-def test_the_learner_predicts_the_policys_tokens_and_no_others():
-    population = agents(1)
-    (mine,) = played(population, gym(population, lambda: Count(3, strict=False)))
-    rows = rows_from_trajectories(mine.trajectories, np.ones(len(mine.trajectories)))
-    batch = collate([(0, row) for row in rows], pad_id=1, device=torch.device("cpu"))
-    sampled = [t.token_ids[i] for t in mine.trajectories for i, m in enumerate(t.mask) if m]
-    assert batch.targets.tolist() == sampled
-    assert batch.mask.sum() == len(sampled) == mine.tokens
-    assert len(sampled) < sum(len(t.token_ids) for t in mine.trajectories)
-
-
-def test_tokens_and_completions_are_counted_as_sampled():
-    population = agents(1)
-    (tally,) = step(population, gym(population, lambda: Count(2, strict=False)))
-    (mine,) = played(population, gym(population, lambda: Count(2, strict=False)), seeds=(1, 2, 3))
-    assert tally.tokens == mine.tokens
-    assert tally.completions == 24
 
 
 def test_advantages_come_from_the_returns_of_the_group(monkeypatch):
@@ -261,19 +232,6 @@ def test_an_agent_that_lost_all_its_episodes_learns_nothing_and_the_round_goes_o
     assert all(torch.equal(a, b) for a, b in zip(before, weights(population, 0), strict=True))
 
 
-def test_one_agents_rows_leave_the_others_update_alone():
-    def one_step(spoil):
-        population = agents(2)
-        if spoil:
-            perturb(population.cohort, 1, scale=0.3)
-        step(population, gym(population, lambda: Count(2, strict=False)))
-        return weights(population, 0)
-
-    for a, b in zip(one_step(False), one_step(True), strict=True):
-        # The draws of an agent are its own; the lengths of the others only round differently.
-        assert torch.allclose(a, b, atol=1e-5)
-
-
 def test_evaluation_gives_all_policies_the_same_seeds_and_draws():
     population = agents(3, warm=False)
     env = gym(population)
@@ -296,23 +254,6 @@ def test_evaluation_gives_all_policies_the_same_seeds_and_draws():
     assert begun == [f"{10 + s % 80}+01=" for s in env.prompts("validation", 6) for _ in range(2)]
 
 
-def test_evaluation_does_not_depend_on_an_agents_own_sampling():
-    population = agents(2, warm=False)
-    hot = population[1].hparams.replace(temperature=2.0, group_size=9)
-    population.cohort.set_hparams(population.slots[1], hot)
-    env = gym(population)
-    first, second = evaluate(
-        population.cohort,
-        env,
-        population.slots,
-        env.prompts("validation", 4),
-        samples=1,
-        temperature=1.0,
-        stream=("evaluate", 0),
-    )
-    assert first.experience.trajectories == second.experience.trajectories
-
-
 def test_a_population_plays_rounds_of_a_multi_turn_game_and_repeats_to_the_bit():
     def rounds():
         population = agents(2, warm=False)
@@ -328,34 +269,3 @@ def test_a_population_plays_rounds_of_a_multi_turn_game_and_repeats_to_the_bit()
     first = rounds()
     assert first == rounds()
     assert len(first) == 4
-
-
-def test_an_agent_is_tested_in_a_gym_and_in_one_wrapper():
-    population = agents(1, lora=lora())
-    agent = population[0]
-    rewards = agent.test(gym(population, evaluation_size=5), loop=2)
-    assert rewards.shape == (10,)
-    wrapper = TokenObservationWrapper(
-        Count(2), population.cohort.base.tokenizer, max_turns=2, max_output_tokens=4
-    )
-    assert agent.test(wrapper).shape == (32,)
-    assert len(agent.fitness) == 2
-    assert 0.0 <= agent.fitness[-1] <= 2.0
-
-
-def test_an_episode_is_played_by_hand_with_get_action():
-    population = agents(1)
-    agent = population[0]
-    wrapper = TokenObservationWrapper(
-        Count(2, strict=False), population.cohort.base.tokenizer, max_turns=4, pad_id=1
-    )
-    observation, _ = wrapper.reset(seed=3)
-    turns = 0
-    while observation:
-        (ids,), _ = agent.get_action(observation, repeat_prompts=False)
-        observation, _, terminated, truncated, _ = wrapper.step(ids)
-        turns += 1
-        assert (terminated or truncated) == (not observation)
-    assert turns == 2
-    assert sum(wrapper.mask) > 0
-    assert wrapper.logprobs is None

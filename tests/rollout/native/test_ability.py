@@ -31,12 +31,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:model .tiny.. all-linear adapts:
 
 MODELS = {
     "mpt": (architectures.mpt, {}),
-    "bloom": (architectures.bloom, {}),
     "falcon": (architectures.falcon, {}),
-    "falcon-all-key-heads": (architectures.falcon, {"multi_query": False, "parallel_attn": False}),
     "bart": (architectures.bart, {}),
     "opt": (architectures.opt, {}),
-    "mixtral": (architectures.mixtral, {}),
     "gpt-neo": (architectures.gpt_neo, {}),
     "gemma3": (architectures.gemma3, {}),
     "mistral-window": (tiny.mistral, {"sliding_window": 6}),
@@ -136,13 +133,9 @@ class TestAbility:
     @pytest.mark.parametrize(
         ("build", "expected", "dtype"),
         [
-            (tiny.gpt2, Ability.ANY_LENGTHS, torch.bfloat16),
-            (tiny.qwen2, Ability.ANY_LENGTHS, torch.bfloat16),
             (architectures.opt, Ability.ANY_LENGTHS, torch.bfloat16),
-            (architectures.mixtral, Ability.ANY_LENGTHS, torch.bfloat16),
             (partial(architectures.gemma3, sliding_window=30), Ability.ANY_LENGTHS, torch.bfloat16),
             (architectures.mpt, Ability.EQUAL_LENGTHS, torch.bfloat16),
-            (architectures.bart, Ability.EQUAL_LENGTHS, torch.bfloat16),
             (tiny.qwen2, Ability.ANY_LENGTHS, torch.float16),
             (architectures.mpt, Ability.EQUAL_LENGTHS, torch.float16),
         ],
@@ -229,11 +222,6 @@ class TestAbility:
     def test_windows(self, build, changes, window):
         assert window_of(SharedBase(build(**changes))) == window
 
-    def test_the_shortest_of_several_windows_counts(self):
-        base = SharedBase(tiny.mistral(sliding_window=6))
-        base.model.config.attention_chunk_size = 4
-        assert window_of(base) == 4
-
     def test_a_window_that_no_layer_has_counts_for_nothing(self):
         base = SharedBase(architectures.gemma3(layer_types=["full_attention"] * 2))
         assert base.model.config.sliding_window == 6
@@ -241,30 +229,6 @@ class TestAbility:
         base = SharedBase(tiny.mistral(sliding_window=6))
         base.model.config.use_sliding_window = False
         assert window_of(base) == 0
-
-    def test_a_probe_takes_no_draw_whatever_the_model_draws(self):
-        model = architectures.mpt()
-        original = model.transformer.forward
-
-        def drawing(*args, past_key_values=None, **kwargs):
-            if past_key_values is not None:
-                torch.rand(3)
-            return original(*args, past_key_values=past_key_values, **kwargs)
-
-        model.transformer.forward = drawing
-        base = SharedBase(model)
-        state = torch.get_rng_state()
-        assert ability_of(base, {}) is Ability.EQUAL_LENGTHS
-        assert torch.equal(state, torch.get_rng_state())
-
-    def test_prompts_within_the_window_share_a_batch(self):
-        slots = tiny.population(architectures.gemma3(sliding_window=30), (4,))
-        slots.base.specialized = False
-        calls = []
-        engine = NativeEngine(slots)
-        slots.base.entry = counted(slots.base.entry, calls)
-        engine.rollout(asked_of(slots))
-        assert calls[0] == len(LENGTHS)
 
     @pytest.mark.parametrize(
         ("window", "together"), [(10, False), (16, False), (17, True), (30, True)]
@@ -296,17 +260,6 @@ class TestAbility:
         for place, prompt in enumerate(request.prompts):
             alone = replace(request, prompts=[prompt], keys=[place])
             assert ids_of(NativeEngine(slots).rollout([alone])[0]) == ids_of([together[place]])
-
-    def test_draws_follow_the_keys(self):
-        """Two prompts of the same tokens draw alike where their keys are the same alone."""
-        slots = tiny.population(architectures.mpt(), (4,))
-        (request,) = asked_of(slots)
-        prompt = request.prompts[0]
-        asked = replace(request, prompts=[prompt] * 3, keys=[3, 8, 3])
-        (groups,) = NativeEngine(slots).rollout([asked])
-        first, other, again = (ids_of([group]) for group in groups)
-        assert first == again
-        assert first != other
 
 
 class TestRefused:

@@ -105,12 +105,6 @@ def test_agents_may_have_other_numbers_of_prompts(blocks, refills):
     assert len(refills) > 2
 
 
-def test_one_place_serves_all_rows(blocks, refills):
-    slots = tiny.population(tiny.llama(), (4,))
-    assert_alike(both(slots, asked(slots, PLAIN, samples=1), 1))
-    assert refills == [1] * 6
-
-
 def test_rows_stop_where_the_context_ends(blocks, refills):
     slots = tiny.population(tiny.llama(), (4, 2))
     found = both(slots, asked(slots, PLAIN, lengths=(3, 9, 20, 6)), 6, max_model_len=21)
@@ -153,23 +147,6 @@ def test_a_heavy_tail_needs_few_steps_more_than_its_tokens(refills, monkeypatch)
     needed = sum(len(ids) for groups in out for group in ids_of(groups) for ids in group)
     assert sum(done) <= 1.12 * needed
     assert len(done) < 0.6 * 8 * 64  # in pieces of 64 rows, nearly each has a long one
-
-
-def test_short_rows_take_no_whole_blocks_of_steps(blocks, monkeypatch):
-    slots = tiny.population(tiny.llama(), (4,))
-    draw, done = Batch.draw, []
-
-    def counted(batch, *given):
-        done.append(len(batch.tokens))
-        draw(batch, *given)
-
-    monkeypatch.setattr(Batch, "draw", counted)
-    for tokens in (1, 2, 5):
-        plain = replace(PLAIN, max_output_tokens=tokens, min_output_tokens=tokens)
-        done.clear()
-        settings = AgentSettings(engine={"max_decode_rows": 6})
-        NativeEngine(slots, settings).rollout(asked(slots, plain))
-        assert done == [6] * 3 * tokens
 
 
 def test_a_call_holds_the_draws_of_eight_times_its_places(refills, monkeypatch):

@@ -103,28 +103,6 @@ def test_every_version_has_a_name_an_id_and_a_path_of_its_own(own, double, monke
     assert not Path(next(iter(kept))).parent.exists()
 
 
-def test_an_adapter_whose_slot_is_gone_is_forgotten(own, double):
-    own.add("a2")
-    engine = build(own)
-    engine.rollout(requests_for(own, ("a0", "a1", "a2")))
-    own.remove("a2")
-    double.made[-1].calls.clear()
-    engine.rollout(requests_for(own, ("a0", "a1")))
-    assert len(calls(double, "remove_lora")) == 1
-    assert len(list(engine._folders[1].iterdir())) == 2
-    engine.close()
-
-
-def test_an_adapter_is_written_when_it_is_asked_for(own, double):
-    engine = build(own)
-    (folder,) = engine._folders[1].iterdir()  # the one that vLLM was tried with
-    assert folder.name.startswith("a0-")
-    assert list(engine._folders[1].iterdir()) == [folder]
-    engine.rollout(requests_for(own, ("a1",)))
-    assert len(list(engine._folders[1].iterdir())) == 2
-    engine.close()
-
-
 @pytest.mark.parametrize(
     ("lora", "scaling"),
     [
@@ -341,43 +319,6 @@ def test_waking_restores_base_and_adapters_and_is_compared(asleep, own, double, 
     engine.close()
 
 
-def test_changes_act_after_waking(asleep, own, double):
-    engine = asleep(1)
-    engine.sleep()
-    tiny.stir(own, "a0", 91, scale=0.5)
-    own.mark_changed("a0")
-    engine.wake()  # still compared with what it was
-    after = engine.rollout(requests_for(own))
-    for group in after[0]:
-        for completion in group.completions:
-            expected = logprobs_of(own, requests_for(own)[0], group.prompt, completion)
-            assert completion.logprobs == pytest.approx(expected, abs=2e-4)
-    engine.close()
-
-
-def test_a_rollout_wakes(asleep, own, double):
-    engine = asleep(1)
-    before = engine.rollout(requests_for(own))
-    engine.sleep()
-    assert engine.rollout(requests_for(own)) == before
-    engine.close()
-
-
-@pytest.mark.slow
-def test_an_agent_that_had_overflowed_ends_no_run_when_vllm_wakes(asleep, own, double):
-    engine = asleep(1)
-    before = engine.rollout(requests_for(own))
-    for parameter in own.parameters("a1"):
-        parameter.data.mul_(1e30)
-    own.mark_changed("a1")
-    engine.rollout(requests_for(own))
-    engine.sleep()
-    engine.wake()
-    after = engine.rollout(requests_for(own))
-    assert [after[0], after[2]] == [before[0], before[2]]
-    engine.close()
-
-
 @pytest.mark.parametrize("lost", ["the base", "an adapter"])
 def test_a_base_or_an_adapter_that_did_not_come_back_ends_the_run(asleep, own, double, lost):
     engine = asleep(2)
@@ -418,19 +359,3 @@ def test_where_nothing_sleeps_nothing_is_asked(own, double, level):
     engine.wake()
     assert order(double) == []
     engine.close()
-
-
-def test_closing_removes_what_was_written(own, double):
-    engine = build(own)
-    folders = engine._folders
-    assert all(folder.is_dir() for folder in folders)
-    engine.close()
-    assert not any(folder.exists() for folder in folders)
-
-
-@pytest.mark.slow
-def test_an_engine_that_nobody_closes_leaves_nothing(own, double):
-    engine = build(own)
-    folders = engine._folders
-    del engine
-    assert not any(folder.exists() for folder in folders)

@@ -134,17 +134,6 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(
         assert all(0 < agent.metrics["sampler_gap"] < 1e-4 for agent in record.agents)
 
 
-@pytest.mark.slow
-def test_a_run_is_the_native_engines_up_to_the_draws(whole, tmp_path):
-    """The same prompts, seeds and number of tokens at most; another generator draws."""
-    native = run(small(population__rounds=1), out=tmp_path / "native")
-    one, (other,) = read_rounds(whole)[0], read_rounds(native)
-    assert [a.seed for a in one.agents] == [a.seed for a in other.agents]
-    assert [a.hparams for a in one.agents] == [a.hparams for a in other.agents]
-    assert one.starts == other.starts
-    assert [a.metrics.keys() for a in one.agents] == [a.metrics.keys() for a in other.agents]
-
-
 def test_a_missing_vllm_leaves_no_folder(tmp_path):
     with pytest.raises(EngineUnavailable, match="needs the package vllm"):
         run(config(), out=tmp_path / "out")

@@ -31,21 +31,10 @@ def config(*, lora=None, **engine):
             "options.seed: the run passes this keyword to vLLM",
         ),
         (
-            {"vllm": {"options": {"max_loras": 1}}},
-            "options.max_loras: use engine.vllm.max_loras inst",
-        ),
-        (
             {"vllm": {"process": "inside"}},
             r"engine.vllm.process: expected child, got .*: it was removed, and vLLM always",
         ),
         ({"vllm": {"devices": [-1]}}, r"vllm.devices: expected null, or a list of device numbers"),
-        ({"vllm": {"devices": []}}, r"vllm.devices: expected null, or a list of device numbers"),
-        (
-            {"vllm": {"stop_sequences": ["a"]}},
-            r"vllm.stop_sequences: .* it was removed, and algorithm.stop serves every engine",
-        ),
-        ({"vllm": {"gpu_memory_utilization": 1.5}}, "vllm.gpu_memory_utilization: expected"),
-        ({"vllm": {"sleep_level": 3}}, "vllm.sleep_level: expected"),
         ({"vllm": {"pyton": "x"}}, "engine.vllm.pyton: .*did you mean 'python'"),
         ({"rollout": "vlm"}, "engine.rollout: expected 'native' or 'vllm'.*"),
     ],

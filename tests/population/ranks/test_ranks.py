@@ -2,7 +2,7 @@
 
 import torch
 
-from evo_grpo.population.ranks.pickled import put_together, taken_apart
+from evo_grpo.population.ranks.ranks import put_together, taken_apart
 
 
 def test_tensors_are_left_out_of_what_is_pickled_and_put_back():

@@ -1,4 +1,4 @@
-"""Whatever ranks want to do, they make the same exchanges in the same order, and all end."""
+"""How agents are dealt to shards, transfers of ranks are ordered, and passes made together."""
 
 from queue import Queue
 from threading import Barrier, BrokenBarrierError, Thread
@@ -8,8 +8,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evo_grpo.errors import RunFailedError
-from evo_grpo.population.ranks.lockstep import IDLE, Lockstep, Pass
-from evo_grpo.population.ranks.team import Team
+from evo_grpo.population.ranks.team import Lockstep, Pass, Team, deal, side_by_side
+
+COUNTS = st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
+
+
+@given(COUNTS)
+def test_every_shard_gets_its_even_part_in_order(counts):
+    agents, shards = counts
+    dealt = deal(range(agents), shards)
+    assert [slot for shard in dealt for slot in shard] == list(range(agents))
+    sizes = [len(shard) for shard in dealt]
+    assert len(sizes) == shards
+    assert min(sizes) >= 1
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_one_shard_is_everybody():
+    assert deal([3, 5, 6], 1) == ((3, 5, 6),)
+    assert deal([3, 5, 6], 2) == ((3, 5), (6,))
+    assert deal([3, 5], 3) == ((3,), (5,), ())
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=30))
+def test_transfers_of_a_rank_wait_for_no_more_than_those_of_the_two_ranks(transfers):
+    ordered = side_by_side(enumerate(transfers), lambda one: one[1])
+    assert sorted(ordered) == list(enumerate(transfers))
+    busy = [rank for ends in transfers for rank in set(ends) if len(set(ends)) == 2]
+    done = dict.fromkeys(range(7), 0)
+    for _, (source, target) in ordered:
+        if source != target:
+            done[source] = done[target] = 1 + max(done[source], done[target])
+            assert done[source] < max(1, busy.count(source)) + max(1, busy.count(target))
+
+
+def test_a_chain_of_transfers_is_cut_into_two_halves():
+    chain = [(rank, rank + 1) for rank in range(6)]
+    assert side_by_side(chain, lambda ends: ends) == [*chain[::2], *chain[1::2]]
+
 
 F, B = Pass.FORWARD, Pass.BACKWARD
 
@@ -112,17 +148,6 @@ def test_an_error_while_others_are_helped_leaves_this_rank_out_too():
     with pytest.raises(ValueError, match="are gone"):
         lockstep.idle()
     assert lockstep.broken
-
-
-def test_a_whole_pass_breaks_nothing():
-    lockstep = Lockstep(lambda number: number, lambda: None, lambda: None)
-    with lockstep.forward():
-        pass
-    with lockstep.backward():
-        pass
-    lockstep.idle()
-    assert not lockstep.broken
-    assert IDLE < B < F
 
 
 def test_alone_nobody_is_waited_for():

@@ -72,13 +72,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Parameters without moments get zeros, at the step count that all share in the engine.
         """
         keys = [*self.engine.slots.shapes(self.adapter)]
-        given = {keys[place]: own for place, own in state_dict["state"].items()}
-        some = next(iter(given.values()), {})
+        by_key = {keys[place]: own for place, own in state_dict["state"].items()}
+        some = next(iter(by_key.values()), {})
         whole: dict[int, dict[str, Tensor]] = {}
-        for place, (key, shape) in enumerate(self.engine.shapes.items() if given else ()):
+        for place, (key, shape) in enumerate(self.engine.shapes.items() if by_key else ()):
             whole[place] = {}
             for name, like in some.items():
-                own = given[key][name] if key in given else None
+                own = by_key[key][name] if key in by_key else None
                 whole[place][name] = like if name == "step" else like.new_empty(shape)
                 if name != "step":
                     fill(whole[place][name], own)
@@ -107,7 +107,7 @@ def widest(slots: AdapterSlots, space: HyperparameterConfig) -> LoraConfig:
 
 
 @final
-class Turns:
+class ZeroTraining:
     """Trains agents on one engine, one after the other."""
 
     def __init__(
@@ -150,12 +150,12 @@ class Turns:
         check_equal(self.team, digest.hexdigest(), "learn")
 
 
-def make_turns(
+def make_zero_training(
     slots: AdapterSlots,
     settings: AgentSettings,
     team: Team,
     accelerator: Any = None,  # noqa: ANN401 -- accelerate is untyped
-) -> Turns:
+) -> ZeroTraining:
     """Build the engine of a cohort of at least one agent; all processes call this.
 
     `accelerator` is the user's, with DeepSpeed's plugin for the stage; None creates one.
@@ -181,7 +181,7 @@ def make_turns(
     if stage == 3 and team.size > 1:
         # Completions differ in length, so one process may decode when another has finished.
         slots.base.passes = team.in_lockstep(engine.idle_forward, _never)
-    return Turns(engine, settings.algorithm, settings.engine, team)
+    return ZeroTraining(engine, settings.algorithm, settings.engine, team)
 
 
 def check_equal(team: Team, digest: str, call: str) -> None:
@@ -253,8 +253,8 @@ def _merged(
 ) -> dict[str, Tensor]:
     """Merge the sums of all processes; a process without counted rows has summed nothing."""
     names = dict.fromkeys(name for part in parts for name in part)
-    found = {name: [part[name] for part in parts if name in part] for name in names}
-    return {name: reduce(merge, values).to(device) for name, values in found.items()}
+    sums = {name: [part[name] for part in parts if name in part] for name in names}
+    return {name: reduce(merge, values).to(device) for name, values in sums.items()}
 
 
 T = TypeVar("T")
@@ -277,10 +277,10 @@ class DividedSampling(RolloutEngine):
         parts = self.team.gather(self._mine(requests))
         groups: list[list[CompletionGroup]] = []
         for number, request in enumerate(requests):
-            found: list[CompletionGroup | None] = [None] * len(request.prompts)
+            in_order: list[CompletionGroup | None] = [None] * len(request.prompts)
             for rank, part in enumerate(parts):
-                found[self._first(number, rank) :: self.team.size] = part[number]
-            groups.append([group for group in found if group is not None])
+                in_order[self._first(number, rank) :: self.team.size] = part[number]
+            groups.append([group for group in in_order if group is not None])
         return groups
 
     def sleep(self) -> None:
@@ -301,14 +301,14 @@ class DividedSampling(RolloutEngine):
 
     def _mine(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         mine: list[list[CompletionGroup]] = [[] for _ in requests]
-        asked: list[tuple[int, RolloutRequest]] = []
+        parts: list[tuple[int, RolloutRequest]] = []
         for number, request in enumerate(requests):
             first = self._first(number, self.team.rank)
             part = request.part(range(first, len(request.prompts), self.team.size))
             if part.prompts:
-                asked.append((number, part))
-        sampled = self.engine.rollout([request for _, request in asked])
-        for (number, _), groups in zip(asked, sampled, strict=True):
+                parts.append((number, part))
+        sampled = self.engine.rollout([request for _, request in parts])
+        for (number, _), groups in zip(parts, sampled, strict=True):
             mine[number] = groups
         return mine
 

@@ -10,12 +10,12 @@ from random_runs import with_scores
 from small_run import small
 
 from evo_grpo.population.plan import (
-    Look,
+    EvaluationRequest,
     RankReport,
     agents_of,
+    archive_evaluation,
     least_reduced,
-    look_at_archive,
-    next_look,
+    next_evaluation,
 )
 from evo_grpo.population.stats import Tally
 from evo_grpo.training.assemble import prepare
@@ -26,12 +26,12 @@ def test_looks_are_paid_from_the_budget(racing, looks):
     agents = {slot: report(right) for slot, right in enumerate((20, 19, 1))}
     made, look, seen = (
         settings(racing, rounds=9, decisions="every"),
-        Look((0, 1, 2), 0, 40),
+        EvaluationRequest((0, 1, 2), 0, 40),
         [],
     )
     made = replace(made, population=made.population.replace(sizes=[3, 1]))
     streams = {look.stream(4)}
-    while (look := next_look(agents, made, look, 4)) is not None:
+    while (look := next_evaluation(agents, made, look, 4)) is not None:
         seen.append(len(look.slots))
         assert look.prompts == 40
         streams.add(look.stream(4))
@@ -47,27 +47,27 @@ def test_nobody_is_looked_at_again_between_two_decisions():
     agents = {slot: report(right) for slot, right in enumerate((20, 19, 1))}
     made = between(racing=2.0)
     made = replace(made, population=made.population.replace(sizes=[3, 2]))
-    look = Look((0, 1, 2), 0, 40)
-    assert next_look(agents, made, look, 0) is None
-    assert next_look(agents, made, look, 2) is not None
-    assert next_look(agents, made, replace(look, fresh=True), 2) is None
+    look = EvaluationRequest((0, 1, 2), 0, 40)
+    assert next_evaluation(agents, made, look, 0) is None
+    assert next_evaluation(agents, made, look, 2) is not None
+    assert next_evaluation(agents, made, replace(look, fresh=True), 2) is None
 
 
 def test_the_archive_and_the_best_agent_are_measured_at_decisions_and_at_the_end():
     agents = {slot: report(right) for slot, right in enumerate((20, 30, 30))}
     made = with_archive(between())
-    look = look_at_archive(agents, 9, made, 2)
+    look = archive_evaluation(agents, 9, made, 2)
     assert (look.slots, look.fresh) == ((1, 9), True), "the first of equal agents"
     assert look.prompts == made.evolve.fitness.prompts
     assert look.stream(2) == ("archive", 2)
-    assert look_at_archive(agents, 9, made, 5).slots == (1, 9)
+    assert archive_evaluation(agents, 9, made, 5).slots == (1, 9)
     for archive, settings_, number in ((9, made, 1), (None, made, 2), (9, between(), 2)):
-        assert look_at_archive(agents, archive, settings_, number) is None
+        assert archive_evaluation(agents, archive, settings_, number) is None
     failed = {slot: report(None) for slot in range(3)}
-    assert look_at_archive(failed, 9, made, 2) is None
+    assert archive_evaluation(failed, 9, made, 2) is None
     # A run cut off at a planned end without a decision.
     short = replace(made, population=made.population.replace(rounds=5))
-    assert look_at_archive(agents, 9, short, 4).slots == (1, 9)
+    assert archive_evaluation(agents, 9, short, 4).slots == (1, 9)
 
 
 def test_reports_of_ranks_are_put_together():
