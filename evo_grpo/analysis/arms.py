@@ -44,12 +44,13 @@ from evo_grpo.record.arms import (
     tokens_by_purpose,
     tokens_to_train,
 )
-from evo_grpo.record.config import adapter_of, read_config
 from evo_grpo.record.files import atomic_write, remove, seal, sync_into, writing
 from evo_grpo.record.folder import (
+    adapter_of,
     config_text,
     expect_run,
     is_run,
+    read_config,
     read_rounds,
     refuse_links_in_run,
     refuse_objects,

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import NonNegativeInt
 
 from evo_grpo.errors import CheckpointError, RunDirError
-from evo_grpo.record.config import read_config
 from evo_grpo.record.files import reading, to_line
-from evo_grpo.record.folder import expect_run, is_trained, parse_rounds, round_name
+from evo_grpo.record.folder import expect_run, is_trained, parse_rounds, read_config, round_name
 from evo_grpo.record.history import WHERE, row_of
 from evo_grpo.record.names import METRICS, NOTES, ROUNDS, SUMMARY
 from evo_grpo.record.plain import MAX_LOG_BYTES, opened_plain, stamp_of

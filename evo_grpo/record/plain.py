@@ -1,5 +1,6 @@
-"""Open files of run folders: regular ones only, never through a link, up to a size.
+"""Open files of run folders, and compare them with their digests.
 
+Only regular files are opened, never through a link, up to a size.
 A run folder may come from a stranger. Through a link in it, a resume would truncate, extend or
 delete a file outside of the folder, and an export would publish one. Links above the run folder are
 followed.
@@ -8,6 +9,7 @@ followed.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 from contextlib import contextmanager, suppress
@@ -16,11 +18,11 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 from pydantic import AfterValidator
 
-from evo_grpo.errors import RunDirError
+from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.record.names import CHECKPOINTS
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator, Mapping
 
 #: Without O_NONBLOCK, opening a pipe waits for its other end.
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -181,3 +183,39 @@ def _refused(path: Path) -> RunDirError:
         f"{path}: expected a regular file or folder of its own, got {kind}, which may lead out of "
         "the folder and is neither read nor written; remove it, or replace it by the file itself"
     )
+
+
+def sha256_of(file: Path) -> str | None:
+    """Return the SHA-256 of a file, or None if there is no regular file."""
+    if not file.is_file():
+        return None
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def check_digests(
+    folder: Path, files: Mapping[str, str], recorded_by: str, or_else: str = ""
+) -> None:
+    """Raise CheckpointError for the first of `files` (path -> SHA-256) that is missing or changed.
+
+    The message names `recorded_by`, such as "round 1 recorded", and the remedy `or_else`.
+    """
+    for name, found in damaged(folder, files):
+        raise CheckpointError(
+            f"checkpoint {folder / name}: it is not the one that {recorded_by} (expected sha256 "
+            f"{files[name]}, got {found or 'no file'}); put the file back as it was"
+            f"{or_else and ', '}{or_else}"
+        )
+
+
+def damaged(folder: Path, files: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
+    """Yield the name and SHA-256 of each file whose digest differs; the SHA-256 is None if missing.
+
+    A file that is larger than any file of an adapter raises RunDirError.
+    """
+    for name, expected in files.items():
+        file = folder / name
+        refuse_oversized(file, MAX_WEIGHT_BYTES)
+        found = sha256_of(file) if is_plain(file) else None
+        if found != expected:
+            yield name, found

@@ -13,7 +13,7 @@ from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.plain import CheckpointPath, RelativePath
 from evo_grpo.schema.hparams import Hparams, is_mutable
-from evo_grpo.schema.validated import validated
+from evo_grpo.schema.problems import validated
 from evo_grpo.schema.validation import shown
 from evo_grpo.types import Decision, Member, Mutation, Number, RequestOutcome, Score, Slot
 

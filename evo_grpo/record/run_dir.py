@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError
 from evo_grpo.record import names
-from evo_grpo.record.digests import sha256_of
 from evo_grpo.record.family import best_agent, best_ever, front
 from evo_grpo.record.files import (
     FolderLock,
@@ -53,7 +52,7 @@ from evo_grpo.record.folder import (
     round_entries,
     round_name,
 )
-from evo_grpo.record.plain import is_plain
+from evo_grpo.record.plain import is_plain, sha256_of
 from evo_grpo.record.records import Amendment, outline, to_json
 from evo_grpo.record.steering import ids_of_requests
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.errors import RunDirError
 from evo_grpo.record import columns
-from evo_grpo.record.config import read_config
 from evo_grpo.record.files import plain_value
-from evo_grpo.record.folder import expect_run, read_rounds, refuse_objects
+from evo_grpo.record.folder import expect_run, read_config, read_rounds, refuse_objects
 from evo_grpo.record.names import REPLAYED
 from evo_grpo.record.records import HyperparameterName
 from evo_grpo.record.summary import read_summary, winning_lines

@@ -19,13 +19,14 @@ from pydantic import TypeAdapter
 
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.evolve.steer import ON_AGENTS, ON_RUN, Boundary, Membership, steer
-from evo_grpo.record.config import adapter_of, read_config
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.files import atomic_write, remove, seal, unseal
 from evo_grpo.record.folder import (
+    adapter_of,
     config_text,
     expect_run,
     is_trained,
+    read_config,
     read_rounds,
     refuse_objects,
 )
@@ -33,7 +34,7 @@ from evo_grpo.record.names import BASELINE, LOCK, REQUEST, STEERING
 from evo_grpo.record.plain import is_folder, read_plain, refuse_links
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.summary import read_summary
-from evo_grpo.schema.validated import validated
+from evo_grpo.schema.problems import validated
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
 from evo_grpo.types import Member, Request, RequestOutcome, Slot

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.errors import ConfigError, RunDirError
-from evo_grpo.record.config import read_config
 from evo_grpo.record.files import atomic_write, many_objects, remove
-from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.folder import read_config, read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import Entry, RoundDone, RunFinished
 from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES, SUMMARY

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError
 from evo_grpo.record import columns
 from evo_grpo.record.arms import read_comparison
-from evo_grpo.record.config import read_settings
 from evo_grpo.record.family import FamilyMember, founders, tree
 from evo_grpo.record.files import load_json
-from evo_grpo.record.folder import config_text, expect_run, read_rounds, round_name
+from evo_grpo.record.folder import config_text, expect_run, read_rounds, read_settings, round_name
 from evo_grpo.record.leaderboard import fitness_text, leaderboard_rows, order_text
 from evo_grpo.record.names import COMPLETIONS
 from evo_grpo.record.plain import MAX_LOG_BYTES, inside, read_plain

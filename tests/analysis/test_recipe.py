@@ -20,7 +20,7 @@ from evo_grpo.evolve.explore.schedule import ScheduleExploration
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.schedule import Schedule, ScheduledRound, read_schedule, winner_schedule
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.schema.outside import outside
+from evo_grpo.schema.search_space import outside
 from evo_grpo.settings import from_dict
 from evo_grpo.settings.yaml import from_written, to_yaml
 

@@ -19,7 +19,7 @@ from evo_grpo.readers.dashboard import StudyCopy
 from evo_grpo.readers.follow import study_of
 from evo_grpo.readers.report.run_page import write_report
 from evo_grpo.readers.report.side_by_side import side_by_side
-from evo_grpo.record.config import read_config, read_settings
+from evo_grpo.record.folder import read_config, read_settings
 from evo_grpo.record.schedule import read_schedule
 from evo_grpo.record.steering import state_of
 from evo_grpo.record.view import view_of

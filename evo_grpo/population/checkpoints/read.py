@@ -28,7 +28,7 @@ from evo_grpo.population.checkpoints.manifest import (
 from evo_grpo.population.cohort.adapters import adapter_config
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import START, AgentState
-from evo_grpo.record.digests import check_digests
+from evo_grpo.record.plain import check_digests
 from evo_grpo.schema.hparams import LORA, Hparams
 
 
