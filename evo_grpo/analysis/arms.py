@@ -67,9 +67,18 @@ from evo_grpo.record.names import (
 )
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.replay import Replay, Replayed, read_replay, unmoved, write_replay
+from evo_grpo.record.replay import (
+    Replay,
+    Replayed,
+    Schedule,
+    Training,
+    read_replay,
+    read_schedule,
+    trainings,
+    unmoved,
+    write_replay,
+)
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.record.schedule import Schedule, Training, read_schedule, trainings
 from evo_grpo.record.summary import read_summary
 from evo_grpo.schema.validation import whole
 from evo_grpo.seeding import derive, generator

@@ -14,7 +14,7 @@ from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import read_config
 from evo_grpo.record.names import CONFIG
-from evo_grpo.record.schedule import Schedule, read_schedule
+from evo_grpo.record.replay import Schedule, read_schedule
 from evo_grpo.record.summary import read_summary, score_of
 from evo_grpo.schema.hparams import CLIP_ENDS, LORA, AgentFields, Hparams, Value
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter, values_of
