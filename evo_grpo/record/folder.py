@@ -18,6 +18,7 @@ from evo_grpo.errors import (
 )
 from evo_grpo.places import find
 from evo_grpo.record.files import (
+    expecting,
     is_truncated,
     many_objects,
     reading,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_SETTINGS = "the run's settings as they were written"
 _ROUND = re.compile(r"round-(\d{4,})(\.jsonl)?")
 
 
@@ -68,7 +70,8 @@ def is_run(path: str | Path) -> bool:
 
 def run_containing(path: Path) -> Path | None:
     """Return the run folder that contains a path, before or after following links, or None."""
-    folders = [place for one in (path.absolute(), path.resolve()) for place in (one, *one.parents)]
+    paths = path.absolute(), path.resolve()
+    folders = [folder for place in paths for folder in (place, *place.parents)]
     return next((folder for folder in folders if is_run(folder)), None)
 
 
@@ -92,20 +95,15 @@ def expect_run(path: str | Path) -> Path:
     if is_run(folder):
         return folder
     missing = [name for name in (CONFIG, ROUNDS) if not (folder / name).is_file()]
-    found = f"one without {' and '.join(missing)}" if folder.is_dir() else "no folder"
+    state = f"one without {' and '.join(missing)}" if folder.is_dir() else "no folder"
     raise RunNotFoundError(
-        f"{folder}: no run folder: expected one with {ROUNDS} and {CONFIG} in it, got {found}; "
+        f"{folder}: no run folder: expected one with {ROUNDS} and {CONFIG} in it, got {state}; "
         "give the folder that `evo-grpo run` printed"
     )
 
 
 def read_rounds(path: str | Path) -> list[RoundRecord]:
-    """Return the finished rounds of a run, also while the run is in progress.
-
-    Raises:
-        CheckpointError: A line is damaged.
-        RunDirError: Another version of this library wrote the run.
-    """
+    """Return the finished rounds of a run, also while it trains; raises as `parse_rounds`."""
     file = expect_run(path) / ROUNDS
     with reading(file, ""):
         return parse_rounds(file).records
@@ -116,51 +114,43 @@ def read_result(
 ) -> tuple[dict[str, Any], T] | None:
     """Return the content of a result file, as JSON and as the schema's type; None if it is missing.
 
-    `what` describes the content and `command` writes the file again, both for messages. A damaged
-    file raises CheckpointError.
+    Of a damaged file, CheckpointError names the content (`what`) and the `command` that writes it.
     """
     if not os.path.lexists(file):
         return None
-    try:
+    with expecting(file, what, f"delete it, then write it again with: evo-grpo {command}"):
         with reading(file, command):
             data = unseal_result(read_plain(file))
         return data, validated(schema, data)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{file}: expected {what}, but {error}; delete it, then write it again with: "
-            f"evo-grpo {command}"
-        ) from error
 
 
 def config_text(folder: Path) -> str:
     """Return the text of a run's population.yaml."""
-    try:
-        with reading(folder, ""):
-            return read_plain(folder / CONFIG, MAX_YAML_BYTES).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(
-            f"{folder / CONFIG}: expected the run's settings as they were written, but they are "
-            f"not UTF-8 ({error.reason}); put the file back as it was"
-        ) from error
+    with expecting(folder / CONFIG, _SETTINGS), reading(folder, ""):
+        return read_plain(folder / CONFIG, MAX_YAML_BYTES).decode("utf-8")
 
 
 def read_config(folder: Path, *, past: bool = False) -> RunConfig:
     """Return the settings of a run; with `past`, drop settings that enabled removed features.
 
-    Raises:
-        ConfigError: The settings are invalid, or name a program, or a model with code, inside a
-            run folder.
+    ConfigError if they name a program, or a model with code, inside a run folder.
     """
     file = folder / CONFIG
     config = from_written(config_text(folder), str(file), past=past)
-    model = config.model
-    if model.trust_remote_code:
-        _refuse_inside("model.name, with model.trust_remote_code", model.name, file)
-    for name, own in config.engine.engines.items():
-        for setting in own.programs:
-            program = getattr(own, setting)
-            if program is not None and os.sep in program:
-                _refuse_inside(f"engine.{name}.{setting}", program, file)
+    code = {
+        f"engine.{name}.{setting}": getattr(engine, setting)
+        for name, engine in config.engine.engines.items()
+        for setting in engine.programs
+    }
+    code = {key: path for key, path in code.items() if path is not None and os.sep in path}
+    if config.model.trust_remote_code:
+        code["model.name, with model.trust_remote_code"] = config.model.name
+    for setting, path in code.items():
+        if run := run_containing(Path(path).expanduser()):  # see `envs.run_code`
+            raise ConfigError(
+                f"{file}: {setting}: expected code outside of any run folder, got {path!r} in "
+                f"{run}, which may have come with the folder and is never run; move it out of there"
+            )
     return config
 
 
@@ -169,39 +159,24 @@ def adapter_of(model: ModelConfig) -> RankAlpha:
 
     They are those of `model.adapter`, unless `model.lora` is also given or the file is unreadable.
     """
-    own = model.lora.rank_alpha
+    configured = model.lora.rank_alpha
     if model.adapter is None or model.lora != LoraSettings():
-        return own
+        return configured
     try:
-        found = json.loads(read_plain(find(model.adapter) / "adapter_config.json"))
-        return RankAlpha(int(found["r"]), float(found["lora_alpha"]))
+        adapter = json.loads(read_plain(find(model.adapter) / "adapter_config.json"))
+        return RankAlpha(int(adapter["r"]), float(adapter["lora_alpha"]))
     except (EvoGrpoError, OSError, ValueError, TypeError, KeyError, RecursionError):
-        return own
-
-
-def _refuse_inside(setting: str, path: str, file: Path) -> None:
-    """Refuse code inside a run folder; see `envs.run_code`."""
-    run = run_containing(Path(path).expanduser())
-    if run is not None:
-        raise ConfigError(
-            f"{file}: {setting}: expected code outside of any run folder, got {path!r} in {run}, "
-            "which may have come with the folder and is never run; move it out of there"
-        )
+        return configured
 
 
 def read_settings(folder: Path) -> Mapping[str, Any]:
     """Return the settings of a run as written, by any version; CheckpointError if damaged."""
     text, file = config_text(folder), folder / CONFIG
-    try:
-        found = parse(text, str(file), WrittenOutLoader)
-        if not isinstance(found, dict):
-            raise ConfigError(f"they are no mapping: {found!r:.60}")
-    except ConfigError as error:
-        raise CheckpointError(
-            f"{file}: expected the run's settings as they were written, but {error}; put the file "
-            "back as it was"
-        ) from error
-    return cast("dict[str, Any]", found)
+    with expecting(file, _SETTINGS):
+        settings = parse(text, str(file), WrittenOutLoader)
+        if not isinstance(settings, dict):
+            raise ValueError(f"they are no mapping: {settings!r:.60}")
+    return cast("dict[str, Any]", settings)
 
 
 def beside(config: object) -> Path | None:
@@ -221,15 +196,16 @@ def code_folder(path: str | Path | None) -> Path | None:
     if path is None:
         return None
     folder = Path(path).expanduser().absolute()
+    problem = ""
     if not folder.is_dir():
-        raise ConfigError(
-            f"--code {path}: expected a folder, got {'a file' if folder.exists() else 'none'}"
+        problem = f"a folder, got {'a file' if folder.exists() else 'none'}"
+    elif run := run_containing(folder):
+        problem = (
+            f"a folder outside of any run folder, got one in {run}: what lies there may have come "
+            "with the folder; read it, and move it out of there"
         )
-    if run := run_containing(folder):
-        raise ConfigError(
-            f"--code {path}: expected a folder outside of any run folder, got one in {run}: what "
-            "lies there may have come with the folder; read it, and move it out of there"
-        )
+    if problem:
+        raise ConfigError(f"--code {path}: expected {problem}")
     return folder
 
 
