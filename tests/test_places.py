@@ -13,7 +13,7 @@ from evo_grpo.cli.commands import app
 from evo_grpo.envs.loading import load_function
 from evo_grpo.errors import ConfigError
 from evo_grpo.places import expanded, find, looking_in
-from evo_grpo.record.config import beside
+from evo_grpo.record.folder import beside
 
 REWARD = "def exact(completion, total):\n    return float(completion == total)\n"
 

@@ -44,12 +44,13 @@ from evo_grpo.record.arms import (
     tokens_by_purpose,
     tokens_to_train,
 )
-from evo_grpo.record.config import adapter_of, read_config
 from evo_grpo.record.files import atomic_write, remove, seal, sync_into, writing
 from evo_grpo.record.folder import (
+    adapter_of,
     config_text,
     expect_run,
     is_run,
+    read_config,
     read_rounds,
     refuse_links_in_run,
     refuse_objects,
@@ -66,9 +67,18 @@ from evo_grpo.record.names import (
 )
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.replay import Replay, Replayed, read_replay, unmoved, write_replay
+from evo_grpo.record.replay import (
+    Replay,
+    Replayed,
+    Schedule,
+    Training,
+    read_replay,
+    read_schedule,
+    trainings,
+    unmoved,
+    write_replay,
+)
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.record.schedule import Schedule, Training, read_schedule, trainings
 from evo_grpo.record.summary import read_summary
 from evo_grpo.schema.validation import whole
 from evo_grpo.seeding import derive, generator

@@ -11,14 +11,13 @@ from evo_grpo.escaping import printable
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.explore.schedule import ROUND, ScheduleExploration
 from evo_grpo.evolve.select.none import NoSelection
-from evo_grpo.record.config import read_config
 from evo_grpo.record.files import atomic_write
+from evo_grpo.record.folder import read_config
 from evo_grpo.record.names import CONFIG
-from evo_grpo.record.schedule import Schedule, read_schedule
+from evo_grpo.record.replay import Schedule, read_schedule
 from evo_grpo.record.summary import read_summary, score_of
 from evo_grpo.schema.hparams import CLIP_ENDS, LORA, AgentFields, Hparams, Value
-from evo_grpo.schema.outside import values_of
-from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter, values_of
 from evo_grpo.schema.validation import whole
 from evo_grpo.settings import (
     EnvConfig,

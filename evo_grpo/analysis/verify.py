@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 from evo_grpo.envs.rewards.judge_client import answer_files, read_answers
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.record.arms import EVOLVED, read_comparison
-from evo_grpo.record.config import read_config
-from evo_grpo.record.digests import damaged
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.folder import (
     config_text,
@@ -26,6 +24,7 @@ from evo_grpo.record.folder import (
     expect_run,
     is_run,
     parse_rounds,
+    read_config,
     refuse_links_in_run,
     round_entries,
 )
@@ -44,6 +43,7 @@ from evo_grpo.record.names import (
     ROUNDS,
     SUMMARY,
 )
+from evo_grpo.record.plain import damaged
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import read_replay
 from evo_grpo.record.run_dir import Retention, kept_throughout, refuse_lost_lines

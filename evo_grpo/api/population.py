@@ -40,9 +40,8 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.evaluate import Evaluation, evaluate
 from evo_grpo.population.round import apply, next_slots
 from evo_grpo.population.steps import RunWriter
-from evo_grpo.record.config import code_folder
 from evo_grpo.record.files import sync_tree
-from evo_grpo.record.folder import expect_run, read_rounds, with_objects
+from evo_grpo.record.folder import code_folder, expect_run, read_rounds, with_objects
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord

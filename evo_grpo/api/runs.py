@@ -11,7 +11,7 @@ from evo_grpo.errors import EvoGrpoError
 from evo_grpo.places import looking_in
 from evo_grpo.population.ranks.ranks import sharing_early_errors
 from evo_grpo.population.ranks.team import is_silent_rank
-from evo_grpo.record.config import beside, code_folder
+from evo_grpo.record.folder import beside, code_folder
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.view import view_of
 from evo_grpo.settings import DoubtfulSetting, RunConfig, WithoutEffect

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from evo_grpo.errors import EngineUnavailable, ModelError
-from evo_grpo.record.digests import sha256_of
+from evo_grpo.record.plain import sha256_of
 from evo_grpo.sources import PACKAGED, Packaged, fetched
 
 _BLOCK = 1 << 20

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.start import with_values
 from evo_grpo.schema.hparams import CLIP_ENDS, in_order
-from evo_grpo.schema.outside import outside
 from evo_grpo.schema.problems import Problem, refuse
+from evo_grpo.schema.search_space import outside
 from evo_grpo.types import Decision, Member, Mutation, Request, RequestOutcome, Slot
 
 if TYPE_CHECKING:

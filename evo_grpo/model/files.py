@@ -11,7 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, create_mode
 
 from evo_grpo.errors import ModelError
 from evo_grpo.model.gguf_header import read_header
-from evo_grpo.schema.validated import validated
+from evo_grpo.schema.problems import validated
 from evo_grpo.schema.validation import MOST_DIGITS
 
 if TYPE_CHECKING:

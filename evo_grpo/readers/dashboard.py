@@ -23,8 +23,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from evo_grpo.errors import ConfigError, EngineUnavailable, EvoGrpoError
 from evo_grpo.readers.report.figures.lineage import plot_lineage
 from evo_grpo.record import columns
-from evo_grpo.record.config import read_config
-from evo_grpo.record.folder import expect_run
+from evo_grpo.record.folder import expect_run, read_config
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import START, RoundDone, RunFinished, entries
 from evo_grpo.record.study import open_study

@@ -22,8 +22,7 @@ from evo_grpo.escaping import error_text
 from evo_grpo.readers.reader import Reader, feed, id_of
 from evo_grpo.readers.report.run_page import ReportReader
 from evo_grpo.readers.trackers.base import open_tracker
-from evo_grpo.record.config import read_config
-from evo_grpo.record.folder import expect_run, is_run, is_trained, refuse_links_in_run
+from evo_grpo.record.folder import expect_run, is_run, is_trained, read_config, refuse_links_in_run
 from evo_grpo.record.log import Cursor
 from evo_grpo.record.names import COMPARE, COMPARED, REPORT_READER, STUDY
 from evo_grpo.record.study import OPTUNA, StudyReader, study_name

@@ -1,4 +1,4 @@
-"""Trainings beside a run ("arms"), scored on its test prompts, with paired differences; no torch.
+"""Trainings beside a run ("arms"), scored on its test prompts, with paired differences.
 
 `run --compare` writes its result to compare.json, `replay` to replay.json. `Arms` is the part of
 either file that the terminal and the report show.
@@ -37,6 +37,7 @@ WINNER = "winner"
 EQUAL_TOKENS = 0.03
 """Tokens that differ by at most this share of the run's tokens count as equal."""
 
+_NO_SCORE = Score(math.nan, math.nan, 0)
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _LABELS = {
     "guess": "{} agents at your guess",
@@ -53,11 +54,9 @@ class Difference:
     """Mean reward of one arm minus that of another, on the test prompts that both answered.
 
     Attributes:
-        difference: Mean of first minus second per test prompt, in units of reward.
         error: Standard error of the difference: paired over the prompts, plus the spread between
             the trainings of an arm where an arm has several. NaN from fewer than two prompts.
-        low: Lower end of the 95% interval.
-        high: Upper end of the 95% interval.
+        low, high: The 95% interval.
         p: Two-sided p-value over the prompts (`evo_grpo.evolve.claims.chance`).
         prompts: Number of prompts that both arms answered.
         trainings: Trainings of the arm with more of them. With one training per arm, `low`, `high`
@@ -76,12 +75,12 @@ class Difference:
 
     @classmethod
     def between(
-        cls, first: str, ones: Sequence[Score], second: str, others: Sequence[Score]
+        cls, first: str, firsts: Sequence[Score], second: str, seconds: Sequence[Score]
     ) -> Self:
         """Compare two arms on the same prompts, given one score per training (one for a winner)."""
-        one, other = pooled(ones), pooled(others)
+        one, other = pooled(firsts), pooled(seconds)
         ahead = compare(one, other)
-        groups = [[s.mean for s in scores] for scores in (ones, others) if len(scores) > 1]
+        groups = [[s.mean for s in scores] for scores in (firsts, seconds) if len(scores) > 1]
         freedom = sum(len(means) - 1 for means in groups)
         seeds, half = 0.0, interval(0.0, ahead.error, ahead.prompts)[1]
         if freedom:
@@ -97,7 +96,7 @@ class Difference:
             ahead.difference + half,
             chance(one, other),
             ahead.prompts,
-            max(len(ones), len(others)),
+            max(len(firsts), len(seconds)),
         )
 
     @property
@@ -114,10 +113,8 @@ class Difference:
 class Arm:
     """Trainings of one kind, or the run that they are compared with.
 
-    Attributes:
-        name: Name of the arm and of its folder.
-        tokens: Tokens sampled per training, without the test.
-        tests: Mean reward of each training on the test prompts.
+    `tokens` are those sampled per training, without the test; `tests` are the mean rewards of each
+    training on the test prompts.
     """
 
     name: str
@@ -140,11 +137,7 @@ class Arm:
 class Arms:
     """The result of a comparison or a replay as the terminal and the report show it.
 
-    Attributes:
-        arms: The trainings, then the run or its winner.
-        differences: Paired differences between the arms.
-        sentences: The basis of the comparison, its outcome, and the limits of the intervals.
-        agents: Size of the run's population.
+    The run or its winner is the last arm; `agents` is the size of the run's population.
     """
 
     arms: tuple[Arm, ...]
@@ -170,7 +163,7 @@ def pooled(scores: Sequence[Score]) -> Score:
     if not all(score.per_prompt for score in scores) or (
         len({len(score.per_prompt) for score in scores}) > 1  # an earlier version counted rows
     ):
-        return Score(math.nan, math.nan, 0)
+        return _NO_SCORE
     table = np.array([score.per_prompt for score in scores], dtype=np.float64)
     per_prompt = table.mean(axis=0)
     known = per_prompt[np.isfinite(per_prompt)]
@@ -182,7 +175,7 @@ def pooled(scores: Sequence[Score]) -> Score:
 
 def summary_score(summary: Mapping[str, Any] | None, key: str = "best") -> Score:
     """Return the test score of "best" or "base" in summary.json, NaN if there is no summary."""
-    return Score(math.nan, math.nan, 0) if summary is None else score_of(summary[key])
+    return _NO_SCORE if summary is None else score_of(summary[key])
 
 
 def caveat(repeats: int) -> str:
@@ -239,8 +232,8 @@ def tokens_to_train(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -
     """Return the tokens that an arm trains with; it is evaluated only once, at its end."""
     evaluated = next((record for record in rounds if not record.between), rounds[0])
     each = evaluated.evaluation_tokens / len(evaluated.agents)
-    own = round(each * len(rounds[0].agents))
-    return sum(tokens_by_purpose(rounds, summary).values()) - own
+    to_evaluate = round(each * len(rounds[0].agents))
+    return sum(tokens_by_purpose(rounds, summary).values()) - to_evaluate
 
 
 def comparison(
@@ -270,22 +263,22 @@ def comparison(
 
 def comparison_arms(result: Mapping[str, Any]) -> Arms:
     """Return the content of compare.json as the terminal and the report show it."""
-    found = _COMPARISON.validate_python(result)
-    shown = tuple(
-        Arm(arm.name, sum(arm.tokens.values()), (summary_score({"best": vars(arm.test)}),))
-        for arm in found.arms
+    compared = _COMPARISON.validate_python(result)
+    arms = tuple(
+        Arm(arm.name, sum(arm.tokens.values()), (score_of(vars(arm.test)),))
+        for arm in compared.arms
     )
-    own = max(1, shown[-1].tokens)
-    off = max(abs(arm.tokens - own) for arm in shown) / own
+    tokens_of_run = max(1, arms[-1].tokens)
+    off = max(abs(arm.tokens - tokens_of_run) for arm in arms) / tokens_of_run
     equal = "equal tokens" if off <= EQUAL_TOKENS else f"tokens that differ by up to {off:.0%}"
     spent = ", ".join(
         f"{arm.name} {arm.tokens['training']:,} + {arm.tokens['evaluation']:,}"
-        for arm in found.arms
+        for arm in compared.arms
     )
-    prompts = count(shown[-1].test.n, f"{found.split} prompt")
+    prompts = count(arms[-1].test.n, f"{compared.split} prompt")
     basis = (
         f"Compared at {equal}, on the same {prompts} with the same draws. Tokens for training + "
         f"evaluation: {spent}."
     )
-    limits = [caveat(1)] if found.differences else []
-    return Arms(shown, found.differences, (basis, *limits), found.agents)
+    limits = [caveat(1)] if compared.differences else []
+    return Arms(arms, compared.differences, (basis, *limits), compared.agents)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evo_grpo.errors import CheckpointError, ConfigError
-from evo_grpo.record.family import best_agent, best_ever, front
+from evo_grpo.record import family
+from evo_grpo.record.family import best_agent, front
 from evo_grpo.record.folder import continuing
 from evo_grpo.record.names import BEST
 from evo_grpo.record.summary import SelectedAgent, select, winner_files
@@ -25,11 +26,7 @@ SHOWN = 24
 
 @dataclass(frozen=True)
 class ChosenAgent:
-    """An agent of a run as it was after a round.
-
-    Attributes:
-        files: SHA-256 of the checkpoint's files, by path below the checkpoint.
-    """
+    """An agent of a run as it was after a round; `files` are SHA-256 by path in its checkpoint."""
 
     run: Path
     view: RunView
@@ -90,7 +87,9 @@ def choose_of(
         member: Id of a member, which is one life of an agent.
         round: 0-based round after which the agent is taken; None takes its last one.
         best_ever: Take the agent with the greatest fitness of all rounds.
-        prefer: Take an agent of the front by weights of the objectives; see `preferred`.
+        prefer: Weights of the objectives in [0, 1], of a sum of at most 1; the other objectives
+            share the rest equally. Takes the agent of the front with the greatest weighted sum,
+            with each objective normalised on the front: the best agent in it has 1, the worst 0.
 
     Raises:
         CheckpointError: No round is finished, no agent has a fitness, the checkpoint was removed,
@@ -99,69 +98,51 @@ def choose_of(
     """
     named = {"agent": agent is not None, "member": member is not None, "best ever": best_ever}
     named["prefer"] = prefer is not None
-    given = [name for name, is_given in named.items() if is_given]
+    ways = [name for name, is_given in named.items() if is_given]
     if (best_ever or prefer is not None) and round is not None:
-        given.append("round")
-    if len(given) > 1:
+        ways.append("round")
+    if len(ways) > 1:
         raise ConfigError(
             f"choice of an agent: expected one of agent, member, best ever and prefer, got "
-            f"{' and '.join(given)}; leave all but one out"
+            f"{' and '.join(ways)}; leave all but one out"
         )
     view = view_of(run)
-    folder, rounds = Path(run), view.rounds
-    if not rounds or (not given and round is None and view.winner is None):
+    folder, rounds, winner = Path(run), view.rounds, view.winner
+    is_winner = not ways and round is None
+    if not rounds or (is_winner and winner is None):
         raise CheckpointError(
             f"{folder}: nothing to export, expected a finished round with a ranked agent; continue "
             f"with: {continuing(folder)}"
         )
-    if not given and round is None:
-        assert view.winner is not None, "checked above"
-        files = _winner_files(view, view.winner)
-        return ChosenAgent(folder, view, view.winner, files)
+    if is_winner:
+        assert winner is not None, "checked above"
+        return ChosenAgent(folder, view, winner, _winner_files(view, winner))
     if prefer is not None:
-        record = preferred(view, prefer)
+        record = _preferred(view, prefer)
     else:
-        record = _best_ever(rounds) if best_ever else _named(rounds, agent, member, round)
-    found = select("ever" if best_ever else "named", rounds, record)
+        record = family.best_ever(rounds) if best_ever else _named(rounds, agent, member, round)
+    if record is None:
+        raise CheckpointError(
+            f"{folder}: expected an agent with a finite fitness "
+            f"in {'any round' if round is None else f'round {round + 1}'}, got none; name an agent"
+        )
+    chosen = select("ever" if best_ever else "named", rounds, record)
     files = rounds[record.round].files_of(str(record.checkpoint))
-    return _where_it_is(ChosenAgent(folder, view, found, files))
+    return _where_it_is(ChosenAgent(folder, view, chosen, files))
 
 
-def preferred(view: RunView, weights: Mapping[str, float]) -> AgentRecord:
-    """Return the agent of a run's front with the greatest weighted sum of its objectives.
+def _preferred(view: RunView, weights: Mapping[str, float]) -> AgentRecord:
+    """Return the agent of a run's front with the greatest weighted sum; see `choose_of`.
 
-    Each objective is normalised on the front: the best agent in it has 1, the worst 0. `weights`
-    maps objectives to weights in [0, 1] with a sum of at most 1; the other objectives share the
-    rest equally. Agents with equal sums are ordered by fitness.
-
-    Raises:
-        ConfigError: The run has one objective, a name is unknown, or a weight is out of range.
+    Agents with equal sums are ordered by fitness.
     """
     settings = view.settings
     names = [] if settings is None else [o.name for o in settings.evolve.fitness.objectives]
     best = front(view.rounds)
-    if not names or not best:
-        raise ConfigError(
-            "prefer: expected a run with evolve.fitness.objectives, got one with one goal; leave "
-            "prefer out, and the winner is taken"
-        )
-    for name, weight in weights.items():
-        if name not in names:
-            near = nearest(name, names)
-            hint = "" if near is None else f"; did you mean {near!r}?"
-            raise ConfigError(
-                f"prefer: expected one of the objectives {', '.join(names)}, got {name!r}{hint}"
-            )
-        if not (is_number(weight) and 0 <= weight <= 1):
-            raise ConfigError(f"prefer: expected a weight from 0 to 1 for {name}, got {weight!r}")
-    total = sum(weights.values())
+    if problem := _wrong_weights(names if best else (), weights):
+        raise ConfigError(f"prefer: expected {problem}")
     others = [name for name in names if name not in weights]
-    if not weights or total > 1 + 1e-9 or (total == 0 and not others):
-        raise ConfigError(
-            f"prefer: expected weights above 0 that are together at most 1, got {total:g} for "
-            f"{', '.join(weights) or 'no objective'}; objectives without a weight share the rest"
-        )
-    rest = {name: (1 - total) / len(others) for name in others}
+    rest = {name: (1 - sum(weights.values())) / len(others) for name in others}
     goals = [[goal.mean for goal in one.score.goals] for one in best if one.score is not None]
     sums = [0.0] * len(best)
     for name, values in zip(names, zip(*goals, strict=True), strict=True):
@@ -172,6 +153,29 @@ def preferred(view: RunView, weights: Mapping[str, float]) -> AgentRecord:
     return best[sums.index(max(sums))]
 
 
+def _wrong_weights(names: Sequence[str], weights: Mapping[str, float]) -> str:
+    """Return what is expected of the weights of objectives, and what is given; "" if they fit."""
+    if not names:
+        return (
+            "a run with evolve.fitness.objectives, got one with one goal; leave prefer out, and "
+            "the winner is taken"
+        )
+    for name, weight in weights.items():
+        if name not in names:
+            near = nearest(name, names)
+            hint = "" if near is None else f"; did you mean {near!r}?"
+            return f"one of the objectives {', '.join(names)}, got {name!r}{hint}"
+        if not (is_number(weight) and 0 <= weight <= 1):
+            return f"a weight from 0 to 1 for {name}, got {weight!r}"
+    total = sum(weights.values())
+    if not weights or total > 1 + 1e-9 or (total == 0 and len(weights) == len(names)):
+        return (
+            f"weights above 0 that are together at most 1, got {total:g} for "
+            f"{', '.join(weights) or 'no objective'}; objectives without a weight share the rest"
+        )
+    return ""
+
+
 def _winner_files(view: RunView, winner: SelectedAgent) -> dict[str, str]:
     """Return the SHA-256 of the winner's files."""
     if view.summary is not None:
@@ -179,58 +183,42 @@ def _winner_files(view: RunView, winner: SelectedAgent) -> dict[str, str]:
     return view.rounds[winner.record.round].files_of(winner.checkpoint)
 
 
-def _best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord:
-    best = best_ever(rounds)
-    if best is None:
-        raise CheckpointError(
-            "best ever: expected an agent with a finite fitness in one of "
-            f"{len(rounds)} rounds, got none; name an agent"
-        )
-    return best
-
-
 def _named(
     rounds: Sequence[RoundRecord], agent: int | None, member: int | None, round: int | None
-) -> AgentRecord:
+) -> AgentRecord | None:
     """Return the record of the named agent; if only a round is named, that of its best agent."""
     if round is not None and not 0 <= round < len(rounds):
         raise ConfigError(
             f"round: expected one of the finished rounds, 1 to {len(rounds)}, got {round + 1}"
         )
-    looked = rounds if round is None else [rounds[round]]
+    searched = rounds if round is None else [rounds[round]]
     if agent is None and member is None:
-        best = best_agent(looked[-1])
-        if best is None:
-            raise CheckpointError(
-                f"round {looked[-1].round + 1}: expected an agent with a finite fitness, got none; "
-                "name an agent, or another round"
-            )
-        return best
+        return best_agent(searched[-1])
     what, number = ("agent", agent) if member is None else ("member", member)
-    played = [record for one in looked for record in one.agents]
-    found = [record for record in played if getattr(record, what) == number]
-    if not found:
+    records = [record for one in searched for record in one.agents]
+    played: dict[int | None, AgentRecord] = {getattr(record, what): record for record in records}
+    if number not in played:
         when = "" if round is None else f" that played round {round + 1}"
-        there = ", ".join(map(str, sorted({getattr(record, what) for record in played})))
+        there = ", ".join(map(str, sorted({getattr(record, what) for record in records})))
         raise ConfigError(f"{what}: expected one{when} of {there}, got {number}")
-    return found[-1]
+    return played[number]
 
 
-def _where_it_is(found: ChosenAgent) -> ChosenAgent:
+def _where_it_is(choice: ChosenAgent) -> ChosenAgent:
     """Return a choice whose checkpoint exists: the recorded one or its copy in checkpoints/best."""
-    folder, record = found.run, found.agent.record
-    if found.checkpoint and (folder / found.checkpoint).is_dir():
-        return found
-    if best_ever(found.view.rounds) == record and (folder / BEST).is_dir():
-        return replace(found, agent=replace(found.agent, checkpoint=BEST))
+    folder, record = choice.run, choice.agent.record
+    if choice.checkpoint and (folder / choice.checkpoint).is_dir():
+        return choice
+    if family.best_ever(choice.view.rounds) == record and (folder / BEST).is_dir():
+        return replace(choice, agent=replace(choice.agent, checkpoint=BEST))
     raise CheckpointError(
         f"{folder}: the checkpoint of agent {record.agent} after round {record.round + 1} does "
         "not exist (record.checkpoints says which are kept; `all` keeps each); take one of: "
-        f"{checkpoints_there(folder, found.view.rounds)}"
+        f"{_checkpoints_there(folder, choice.view.rounds)}"
     )
 
 
-def checkpoints_there(folder: Path, rounds: Sequence[RoundRecord]) -> str:
+def _checkpoints_there(folder: Path, rounds: Sequence[RoundRecord]) -> str:
     """Return a text that names the latest existing checkpoints of a run; rounds count from 1."""
     there = [
         f"agent {one.agent} of round {record.round + 1}"
@@ -238,6 +226,6 @@ def checkpoints_there(folder: Path, rounds: Sequence[RoundRecord]) -> str:
         for one in record.agents
         if one.checkpoint is not None and (folder / one.checkpoint).is_dir()
     ]
-    ever = best_ever(rounds) if (folder / BEST).is_dir() else None
+    ever = family.best_ever(rounds) if (folder / BEST).is_dir() else None
     best = [] if ever is None else [f"the best ever: agent {ever.agent} of round {ever.round + 1}"]
     return ", ".join([*there[:SHOWN], *best]) or "none"

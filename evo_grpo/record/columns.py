@@ -23,8 +23,7 @@ ALWAYS = ("lr", "beta", "clip_coef", "clip_low", "clip_high", "group_size")
 def hyperparameters(rounds: Sequence[RoundRecord]) -> list[str]:
     """Return the hyperparameters with a column in the tables of a run.
 
-    First come the columns of every table, then the other hyperparameters that mutate or that the
-    user set, in the order of the schema. All rounds of a run have the same columns.
+    First come the columns of every table, then what else mutates or was set by the user.
     """
     moving = {name for record in rounds for name in record.mutable} | set(steered(rounds))
     return [*ALWAYS, *in_order(moving - set(ALWAYS))]
@@ -58,8 +57,8 @@ def values(hparams: Hparams, names: Sequence[str]) -> dict[str, Value | None]:
 
 def objectives(rounds: Sequence[RoundRecord]) -> dict[str, str]:
     """Return the objectives of a run other than fitness: name -> column in tables."""
-    found = (agent.score for record in rounds for agent in record.agents)
-    score = next((score for score in found if score is not None), None)
+    scores = (agent.score for record in rounds for agent in record.agents)
+    score = next((score for score in scores if score is not None), None)
     return {} if score is None else {one.name: objective(one.name) for one in score.further}
 
 

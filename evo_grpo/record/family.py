@@ -79,23 +79,22 @@ def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
     Rounds before the member's birth have the records of its ancestors.
     """
     path: list[AgentRecord] = []
-    wanted: int | None = member
+    searched: int | None = member
     until: int | None = None
     for record in reversed(rounds):
         if until is not None and record.round > until:
             continue
-        found = next((agent for agent in record.agents if agent.member == wanted), None)
-        if found is None and path:
-            wanted = path[-1].parent
+        by_member = {agent.member: agent for agent in record.agents}
+        if searched not in by_member and path:
+            searched = path[-1].parent
             if path[-1].mutation.restores and until is None:
                 # The weights are those of the best agent of all rounds, after its best round.
                 best = best_ever(rounds[: record.round + 1])
                 until = record.round if best is None else best.round
                 if record.round > until:
                     continue
-            found = next((agent for agent in record.agents if agent.member == wanted), None)
-        if found is not None:
-            path.append(found)
+        if searched is not None and searched in by_member:
+            path.append(by_member[searched])
             until = None
     if not path:
         ids = sorted({agent.member for record in rounds for agent in record.agents})
@@ -159,12 +158,9 @@ def front(rounds: Sequence[RoundRecord]) -> tuple[AgentRecord, ...]:
     """Return the Pareto front of a run, ordered by fitness: agents that no other agent dominates.
 
     An agent dominates another if its means are better in one objective and worse in none. The front
-    is updated with each round and keeps as many agents as play the first round: those with the
-    greatest crowding distance (`evolve.goals`), first the best of each objective. Of agents with
-    equal means it keeps the first. In a run with one objective it is empty.
-
-    Once the run has decided after a round, only such rounds count: the other rounds are scored on
-    too few validation prompts.
+    keeps as many agents as play the first round: those with the greatest crowding distance
+    (`evolve.goals`), first the best of each objective; of equal ones the first. In a run with one
+    objective it is empty. Once the run has decided after a round, only such rounds count.
     """
     kept: list[AgentRecord] = []
     for record in [one for one in rounds if not one.between] or rounds:
@@ -186,13 +182,13 @@ def _means(agent: AgentRecord) -> tuple[float, ...]:
 
 def founders(rounds: Sequence[RoundRecord]) -> dict[int, int]:
     """Return the ancestor in the first population of each member."""
-    found: dict[int, int] = {}
+    first: dict[int, int] = {}
     for record in rounds:
         for agent in record.agents:
             # Ids grow with time, so a parent comes before its children or plays no round.
             parent = agent.member if agent.parent is None else agent.parent
-            found.setdefault(agent.member, found.get(parent, parent))
-    return found
+            first.setdefault(agent.member, first.get(parent, parent))
+    return first
 
 
 def founder_of(rounds: Sequence[RoundRecord], member: int) -> int:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from pydantic_core import from_json
 
-from evo_grpo.errors import EvoGrpoError, RunDirError, RunFailedError
+from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError, RunFailedError
 from evo_grpo.record.plain import open_plain
 from evo_grpo.schema.hparams import Hparams
 
@@ -54,9 +54,8 @@ _HEAD = 64
 def many_objects() -> Generator[None]:
     """Pause Python's garbage collector while many objects are created, which halves the time.
 
-    Otherwise Python searches all objects for cycles each time their number has grown by a quarter.
-    Objects created during the pause do not count towards that, so every few calls this function
-    collects the objects of ended runs itself.
+    Objects created during the pause do not make it due, so every few calls this function collects
+    the objects of ended runs itself.
     """
     searches = gc.isenabled()
     if searches and next(_calls) % _SEARCH_EVERY == 0:
@@ -76,11 +75,8 @@ def many_objects() -> Generator[None]:
 def writing(path: Path, command: str = "resume") -> Generator[None]:
     """Turn an OSError of a write (disk full, no permission) into a RunFailedError.
 
-    `command` continues after the cause is removed; the message names it.
-
-    Raises:
-        RunFailedError: The write failed, or the run folder was removed.
-        RunDirError: This process is a fork of the one that locked the folder.
+    The message names `command`, which continues after the cause is removed. RunDirError if this
+    process is a fork of the one that locked the folder.
     """
     for lock in list(_held):
         lock.check(path)
@@ -97,10 +93,7 @@ def writing(path: Path, command: str = "resume") -> Generator[None]:
 
 @contextmanager
 def reading(path: Path, command: str = "resume RUN") -> Generator[None]:
-    """Turn an OSError of a read into a RunFailedError; `command` is as for `writing`.
-
-    An empty `command` leaves the remedy out of the message.
-    """
+    """Turn an OSError of a read into a RunFailedError, which names `command` unless it is empty."""
     try:
         yield
     except OSError as error:
@@ -212,8 +205,8 @@ def create_one(folder: Path) -> None:
 
 def create_folder(folder: Path) -> None:
     """Create a folder and its missing parents, and wait until they are on disk."""
-    for one in reversed((folder, *folder.parents)):
-        create_one(one)
+    for path in reversed((folder, *folder.parents)):
+        create_one(path)
 
 
 def sync_into(top: Path, folder: Path) -> None:
@@ -234,13 +227,23 @@ def sync_tree(folder: Path) -> None:
 
 def to_line(value: Any, *, ensure_ascii: bool = False, **options: Any) -> str:  # noqa: ANN401 -- any JSON value
     """Return a value as one line of strict JSON; see `plain_value`."""
-    plain = plain_value(value)
-    return json.dumps(plain, ensure_ascii=ensure_ascii, allow_nan=False, **options)
+    return json.dumps(plain_value(value), ensure_ascii=ensure_ascii, allow_nan=False, **options)
 
 
 def to_lines(rows: Iterable[Any]) -> str:
     """Return values as lines of strict JSON, one each; see `to_line`."""
     return "".join(f"{to_line(row)}\n" for row in rows)
+
+
+@contextmanager
+def expecting(
+    where: Path | str, what: str, remedy: str = "put the file back as it was"
+) -> Generator[None]:
+    """Turn a ValueError about the content of a file into a CheckpointError that names the file."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(f"{where}: expected {what}, but {error}; {remedy}") from error
 
 
 def load_json(data: bytes) -> Any:  # noqa: ANN401 -- any JSON value
@@ -263,20 +266,23 @@ def seal(data: Mapping[str, Any], indent: int | None = None) -> str:
 
 def unseal_result(data: bytes) -> dict[str, Any]:
     """Return the mapping in a file of `seal` or of an early version, or raise ValueError."""
-    found = load_json(data)
-    if not isinstance(found, dict):
-        raise ValueError(f"expected a mapping, got {found!r:.60}")
-    return unseal(data) if _CHECKSUM in found else found
+    result = load_json(data)
+    if not isinstance(result, dict):
+        raise ValueError(f"expected a mapping, got {result!r:.60}")
+    return unseal(data) if _CHECKSUM in result else result
 
 
 def unseal(line: bytes) -> dict[str, Any]:
     """Return the mapping in a line that `seal` wrote, or raise ValueError."""
     data = load_json(line)
+    problem = ""
     if not isinstance(data, dict) or _CHECKSUM not in data:
-        raise ValueError(f"it has no {_CHECKSUM}")
+        problem = f"it has no {_CHECKSUM}"
+    elif not _is_as_written(line):
+        problem = f"its {_CHECKSUM} does not match its contents"
+    if problem:
+        raise ValueError(problem)
     del data[_CHECKSUM]
-    if not _is_as_written(line):
-        raise ValueError(f"its {_CHECKSUM} does not match its contents")
     return data
 
 
@@ -300,8 +306,7 @@ def _is_as_written(line: bytes) -> bool:
 def is_truncated(line: bytes) -> bool:
     """Return whether a last line is the start of a line of `seal`, truncated by a kill.
 
-    A line that is complete JSON, or that ends as sealed lines end, is not truncated; if its
-    checksum is wrong, it was damaged later.
+    Complete JSON, and what ends as sealed lines end, is not; it may have been damaged later.
     """
     if line.endswith(b"\n") or _END.search(line):
         return False
@@ -368,8 +373,7 @@ class FolderLock:
     def write_round(self, *numbers: int) -> None:
         """Write the id of this process into the file, and the round that it plays, if any.
 
-        Commands that make requests read the round: a request waits for the end of that round. Later
-        rounds have as many digits or more.
+        A request waits for the end of that round. Later rounds have as many digits or more.
         """
         if self._descriptor is not None:
             lines = "".join(f"{number}\n" for number in (os.getpid(), *numbers))
@@ -377,11 +381,7 @@ class FolderLock:
                 os.pwrite(self._descriptor, lines.encode(), 0)
 
     def check(self, path: Path) -> None:
-        """Raise an error before a write if this process no longer owns the folder.
-
-        This is so in a fork of the process that locked it, and after the folder was deleted, moved
-        or replaced by another run.
-        """
+        """Refuse a write by a fork of the process that locked the folder, or to another folder."""
         folder = self._path.parent
         if not path.absolute().is_relative_to(folder):
             return

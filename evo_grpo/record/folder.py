@@ -1,15 +1,24 @@
-"""Recognise and read run folders, without the lock of the run."""
+"""Recognise run folders, and read their settings and rounds, without the lock of the run."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
+from evo_grpo.errors import (
+    CheckpointError,
+    ConfigError,
+    EvoGrpoError,
+    RunDirError,
+    RunNotFoundError,
+)
+from evo_grpo.places import find
 from evo_grpo.record.files import (
+    expecting,
     is_truncated,
     many_objects,
     reading,
@@ -34,18 +43,22 @@ from evo_grpo.record.plain import (
     refuse_links,
 )
 from evo_grpo.record.records import amendment_from_json, check_format, round_from_json
-from evo_grpo.schema.validated import validated
-from evo_grpo.settings.yaml import MAX_YAML_BYTES
+from evo_grpo.schema.hparams import RankAlpha
+from evo_grpo.schema.problems import validated
+from evo_grpo.settings.model import LoraSettings
+from evo_grpo.settings.yaml import MAX_YAML_BYTES, WrittenOutLoader, from_written, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pydantic import TypeAdapter
 
     from evo_grpo.record.records import Amendment, RoundRecord
+    from evo_grpo.settings import ModelConfig, RunConfig
 
 T = TypeVar("T")
 
+_SETTINGS = "the run's settings as they were written"
 _ROUND = re.compile(r"round-(\d{4,})(\.jsonl)?")
 
 
@@ -57,7 +70,8 @@ def is_run(path: str | Path) -> bool:
 
 def run_containing(path: Path) -> Path | None:
     """Return the run folder that contains a path, before or after following links, or None."""
-    folders = [place for one in (path.absolute(), path.resolve()) for place in (one, *one.parents)]
+    paths = path.absolute(), path.resolve()
+    folders = [folder for place in paths for folder in (place, *place.parents)]
     return next((folder for folder in folders if is_run(folder)), None)
 
 
@@ -81,20 +95,15 @@ def expect_run(path: str | Path) -> Path:
     if is_run(folder):
         return folder
     missing = [name for name in (CONFIG, ROUNDS) if not (folder / name).is_file()]
-    found = f"one without {' and '.join(missing)}" if folder.is_dir() else "no folder"
+    state = f"one without {' and '.join(missing)}" if folder.is_dir() else "no folder"
     raise RunNotFoundError(
-        f"{folder}: no run folder: expected one with {ROUNDS} and {CONFIG} in it, got {found}; "
+        f"{folder}: no run folder: expected one with {ROUNDS} and {CONFIG} in it, got {state}; "
         "give the folder that `evo-grpo run` printed"
     )
 
 
 def read_rounds(path: str | Path) -> list[RoundRecord]:
-    """Return the finished rounds of a run, also while the run is in progress.
-
-    Raises:
-        CheckpointError: A line is damaged.
-        RunDirError: Another version of this library wrote the run.
-    """
+    """Return the finished rounds of a run, also while it trains; raises as `parse_rounds`."""
     file = expect_run(path) / ROUNDS
     with reading(file, ""):
         return parse_rounds(file).records
@@ -105,32 +114,99 @@ def read_result(
 ) -> tuple[dict[str, Any], T] | None:
     """Return the content of a result file, as JSON and as the schema's type; None if it is missing.
 
-    `what` describes the content and `command` writes the file again, both for messages. A damaged
-    file raises CheckpointError.
+    Of a damaged file, CheckpointError names the content (`what`) and the `command` that writes it.
     """
     if not os.path.lexists(file):
         return None
-    try:
+    with expecting(file, what, f"delete it, then write it again with: evo-grpo {command}"):
         with reading(file, command):
             data = unseal_result(read_plain(file))
         return data, validated(schema, data)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{file}: expected {what}, but {error}; delete it, then write it again with: "
-            f"evo-grpo {command}"
-        ) from error
 
 
 def config_text(folder: Path) -> str:
     """Return the text of a run's population.yaml."""
+    with expecting(folder / CONFIG, _SETTINGS), reading(folder, ""):
+        return read_plain(folder / CONFIG, MAX_YAML_BYTES).decode("utf-8")
+
+
+def read_config(folder: Path, *, past: bool = False) -> RunConfig:
+    """Return the settings of a run; with `past`, drop settings that enabled removed features.
+
+    ConfigError if they name a program, or a model with code, inside a run folder.
+    """
+    file = folder / CONFIG
+    config = from_written(config_text(folder), str(file), past=past)
+    code = {
+        f"engine.{name}.{setting}": getattr(engine, setting)
+        for name, engine in config.engine.engines.items()
+        for setting in engine.programs
+    }
+    code = {key: path for key, path in code.items() if path is not None and os.sep in path}
+    if config.model.trust_remote_code:
+        code["model.name, with model.trust_remote_code"] = config.model.name
+    for setting, path in code.items():
+        if run := run_containing(Path(path).expanduser()):  # see `envs.run_code`
+            raise ConfigError(
+                f"{file}: {setting}: expected code outside of any run folder, got {path!r} in "
+                f"{run}, which may have come with the folder and is never run; move it out of there"
+            )
+    return config
+
+
+def adapter_of(model: ModelConfig) -> RankAlpha:
+    """Return the rank and alpha with which the adapters of a run begin.
+
+    They are those of `model.adapter`, unless `model.lora` is also given or the file is unreadable.
+    """
+    configured = model.lora.rank_alpha
+    if model.adapter is None or model.lora != LoraSettings():
+        return configured
     try:
-        with reading(folder, ""):
-            return read_plain(folder / CONFIG, MAX_YAML_BYTES).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(
-            f"{folder / CONFIG}: expected the run's settings as they were written, but they are "
-            f"not UTF-8 ({error.reason}); put the file back as it was"
-        ) from error
+        adapter = json.loads(read_plain(find(model.adapter) / "adapter_config.json"))
+        return RankAlpha(int(adapter["r"]), float(adapter["lora_alpha"]))
+    except (EvoGrpoError, OSError, ValueError, TypeError, KeyError, RecursionError):
+        return configured
+
+
+def read_settings(folder: Path) -> Mapping[str, Any]:
+    """Return the settings of a run as written, by any version; CheckpointError if damaged."""
+    text, file = config_text(folder), folder / CONFIG
+    with expecting(file, _SETTINGS):
+        settings = parse(text, str(file), WrittenOutLoader)
+        if not isinstance(settings, dict):
+            raise ValueError(f"they are no mapping: {settings!r:.60}")
+    return cast("dict[str, Any]", settings)
+
+
+def beside(config: object) -> Path | None:
+    """Return the folder of a YAML configuration, which is searched for files and modules.
+
+    None if the configuration is no path, or if the file lies in a run folder: the copy of the
+    configuration there may come from a stranger.
+    """
+    if not isinstance(config, str | Path):
+        return None
+    folder = Path(config).expanduser().absolute().parent
+    return None if run_containing(folder) else folder
+
+
+def code_folder(path: str | Path | None) -> Path | None:
+    """Return the folder of --code; ConfigError if it is no folder or lies in a run folder."""
+    if path is None:
+        return None
+    folder = Path(path).expanduser().absolute()
+    problem = ""
+    if not folder.is_dir():
+        problem = f"a folder, got {'a file' if folder.exists() else 'none'}"
+    elif run := run_containing(folder):
+        problem = (
+            f"a folder outside of any run folder, got one in {run}: what lies there may have come "
+            "with the folder; read it, and move it out of there"
+        )
+    if problem:
+        raise ConfigError(f"--code {path}: expected {problem}")
+    return folder
 
 
 def with_objects(text: str, objects: Iterable[str]) -> str:

@@ -8,11 +8,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from evo_grpo.errors import CheckpointError, ConfigError, RunNotFoundError
+from evo_grpo.errors import ConfigError, RunNotFoundError
 from evo_grpo.evolve.earlier import carried_over, in_both, starts_with
 from evo_grpo.places import find
 from evo_grpo.record import columns
-from evo_grpo.record.files import load_json
+from evo_grpo.record.files import expecting, load_json
 from evo_grpo.record.folder import expect_run, read_rounds, round_entries
 from evo_grpo.record.leaderboard import leaderboard_rows
 from evo_grpo.record.names import METRICS
@@ -21,8 +21,6 @@ from evo_grpo.record.summary import read_summary, winner_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
-    from typing import Any
 
     import pandas as pd
 
@@ -127,10 +125,6 @@ def metric_rows(run: str | Path, finished: int | None = None) -> list[dict[str, 
 
     Rows are ordered by round, step and agent. They have `round`, `step`, `agent`, then each metric
     as a number, None if it was not finite. Rounds without kept metrics have no rows.
-
-    Raises:
-        CheckpointError: A line is damaged; the error names it.
-        RunDirError: Another version of this library wrote it.
     """
     folder = expect_run(run)
     finished = len(read_rounds(folder)) if finished is None else finished
@@ -162,15 +156,10 @@ def read_metrics(run: str | Path) -> pd.DataFrame:
 
 def row_of(where: Path | str, line: bytes) -> dict[str, Any]:
     """Return a line of metrics, or raise CheckpointError, which names its file and line."""
-    try:
+    with expecting(where, "the metrics of a step and an agent"):
         row = load_json(line)
         if not isinstance(row, dict) or not _is_row(cast("dict[str, Any]", row)):
             raise ValueError("it is not a mapping of names to numbers with round, step and agent")
-    except ValueError as error:
-        raise CheckpointError(
-            f"{where}: expected the metrics of a step and an agent, but {error}; put the file back "
-            "as it was, from a copy"
-        ) from error
     return cast("dict[str, Any]", row)
 
 
@@ -190,12 +179,6 @@ def resolved_start(
 
     The best agent of each run comes first, then the second of each, as on the leaderboards. `first`
     has the hyperparameters of this run's first agent, `hp_config` its ranges.
-
-    Raises:
-        ConfigError: A folder is no run, a run has no finished round or shares no searched
-            hyperparameter with this one, or its settings have no place in the population.
-        CheckpointError: The records of a run are damaged.
-        RunDirError: Another version of this library wrote them.
     """
     if not isinstance(init, Mapping):
         return init
@@ -206,8 +189,8 @@ def resolved_start(
             "evo-grpo recipe RUN"
         )
     runs = [list(_settings(find(run), first, hp_config)) for run in init["from"]]
-    found = [one for rank in zip_longest(*runs) for one in rank if one is not None]
-    return starts_with(first, hp_config, size, found, seed)
+    values = [one for rank in zip_longest(*runs) for one in rank if one is not None]
+    return starts_with(first, hp_config, size, values, seed)
 
 
 def _settings(run: Path, first: Hparams, hp_config: HyperparameterConfig) -> Iterator[Hparams]:
@@ -216,20 +199,19 @@ def _settings(run: Path, first: Hparams, hp_config: HyperparameterConfig) -> Ite
         rounds = read_rounds(run)
     except RunNotFoundError as error:
         raise ConfigError(f"{SETTING}: {error}") from error
-    if not rounds:
-        raise ConfigError(
-            f"{SETTING}: {run}: expected a run with a finished round, got one without; continue it "
-            f"with: evo-grpo resume {run}"
-        )
     searched = {name for record in rounds for name in record.mutable} | set(columns.steered(rounds))
     names = in_both(searched, hp_config)
-    if not names:
-        raise ConfigError(
-            f"{SETTING}: {run}: expected a run that searched some of "
-            f"{', '.join(hp_config.names()) or 'no hyperparameter'}, as this one does, got one "
-            f"that searched {', '.join(sorted(searched)) or 'nothing'}; name another run, or "
-            "search the same with evolve.hyperparameters"
+    problem = ""
+    if not rounds:
+        problem = f"with a finished round, got one without; continue it with: evo-grpo resume {run}"
+    elif not names:
+        problem = (
+            f"that searched some of {', '.join(hp_config.names()) or 'no hyperparameter'}, as this "
+            f"one does, got one that searched {', '.join(sorted(searched)) or 'nothing'}; name "
+            "another run, or search the same with evolve.hyperparameters"
         )
+    if problem:
+        raise ConfigError(f"{SETTING}: {run}: expected a run {problem}")
     for hparams in _in_order(rounds, read_summary(run)):
         yield carried_over(hparams, names, first, hp_config)
 

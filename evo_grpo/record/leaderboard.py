@@ -162,8 +162,8 @@ def leaderboard_rows(
 
 def order_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return how a leaderboard is ordered if its fitness is not in descending order, else ""."""
-    known = [row["fitness"] for row in rows if row["fitness"] is not None]
-    if known == sorted(known, reverse=True):
+    ranked = [row["fitness"] for row in rows if row["fitness"] is not None]
+    if ranked == sorted(ranked, reverse=True):
         return ""
     return (
         "Order: the winner, the rest of the front, then the other agents, by fitness."
@@ -207,26 +207,26 @@ def _mean(winner: SelectedAgent, last: RoundRecord, names: Sequence[str]) -> dic
 
 def _score(name: str, score: Score | None) -> dict[str, float | None]:
     mean, error = (None, None) if score is None else (score.mean, score.se)
-    return {name: _known(mean), f"{name}_se": _known(error)}
+    return {name: _or_none(mean), f"{name}_se": _or_none(error)}
 
 
 def _goals(agent: AgentRecord, goals: Mapping[str, str]) -> dict[str, float | None]:
     """Return the further objectives of an agent by column, with their standard errors."""
-    found = {} if agent.score is None else {one.name: one for one in agent.score.further}
+    scores = {} if agent.score is None else {one.name: one for one in agent.score.further}
     cells: dict[str, float | None] = {}
     for name, column in goals.items():
-        one = found.get(name)
-        cells[column] = None if one is None else _known(one.mean)
-        cells[f"{column}_se"] = None if one is None else _known(one.se)
+        score = scores.get(name)
+        cells[column] = None if score is None else _or_none(score.mean)
+        cells[f"{column}_se"] = None if score is None else _or_none(score.se)
     return cells
 
 
 def _values(hparams: Hparams, names: Sequence[str]) -> dict[str, Value | None]:
-    found = columns.values(hparams, names).items()
-    return {n: value if isinstance(value, str | bool) else _known(value) for n, value in found}
+    values = columns.values(hparams, names).items()
+    return {n: value if isinstance(value, str | bool) else _or_none(value) for n, value in values}
 
 
-def _known(value: float | None) -> float | None:
+def _or_none(value: float | None) -> float | None:
     return None if value is None or math.isnan(value) else value
 
 
@@ -242,11 +242,10 @@ def ties(
     if winner is None or winner.fitness is None:
         return {}
     played = rounds[winner.record.round].agents
-    known = [(a, a.score) for a in played if a.score and math.isfinite(a.score.mean)]
-    won = [agent.agent for agent, _ in known].index(winner.record.agent)
+    scored = [(a, a.score) for a in played if a.score and math.isfinite(a.score.mean)]
+    won = [agent.agent for agent, _ in scored].index(winner.record.agent)
     level = TIE_LEVEL / (len(rounds) if winner.kind == "archive" else 1)
-    found = claims([score for _, score in known], won, level)
-    signs = zip(known, found, strict=True)
+    signs = zip(scored, claims([score for _, score in scored], won, level), strict=True)
     return {(a.agent, a.round): sign < 1 for (a, _), sign in signs if a.agent != winner.agent}
 
 

@@ -7,9 +7,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.errors import CheckpointError
+from evo_grpo.record.family import best_ever
+from evo_grpo.record.records import outline
 from evo_grpo.schema.hparams import CLIP_ENDS, Value, type_of
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
@@ -27,31 +29,24 @@ _ALWAYS = ("lr", "beta", "clip_coef", "group_size")
 
 @final
 class Lineage:
-    """The trials of a run.
+    """The trials of a run, which are added to a study round by round.
 
-    The parameters of a trial are lr, beta, clip_coef, group_size and all other hyperparameters that
-    may mutate, a clip pair as clip_low and clip_high. The values are the fitness and the further
-    objectives. The trial of a failed agent has state FAIL and no value. After a round in between
-    the state is PRUNED, so that it is never Optuna's best trial: its fitness comes from few
-    validation prompts or is the mean reward of training. A trial starts and ends with its round.
-    The intermediate values are the mean training rewards by the number of the step in the run. The
-    user attributes are:
+    The parameters are lr, beta, clip_coef, group_size and all other hyperparameters that may
+    mutate, a clip pair as clip_low and clip_high. The values are the fitness and the further
+    objectives. A failed agent has state FAIL and no value. After a round in between the state is
+    PRUNED, so that a fitness from few prompts is never Optuna's best. The intermediate values are
+    the mean training rewards by the number of the step in the run. The user attributes are:
 
-    - agent, round, member, parent (a member id), seed, hparams (all of them), fitness_se, reason
-      (why it failed), adapter_sha256, checkpoint (relative to the run folder)
+    - those of the agent's record: agent, round, member, parent (a member id), seed, hparams,
+      reason, adapter_sha256, checkpoint; fitness_se, and NAME_se of each further objective
     - parent_trial: the number of the parent trial, None in the first round. For a member that
       played the round before it is the member's own trial of that round, else that of its parent.
-    - op, mutated {name: [old, new]}: the change since the parent trial: "init", "clone",
-      "mutate", "restore" (the best agent ever, at a lower lr), or "continue" (no change); by
-      request of the user "steer-clone", "steer-set" or "steer-restore" (see `types.Mutation`)
+    - op, mutated {name: [old, new]}: the change since the parent trial, as in `types.Mutation`;
+      op is "continue" for a member that trains on
     - train/reward, train/kl, ...: the metrics of the round's training
 
     If the mean of two survivors wins the run, it has a trial too, one round later, with op "mean"
     and the attribute second_parent, the member id of the other parent.
-
-    Args:
-        study: The study; see `evo_grpo.record.study.open_study`.
-        hp_config: The hyperparameters that mutate and their bounds; None if none mutates.
     """
 
     def __init__(self, study: Study, hp_config: HyperparameterConfig | None = None) -> None:
@@ -61,15 +56,15 @@ class Lineage:
         self._by_agent: dict[tuple[int, int], FrozenTrial] = {}
         self._by_member: defaultdict[int | None, dict[int, FrozenTrial]] = defaultdict(dict)
         self._means: set[int] = set()
-        self._archived: dict[int, tuple[int, int] | None] = {}
+        self._rounds: dict[int, RoundRecord] = {}
 
     def record(self, record: RoundRecord) -> list[FrozenTrial]:
         """Add and return the missing trials of a finished round.
 
-        CheckpointError is raised if the parent trial of an agent is missing.
+        Raises:
+            CheckpointError: The parent trial of an agent is missing.
         """
         self._begin(record)
-        self._update()
         # Parents live in earlier rounds, so the order among this round's agents does not matter.
         for agent in record.agents:
             if (agent.agent, agent.round) not in self._by_agent:
@@ -79,7 +74,6 @@ class Lineage:
     def conflicts_with(self, record: RoundRecord) -> bool:
         """Return whether the study has a trial of this round with another agent or result."""
         self._begin(record)
-        self._update()
         found = ((self._by_agent.get((one.agent, one.round)), one) for one in record.agents)
         return any(
             trial is not None and not _same_result(trial, self._trial(agent, record))
@@ -98,9 +92,10 @@ class Lineage:
             self._update()
 
     def _begin(self, record: RoundRecord) -> None:
-        self._archived[record.round] = record.archived
+        self._rounds[record.round] = outline(record)
         if record.round == 0:
             self._space = self._space.begun_with(record)
+        self._update()
 
     def _update(self) -> list[FrozenTrial]:
         """Read and return the new trials of the study."""
@@ -126,14 +121,9 @@ class Lineage:
         own = self._by_member[agent.member].get(agent.round - 1)
         if own is not None:
             return own
-        if agent.mutation.restores:
-            # The parent is the trial of the agent that the archive holds, in its round.
-            archived = self._archived.get(agent.round - 1)
-            parent = (
-                self._by_member[agent.parent].get(archived[0])
-                if archived is not None
-                else self._best_before(agent.parent, agent.round)
-            )
+        if agent.mutation.restores:  # from the best agent of the rounds before
+            held = best_ever([one for n, one in self._rounds.items() if n < agent.round])
+            parent = None if held is None else self._by_agent.get((held.agent, held.round))
         else:
             parent = self._by_member[agent.parent].get(agent.round - 1)
         if parent is None and (agent.parent is not None or agent.round > 0):
@@ -144,24 +134,12 @@ class Lineage:
             )
         return parent
 
-    def _best_before(self, member: int | None, round: int) -> FrozenTrial | None:
-        """Return the trial of a member with the best fitness before a round (ties: the first)."""
-        life = self._by_member[member]
-        ranked = [t for number, t in life.items() if number < round and t.values is not None]
-        signs = [1 if one.name == "MINIMIZE" else -1 for one in self.study.directions]
-
-        def place(trial: FrozenTrial) -> list[float]:
-            return [sign * value for sign, value in zip(signs, trial.values, strict=True)]
-
-        return min(ranked, key=place, default=None)
-
 
 @dataclass(frozen=True)
 class Space:
-    """The distributions of the parameters of a run's trials.
+    """The distributions of the parameters of a run's trials, equal in all trials where possible.
 
-    A parameter should have the same distribution in all trials, since Optuna's importances leave
-    out parameters with several.
+    Optuna's importances leave out a parameter with several distributions.
 
     Attributes:
         mutable: The hyperparameters that may mutate, with their bounds.
@@ -171,24 +149,24 @@ class Space:
     mutable: HyperparameterConfig = field(default_factory=HyperparameterConfig)
     first: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
-    def begun_with(self, record: RoundRecord) -> Self:
+    def begun_with(self, record: RoundRecord) -> Space:
         """Return the space of a run whose first round is `record`."""
-        values: dict[str, list[float]] = {}
+        values: defaultdict[str, list[float]] = defaultdict(list)
         for agent in record.agents:
             for name, value in _values(agent.hparams, self.mutable).items():
                 if not isinstance(value, str | bool):
-                    values.setdefault(name, []).append(value)
-        return type(self)(self.mutable, {name: (min(v), max(v)) for name, v in values.items()})
+                    values[name].append(value)
+        return Space(self.mutable, {name: (min(v), max(v)) for name, v in values.items()})
 
     def parameters(self, hparams: Hparams) -> tuple[dict[str, Value], dict[str, BaseDistribution]]:
         """Return the parameters of a trial that are not None, and their distributions."""
-        params: dict[str, Value] = {}
-        distributions: dict[str, BaseDistribution] = {}
-        for name, value in _values(hparams, self.mutable).items():
-            found = self._distribution(name, value)
-            if found is not None:
-                params[name], distributions[name] = value, found
-        return params, distributions
+        values = _values(hparams, self.mutable)
+        distributions = {
+            name: distribution
+            for name, value in values.items()
+            if (distribution := self._distribution(name, value)) is not None
+        }
+        return {name: values[name] for name in distributions}, distributions
 
     def _distribution(self, name: str, value: Value) -> BaseDistribution | None:
         """Return the distribution of a parameter; a range is widened to include `value`.
@@ -244,15 +222,13 @@ def _values(hparams: Hparams, mutable: HyperparameterConfig) -> dict[str, Value]
 
 
 def _trial_of(
-    agent: AgentRecord,
-    record: RoundRecord,
-    parent: FrozenTrial | None,
-    space: Space,
+    agent: AgentRecord, record: RoundRecord, parent: FrozenTrial | None, space: Space
 ) -> FrozenTrial:
     """Return the trial of an agent in a round; `parent` is its parent trial, None in round 0."""
     continues = parent is not None and parent.user_attrs["member"] == agent.member
-    score = agent.score
-    changes = {name: list(change) for name, change in agent.mutation.changes.items()}
+    scores = () if agent.score is None else (agent.score, *agent.score.further)
+    errors = ("fitness_se", *(f"{one.name}_se" for one in scores[1:]))
+    metrics = {**agent.metrics, "tokens": agent.tokens}
     attributes = {
         "agent": agent.agent,
         "member": agent.member,
@@ -260,26 +236,33 @@ def _trial_of(
         "round": agent.round,
         "parent_trial": None if parent is None else parent.number,
         "op": "continue" if continues else agent.mutation.op,
-        "mutated": {} if continues else changes,
+        "mutated": {}
+        if continues
+        else {name: list(change) for name, change in agent.mutation.changes.items()},
         "adapter_sha256": agent.adapter_sha256,
         "checkpoint": agent.checkpoint,
         "seed": agent.seed,
         "hparams": agent.hparams.to_dict(),
-        "fitness_se": None if score is None else _finite(score.se),
-        **{f"{o.name}_se": _finite(o.se) for o in (() if score is None else score.further)},
+        "fitness_se": None,
+        **{
+            name: one.se if math.isfinite(one.se) else None
+            for name, one in zip(errors, scores, strict=False)
+        },
         "reason": agent.reason,
-        **_metrics(agent),
+        **{f"train/{name}": n for name, n in metrics.items() if math.isfinite(n)},
     }
-    values: list[float] | None = None
-    if score is not None and agent.state == "ok" and score.is_finite:
-        values = [one.mean for one in (score, *score.further)]
-    times = record.started, record.ended
+    ranked = agent.score is not None and agent.state == "ok" and agent.score.is_finite
+    first_step = agent.round * len(agent.step_rewards)
     return _finished(
-        values,
+        [one.mean for one in scores] if ranked else None,
         space.parameters(agent.hparams),
         attributes,
-        times,
-        _steps(agent),
+        (record.started, record.ended),
+        {
+            first_step + step: reward
+            for step, reward in enumerate(agent.step_rewards)
+            if reward is not None
+        },
         between=record.between,
     )
 
@@ -332,7 +315,7 @@ def _finished(
 ) -> FrozenTrial:
     """Return a finished trial: FAIL if `values` is None, PRUNED for a round in between.
 
-    `times` are start and end in seconds since 1970; if one is None, both are the present time.
+    `times` are start and end in seconds since 1970; with an unknown one, both are now.
     """
     from optuna.trial import TrialState, create_trial
 
@@ -351,22 +334,3 @@ def _finished(
         trial.datetime_start = datetime.fromtimestamp(started)
         trial.datetime_complete = datetime.fromtimestamp(ended)
     return trial
-
-
-def _metrics(agent: AgentRecord) -> dict[str, float]:
-    """Return the finite metrics of a round's training."""
-    numbers = {**agent.metrics, "tokens": agent.tokens}
-    return {f"train/{name}": number for name, number in numbers.items() if math.isfinite(number)}
-
-
-def _steps(agent: AgentRecord) -> dict[int, float]:
-    """Return the training rewards by the number of the step in the run."""
-    first = agent.round * len(agent.step_rewards)
-    return {
-        first + step: reward for step, reward in enumerate(agent.step_rewards) if reward is not None
-    }
-
-
-def _finite(value: float | None) -> float | None:
-    """Return the value, None if it is not finite."""
-    return value if value is not None and math.isfinite(value) else None

@@ -2,15 +2,13 @@
 
 The log is a set of files to which the run appends: rounds.jsonl has a line per finished round,
 metrics/ has a file per round with a line per step and agent, notes.jsonl has events that belong to
-no round, and summary.json has the final result. A `Cursor` is the position of a reader in the log.
-An entry may be read twice, after a reader was killed or a run was resumed; both times it has the
-same position and the same values.
+no round, and summary.json has the final result. An entry may be read twice, after a reader was
+killed or a run was resumed; both times it has the same position and the same values.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -19,17 +17,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeInt, TypeAdapter
 
 from evo_grpo.errors import CheckpointError, RunDirError
-from evo_grpo.record.config import read_config
-from evo_grpo.record.files import reading, to_line
-from evo_grpo.record.folder import expect_run, is_trained, parse_rounds, round_name
+from evo_grpo.record.files import expecting, reading, to_line
+from evo_grpo.record.folder import expect_run, is_trained, parse_rounds, read_config, round_name
 from evo_grpo.record.history import WHERE, row_of
 from evo_grpo.record.names import METRICS, NOTES, ROUNDS, SUMMARY
 from evo_grpo.record.plain import MAX_LOG_BYTES, opened_plain, stamp_of
 from evo_grpo.record.records import to_json
 from evo_grpo.record.summary import read_summary
+from evo_grpo.schema.problems import validated
 from evo_grpo.settings import RunConfig
 from evo_grpo.types import Slot
 
@@ -52,13 +50,9 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepDone:
-    """The agents took a GRPO step.
+    """The agents took a GRPO step, the `number`th of the run; `round` and `step` are 0-based.
 
-    Attributes:
-        round: 0-based round.
-        step: Step in the round, 0-based.
-        number: GRPO steps of the run including this one, >= 1.
-        agents: Metrics by slot and name, as in `evo_grpo.record.vocabulary`; None if not finite.
+    `agents` has metrics by slot and name, as in `evo_grpo.record.vocabulary`; None if not finite.
     """
 
     round: int
@@ -91,6 +85,7 @@ class RunFinished:
     summary: Mapping[str, Any]
 
 
+_NOTE = TypeAdapter(Noted)
 Entry = RunStarted | StepDone | RoundDone | Noted | RunFinished
 
 
@@ -99,7 +94,6 @@ class Cursor:
     """The position of a reader in the log of a run.
 
     Attributes:
-        started: Whether `RunStarted` was read.
         rounds: Number of finished rounds that were read.
         place: Byte offset of the last of these rounds in rounds.jsonl.
         last: Digest of the last of these rounds; it changes if a request changes the plan.
@@ -123,12 +117,9 @@ START = Cursor()
 def entries(
     run: str | Path, after: Cursor = START, *, follow: bool = False
 ) -> Iterator[tuple[Cursor, Entry]]:
-    """Yield the entries of a run's log, oldest first, each with the cursor after the entry.
+    """Yield the entries of a run's log after a cursor, each with the cursor after the entry.
 
-    Args:
-        run: The run folder; nothing is written to it.
-        after: Cursor after the last entry that was read before.
-        follow: Wait for new entries until the run has finished or no process trains it.
+    With `follow`, wait for new entries until the run has finished or no process trains it.
 
     Raises:
         RunNotFoundError: `run` is not a run folder.
@@ -212,8 +203,8 @@ def _rounds(folder: Path, at: Cursor) -> tuple[Cursor, list[tuple[int, RoundReco
 
 def _placed(path: Path, *, start: int = 0, first: int = 0) -> list[tuple[int, RoundRecord]]:
     """Return the rounds of rounds.jsonl from byte `start`, each with its byte offset."""
-    found = parse_rounds(path, start=start, first=first)
-    return list(zip(found.places, found.records, strict=True))
+    parsed = parse_rounds(path, start=start, first=first)
+    return list(zip(parsed.places, parsed.records, strict=True))
 
 
 def _steps(
@@ -266,14 +257,8 @@ def _read(path: Path, start: int) -> bytes:
 
 
 def _note(path: Path, line: bytes) -> Noted:
-    try:
-        data = json.loads(line)
-        return Noted(float(data["time"]), str(data["text"]))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: expected a note with a time and a text, got {line[:200]!r} ({error!r}); "
-            "remove the line"
-        ) from error
+    with expecting(path, "a note with a time and a text", f"remove the line {line[:200]!r}"):
+        return validated(_NOTE, line)
 
 
 def _digest(data: Mapping[str, Any]) -> str:

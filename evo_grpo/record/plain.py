@@ -1,13 +1,14 @@
-"""Open files of run folders: regular ones only, never through a link, up to a size.
+"""Open files of run folders, and compare them with their digests.
 
-A run folder may come from a stranger. Through a link in it, a resume would truncate, extend or
-delete a file outside of the folder, and an export would publish one. Links above the run folder are
-followed.
+A run folder may come from a stranger. Only regular files are opened, up to a size: through a link,
+a resume would change a file outside of the folder, and an export would publish one. Links above the
+run folder are followed.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 from contextlib import contextmanager, suppress
@@ -16,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 from pydantic import AfterValidator
 
-from evo_grpo.errors import RunDirError
+from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.record.names import CHECKPOINTS
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator, Mapping
 
 #: Without O_NONBLOCK, opening a pipe waits for its other end.
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -36,11 +37,9 @@ MAX_LOG_BYTES = 1 << 30
 def open_plain(path: Path, flags: int) -> int:
     """Open a regular file, never through a link, and return its descriptor.
 
-    A file opened for writing must have no second hard link, whose content would change too. The
-    umask decides the permissions of a new file.
-
     Raises:
-        RunDirError: The path is a link or no regular file, or has several hard links.
+        RunDirError: The path is a link or no regular file, or is to be written and has several
+            hard links, whose content would change too.
         OSError: As `os.open` raises it.
     """
     try:
@@ -51,12 +50,12 @@ def open_plain(path: Path, flags: int) -> int:
             raise _refused(path) from None
         raise
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise _refused(path)
-        if found.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR):
+        if status.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR):
             raise RunDirError(
-                f"{path}: expected a file of this folder alone, got one with {found.st_nlink} "
+                f"{path}: expected a file of this folder alone, got one with {status.st_nlink} "
                 "names (hard links), which would all change with it; copy it and put the copy in "
                 "its place"
             )
@@ -100,10 +99,10 @@ def refuse_oversized(path: Path, most: int = MAX_LOG_BYTES) -> None:
 def stamp_of(path: Path) -> tuple[int, ...] | None:
     """Return a value that changes with each write to a file or folder; None if it is missing."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def is_plain(path: Path) -> bool:
@@ -126,13 +125,13 @@ def refuse_links(path: Path, most: int | None = None, *, deep: bool = True) -> N
     while pending:  # not recursive: a folder may be deeper than Python's recursion limit
         place = pending.pop()
         try:
-            found = place.lstat()
+            mode = place.lstat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             continue
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(mode):
             if deep or place == path:
                 pending += sorted(place.iterdir(), reverse=True)
-        elif not stat.S_ISREG(found.st_mode):
+        elif not stat.S_ISREG(mode):
             raise _refused(place)
         elif most is not None and place.suffix == ".json":
             refuse_oversized(place, most)
@@ -181,3 +180,39 @@ def _refused(path: Path) -> RunDirError:
         f"{path}: expected a regular file or folder of its own, got {kind}, which may lead out of "
         "the folder and is neither read nor written; remove it, or replace it by the file itself"
     )
+
+
+def sha256_of(file: Path) -> str | None:
+    """Return the SHA-256 of a file, or None if there is no regular file."""
+    if not file.is_file():
+        return None
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def check_digests(
+    folder: Path, files: Mapping[str, str], recorded_by: str, or_else: str = ""
+) -> None:
+    """Raise CheckpointError for the first of `files` (path -> SHA-256) that is missing or changed.
+
+    The message names `recorded_by`, such as "round 1 recorded", and the remedy `or_else`.
+    """
+    for name, digest in damaged(folder, files):
+        raise CheckpointError(
+            f"checkpoint {folder / name}: it is not the one that {recorded_by} (expected sha256 "
+            f"{files[name]}, got {digest or 'no file'}); put the file back as it was"
+            f"{or_else and ', '}{or_else}"
+        )
+
+
+def damaged(folder: Path, files: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
+    """Yield the name and SHA-256 of each file whose digest differs; the SHA-256 is None if missing.
+
+    A file that is larger than any file of an adapter raises RunDirError.
+    """
+    for name, expected in files.items():
+        file = folder / name
+        refuse_oversized(file, MAX_WEIGHT_BYTES)
+        digest = sha256_of(file) if is_plain(file) else None
+        if digest != expected:
+            yield name, digest

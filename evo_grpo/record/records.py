@@ -13,7 +13,7 @@ from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.plain import CheckpointPath, RelativePath
 from evo_grpo.schema.hparams import Hparams, is_mutable
-from evo_grpo.schema.validated import validated
+from evo_grpo.schema.problems import validated
 from evo_grpo.schema.validation import shown
 from evo_grpo.types import Decision, Member, Mutation, Number, RequestOutcome, Score, Slot
 
@@ -47,16 +47,13 @@ FORMAT = 4
 
 @dataclass(frozen=True)
 class AgentRecord:
-    """One agent in one round.
+    """One agent in one round (0-based).
 
     Attributes:
-        agent: Slot of the agent.
         parent: Member id of the parent, or None.
-        round: 0-based round.
         state: "ok" or "failed" (its update or its evaluation was not finite).
         score: Fitness after the round, None if the agent failed.
-        metrics: Means over the steps of the round: reward, kl, loss, zero_variance, clip_fraction,
-            entropy, grad_norm, ...
+        metrics: Means over the steps of the round, by the names of `record.vocabulary`.
         tokens: Tokens that the agent sampled in training in this round.
         wall_seconds: The round's wall time, divided among the agents by their share of tokens.
         checkpoint: Path relative to the run folder, or None.
@@ -98,28 +95,24 @@ class NextAgents:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One finished round: a line of rounds.jsonl.
+    """One finished round (0-based): a line of rounds.jsonl.
 
     Attributes:
-        round: 0-based.
         agents: One record per agent that played the round, sorted by slot.
         seconds: Phase -> wall seconds (generate, reward, learn, evaluate, evolve, checkpoint).
         members: The members that train in the NEXT round, sorted by slot. Agents of this round
             that are missing here leave the population. After the last round, all stay.
         next_hparams: Hyperparameters of `members`, in the same order.
-        mutable: Names of the hyperparameters that may mutate in this run, whether or not they have
-            changed so far; the hyperparameter columns of tables.
+        mutable: Names of the hyperparameters that may mutate in this run.
         decisions: Decisions about the agents after the round, with reasons.
         starts: Training prompts, or episode seeds, used since the start of the run.
         evaluation_tokens: Tokens sampled to evaluate the agents after the round.
-        files: SHA-256 of each file of the round, by its path in the run folder; empty until they
-            are written.
+        files: SHA-256 of each file of the round, by its path in the run folder.
         reduced: Engine settings that were lowered during the run because the device ran out of
             memory, with their present values; with several processes, the least of them.
-        decodes_by: The implementation that sampled (see `RolloutEngine`): another one rounds
-            differently, and so now and then samples other tokens.
-        started: Start time in seconds since 1970 (UTC); None if unknown.
-        ended: End time, likewise.
+        decodes_by: The implementation that sampled (see `RolloutEngine`); another one rounds
+            differently.
+        started, ended: Times in seconds since 1970 (UTC); None if unknown.
         steering: Requests of the user between this round and the next one, in order, with their
             outcomes; they are applied in `members`, `next_hparams` and `decisions`.
         next_member: The next free member id after requests of the user; 0 without requests.
@@ -165,11 +158,12 @@ class RoundRecord:
     @property
     def paused_by(self) -> str | None:
         """Id of the request that pauses the run after this round, None if it is not paused."""
-        found: str | None = None
-        for one in self.steering:
-            if not one.refused and one.request.op in ("pause", "continue", "stop-after-round"):
-                found = one.request.id if one.request.op == "pause" else None
-        return found
+        pause: str | None = None
+        for outcome in self.steering:
+            request = outcome.request
+            if not outcome.refused and request.op in ("pause", "continue", "stop-after-round"):
+                pause = request.id if request.op == "pause" else None
+        return pause
 
     @property
     def ends_process(self) -> bool:
@@ -227,19 +221,19 @@ class Amendment:
     @classmethod
     def of(cls, record: RoundRecord) -> Amendment:
         """Return the amendment that turns the recorded round into `record`."""
-        own = {field.name: getattr(record, field.name) for field in fields(cls)[1:]}
-        return cls(record.round, **own)
+        changed = {field.name: getattr(record, field.name) for field in fields(cls)[1:]}
+        return cls(record.round, **changed)
 
     def applied(self, record: RoundRecord) -> RoundRecord:
         """Return the record of the round with this amendment applied."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
-        return replace(record, **own)
+        changed = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        return replace(record, **changed)
 
 
 def outline(record: RoundRecord) -> RoundRecord:
     """Return a record without most metrics, rewards by prompt, decisions and digests.
 
-    A long run keeps only outlines of all rounds but the last one in memory. The one metric that the
+    A long run keeps outlines of all rounds but the last one in memory. The one metric that the
     rules of population.stop read is kept.
     """
     agents = tuple(
@@ -265,9 +259,9 @@ def to_json(record: RoundRecord | Amendment) -> dict[str, Any]:
 
 def check_format(data: Mapping[str, Any], where: str) -> None:
     """Raise RunDirError for a line of rounds.jsonl in the format of another version."""
-    if (found := data.get("format")) != FORMAT:
+    if (version := data.get("format")) != FORMAT:
         raise RunDirError(
-            f"{where}: expected a run in format {FORMAT}, got {shown(found)}: another version of "
+            f"{where}: expected a run in format {FORMAT}, got {shown(version)}: another version of "
             "evo-grpo wrote it; finish or read it with that version, or start a new run in another "
             "folder"
         )

@@ -1,9 +1,9 @@
-"""The result of a replay: its trainings, its file replay.json, and its outcome; no torch."""
+"""The schedule of a run's winner, the trainings that replay it, and their result in replay.json."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,29 +13,166 @@ from pydantic import TypeAdapter
 from evo_grpo.errors import RunDirError
 from evo_grpo.record import columns
 from evo_grpo.record.arms import WINNER, Arm, Arms, Difference, caveat
-from evo_grpo.record.files import atomic_write, seal
-from evo_grpo.record.folder import expect_run, read_result
+from evo_grpo.record.files import atomic_write, plain_value, seal
+from evo_grpo.record.folder import (
+    expect_run,
+    read_config,
+    read_result,
+    read_rounds,
+    refuse_objects,
+)
 from evo_grpo.record.names import REPLAY_RESULT, REPLAYED
 from evo_grpo.record.plain import RelativePath
-from evo_grpo.record.schedule import Schedule, equal_prompts
+from evo_grpo.record.records import HyperparameterName
+from evo_grpo.record.summary import read_summary, winning_lines
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Score
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from evo_grpo.record.records import AgentRecord, RoundRecord
+
 FORMAT = 1
 """Version of replay.json."""
 Outcome = Literal["ahead", "behind", "same", "failed", "unclear"]
+_OUTCOMES: Mapping[Outcome, str] = {
+    "ahead": "the schedule beat its last values held constant",
+    "behind": "the last values held constant beat the schedule",
+    "unclear": "the schedule and its last values do not differ significantly",
+    "same": "the schedule and its last values were the same in every step, so their difference is "
+    "chance",
+    "failed": "there is no result, because a training ended without a finite reward",
+}
+
+
+@dataclass(frozen=True)
+class ScheduledRound:
+    """One round (0-based) of the winner's line of ancestors.
+
+    `rows` are the completions, or episodes, that the member sampled in training, and `run_rows`
+    those of all agents of the run.
+    """
+
+    round: int
+    member: int
+    hparams: Hparams
+    rows: int
+    tokens: int
+    run_rows: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Hyperparameters of a run's winner, round by round along its line of ancestors.
+
+    Attributes:
+        kind: "last" (best agent of the last round), "archive" (best of all rounds; the line ends in
+            its round) or "mean" (of two survivors; the line is that of the first).
+        member, checkpoint: Those of the winner.
+        steps: GRPO steps per round.
+        mutable: Hyperparameters that mutate, then those that the user set.
+        rounds: First to last, without those between the best agent ever and a return to it.
+        run_rows, run_tokens: Completions of all agents in all rounds, and their tokens.
+        parents: Member ids of the two survivors of a mean, else empty.
+    """
+
+    kind: str
+    member: int
+    checkpoint: str
+    steps: int
+    mutable: tuple[HyperparameterName, ...]
+    rounds: tuple[ScheduledRound, ...]
+    run_rows: int
+    run_tokens: int
+    parents: tuple[int, ...] = field(default=(), compare=False)
+
+    @property
+    def rows(self) -> int:
+        """Completions of the whole line."""
+        return sum(one.rows for one in self.rounds)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole line."""
+        return sum(one.tokens for one in self.rounds)
+
+    @property
+    def last(self) -> Hparams:
+        """The hyperparameters of the last round."""
+        return self.rounds[-1].hparams
+
+    @property
+    def moves(self) -> bool:
+        """Whether a hyperparameter changes from one round to another."""
+        return any(one.hparams != self.last for one in self.rounds)
+
+    def prompts_per_step(self, one: ScheduledRound) -> float:
+        """Return the mean number of prompts per GRPO step in a round of the schedule."""
+        return one.rows / self.steps / one.hparams.group_size
+
+    def hyperparameters(self) -> tuple[str, ...]:
+        """Return the names of the hyperparameters that a table shows, in order."""
+        also = [name for name in self.mutable if name not in columns.ALWAYS]
+        return ("lr", "beta", "clip_coef", "group_size", *also)
+
+    def frame(self) -> pd.DataFrame:
+        """Return the schedule as a typed frame with one row per round.
+
+        The columns are round (0-based), member, the hyperparameters of the leaderboard,
+        prompts_per_step, rows and tokens.
+        """
+        names = [*columns.ALWAYS, *(n for n in self.mutable if n not in columns.ALWAYS)]
+        rows = [
+            {
+                "round": one.round,
+                "member": one.member,
+                **columns.values(one.hparams, names),
+                "prompts_per_step": self.prompts_per_step(one),
+                "rows": one.rows,
+                "tokens": one.tokens,
+            }
+            for one in self.rounds
+        ]
+        types = {
+            **dict.fromkeys(("round", "member"), "Int64"),
+            **columns.dtypes(names),
+            "prompts_per_step": "float64",
+            **dict.fromkeys(("rows", "tokens"), "Int64"),
+        }
+        return columns.frame(rows, types)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-able mapping."""
+        rounds = [
+            {**asdict(one), "prompts_per_step": self.prompts_per_step(one)} for one in self.rounds
+        ]
+        return plain_value({**asdict(self), "rounds": rounds})
+
+
+@dataclass(frozen=True)
+class Training:
+    """The plan of one kind of training of a replay, one of `REPLAYED`.
+
+    `hparams` are those of each round, `prompts` the prompts by round and GRPO step, each P >= 1.
+    """
+
+    name: str
+    hparams: tuple[Hparams, ...]
+    prompts: tuple[tuple[int, ...], ...]
+
+    @property
+    def rows(self) -> int:
+        """Completions that the training samples."""
+        rounds = zip(self.hparams, self.prompts, strict=True)
+        return sum(values.group_size * sum(counts) for values, counts in rounds)
 
 
 @dataclass(frozen=True)
 class Replayed(Arm):
-    """One kind of training of a replay: schedule-run or constant-run.
+    """The result of one kind of training, of which each sampled `rows`.
 
-    Attributes:
-        prompts: Prompts by round and GRPO step, each P.
-        rows: Completions, or episodes, sampled by one training.
-        failed_steps: Skipped steps of all trainings, whose gradients were not finite.
+    `failed_steps` are the skipped steps of all trainings, whose gradients were not finite.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -45,15 +182,13 @@ class Replayed(Arm):
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replay: the winner's schedule, and the trainings that repeated it.
+    """The result of a replay.
 
     Attributes:
-        schedule: Hyperparameters that the winner was trained with.
         repeats: Trainings of each kind.
         trained: schedule-run, constant-run.
         winner: The winner's mean reward, on the same test prompts with the same draws.
         differences: Schedule minus last values, then each kind minus the winner.
-        wall_seconds: Seconds of training and evaluation.
         files: SHA-256 of the files of the checkpoints, by their paths below `RUN/replay`.
     """
 
@@ -85,24 +220,16 @@ class Replay:
         moving, constant = map(self.training, REPLAYED)
         if not math.isfinite(moving.test.mean) or not math.isfinite(constant.test.mean):
             return "failed"
-        if not self.schedule.moves and equal_prompts(moving.prompts, constant.prompts):
+        if not self.schedule.moves and _equal_prompts(moving.prompts, constant.prompts):
             return "same"
-        found: dict[int, Outcome] = {1: "ahead", -1: "behind", 0: "unclear"}
-        return found[self.difference(*REPLAYED).sign]
+        outcomes: dict[int, Outcome] = {1: "ahead", -1: "behind", 0: "unclear"}
+        return outcomes[self.difference(*REPLAYED).sign]
 
     @property
     def verdict(self) -> str:
         """A sentence that says whether the schedule beat its last values."""
-        outcome = {
-            "ahead": "the schedule beat its last values held constant",
-            "behind": "the last values held constant beat the schedule",
-            "unclear": "the schedule and its last values do not differ significantly",
-            "same": "the schedule and its last values were the same in every step, so their "
-            "difference is chance",
-            "failed": "there is no result, because a training ended without a finite reward",
-        }[self.outcome]
-        found = self.difference(*REPLAYED)
-        return f"With the tokens of the whole run, {outcome}{_numbers(found)}."
+        numbers = _numbers(self.difference(*REPLAYED))
+        return f"With the tokens of the whole run, {_OUTCOMES[self.outcome]}{numbers}."
 
     def caveat(self) -> str:
         """Return what the intervals cover and what they do not."""
@@ -120,15 +247,6 @@ class Replay:
         (over the prompts), spread (standard deviation between the repeats), prompts, and the
         difference to the winner: ahead, ahead_se, p.
         """
-        rows: list[dict[str, object]] = []
-        for one in self.trained:
-            found = self.difference(one.name, WINNER)
-            names = ("rows", "tokens", "failed_steps", "spread")
-            fields = {name: getattr(one, name) for name in names}
-            ahead = {"ahead": found.difference, "ahead_se": found.error, "p": found.p}
-            rows.append({"training": one.name, **fields, **_test(one.test), **ahead})
-        own = {"rows": self.schedule.rows, "tokens": self.schedule.tokens}
-        rows.append({"training": WINNER, **own, **_test(self.winner)})
         types = {
             "training": "string",
             **dict.fromkeys(("rows", "tokens", "failed_steps"), "Int64"),
@@ -136,7 +254,27 @@ class Replay:
             "prompts": "Int64",
             **dict.fromkeys(("ahead", "ahead_se", "p"), "float64"),
         }
-        return columns.frame([{**dict.fromkeys(types), **row} for row in rows], types)
+        missing = dict.fromkeys(types)
+        rows: list[dict[str, object]] = []
+        for one in self.trained:
+            ahead = self.difference(one.name, WINNER)
+            rows.append(
+                {
+                    **missing,
+                    "training": one.name,
+                    "rows": one.rows,
+                    "tokens": one.tokens,
+                    "failed_steps": one.failed_steps,
+                    "spread": one.spread,
+                    **_test(one.test),
+                    "ahead": ahead.difference,
+                    "ahead_se": ahead.error,
+                    "p": ahead.p,
+                }
+            )
+        spent = {"rows": self.schedule.rows, "tokens": self.schedule.tokens}
+        rows.append({**missing, "training": WINNER, **spent, **_test(self.winner)})
+        return columns.frame(rows, types)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of replay.json."""
@@ -150,6 +288,79 @@ class Replay:
 
 
 _REPLAY = TypeAdapter(Replay)
+
+
+def read_schedule(run: str | Path) -> Schedule:
+    """Return the schedule of the winner of a finished run.
+
+    Raises:
+        RunDirError: The run is not finished, was recorded with objects that no file can name, or
+            its winner trained for a single round.
+    """
+    folder = expect_run(run)
+    summary = read_summary(folder)
+    if summary is None:
+        raise RunDirError(
+            f"{folder}: expected a finished run with a winner, got one without summary.json; "
+            f"finish it with: evo-grpo resume {folder}"
+        )
+    refuse_objects(
+        folder,
+        "so its trainings cannot be repeated from the folder; evo_grpo.history(folder) has the "
+        "hyperparameters of every agent by round, to train a new agent with in Python",
+    )
+    steps = read_config(folder).population.steps_per_round
+    schedule = winner_schedule(read_rounds(folder), summary["best"], steps)
+    if len(schedule.rounds) < 2:
+        raise RunDirError(
+            f"{folder}: expected a winner that trained for two rounds or more, got member "
+            f"{schedule.member} after its only round; start a run with more rounds "
+            "(population.rounds), or with lower learning rates where later rounds were worse"
+        )
+    return schedule
+
+
+def winner_schedule(
+    rounds: Sequence[RoundRecord], winner: Mapping[str, Any], steps: int
+) -> Schedule:
+    """Return the schedule of a winner: "best" of summary.json; rounds have `steps` GRPO steps."""
+    all_rows = {record.round: sum(map(_rows, record.agents)) for record in rounds}
+    mutable = [name for record in rounds for name in record.mutable] + columns.steered(rounds)
+    return Schedule(
+        kind=winner["kind"],
+        member=winner["member"],
+        checkpoint=winner["checkpoint"],
+        steps=steps,
+        mutable=tuple(dict.fromkeys(mutable)),
+        rounds=tuple(
+            ScheduledRound(
+                one.round, one.member, one.hparams, _rows(one), one.tokens, all_rows[one.round]
+            )
+            for one in winning_lines(rounds, winner)[0]
+        ),
+        run_rows=sum(all_rows.values()),
+        run_tokens=sum(agent.tokens for record in rounds for agent in record.agents),
+        parents=tuple(winner["parents"]) if winner["kind"] == "mean" else (),
+    )
+
+
+def trainings(schedule: Schedule) -> tuple[Training, Training]:
+    """Plan the trainings of a replay: schedule-run, and constant-run with the last values.
+
+    Both have the steps and rounds of the schedule. schedule-run samples in each round the rows of
+    all agents of the run; rows of rounds that the line lacks are spread over its rounds.
+    constant-run samples the same total, with equal numbers of prompts per step up to rounding. Each
+    samples the rows of the run up to one group, and at least one prompt per step.
+    """
+    rounds, steps = schedule.rounds, schedule.steps
+    scale = schedule.run_rows / sum(one.run_rows for one in rounds)
+    rows = [one.run_rows * scale for one in rounds]
+    values, last = tuple(one.hparams for one in rounds), (schedule.last,) * len(rounds)
+    counts = _evenly(round(sum(rows) / schedule.last.group_size), len(rounds) * steps)
+    evenly = tuple(counts[i * steps : (i + 1) * steps] for i in range(len(rounds)))
+    prompts = (_prompts(rows, values, steps), evenly)
+    moving, constant = map(Training, REPLAYED, (values, last), prompts)
+    return moving, constant
 
 
 def unmoved(schedule: Schedule) -> str:
@@ -167,10 +378,10 @@ def read_replay(run: str | Path, file: Path | None = None) -> Replay | None:
     """Return the result in replay.json or `file`, None if it is missing or was interrupted."""
     file = file or expect_run(run) / REPLAY_RESULT
     what = f"the result of a replay in format {FORMAT}"
-    found = read_result(file, _REPLAY, what, f"replay {run} --force")
-    if found is None:
+    result = read_result(file, _REPLAY, what, f"replay {run} --force")
+    if result is None:
         return None
-    data, replay = found
+    data, replay = result
     if data.get("format") != FORMAT:
         raise RunDirError(
             f"{file}: expected {what}, got format {data.get('format')!r}; read it with the "
@@ -179,24 +390,55 @@ def read_replay(run: str | Path, file: Path | None = None) -> Replay | None:
     return replay
 
 
-def write_replay(run: Path, found: Replay) -> None:
+def write_replay(run: Path, replay: Replay) -> None:
     """Write replay.json, which marks the replay of a run as finished."""
-    atomic_write(run / REPLAY_RESULT, seal(found.to_json(), indent=1), "replay")
+    atomic_write(run / REPLAY_RESULT, seal(replay.to_json(), indent=1), "replay")
+
+
+def _equal_prompts(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> bool:
+    """Return whether two trainings have equal prompts in every step, up to one prompt."""
+    pairs = zip(first, second, strict=True)
+    return all(abs(a - b) <= 1 for one, other in pairs for a, b in zip(one, other, strict=True))
+
+
+def _prompts(
+    rows: Sequence[float], hparams: Sequence[Hparams], steps: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the prompts of each round and step; the rounding remainder carries over."""
+    left = 0.0
+    prompts: list[tuple[int, ...]] = []
+    for of_round, values in zip(rows, hparams, strict=True):
+        left += of_round
+        counts = _evenly(round(left / values.group_size), steps)
+        left -= sum(counts) * values.group_size
+        prompts.append(counts)
+    return tuple(prompts)
+
+
+def _evenly(groups: int, steps: int) -> tuple[int, ...]:
+    """Divide groups evenly over steps, at least one per step."""
+    groups = max(groups, steps)
+    return tuple((i + 1) * groups // steps - i * groups // steps for i in range(steps))
+
+
+def _rows(agent: AgentRecord) -> int:
+    """Return the rows that an agent sampled in a round, dropped episodes included."""
+    return int(agent.metrics["rows"] + agent.metrics.get("dropped", 0.0))
 
 
 def _test(score: Score) -> dict[str, float]:
     return {"test": score.mean, "test_se": score.se, "prompts": score.n}
 
 
-def _numbers(found: Difference) -> str:
+def _numbers(ahead: Difference) -> str:
     """Return a difference with its interval as text, empty if it has no interval."""
-    if not math.isfinite(found.error):
+    if not math.isfinite(ahead.error):
         return ""
     text = (
-        f": schedule minus constant {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}] "
+        f": schedule minus constant {ahead.difference:+.3f} [{ahead.low:+.3f}, {ahead.high:+.3f}] "
         "per test prompt"
     )
-    beyond_zero = found.low > 0 or found.high < 0
-    if found.trainings > 1 and beyond_zero and not found.sign:
-        text += f", and p {found.p:.2g} from {found.prompts} prompts"
+    beyond_zero = ahead.low > 0 or ahead.high < 0
+    if ahead.trainings > 1 and beyond_zero and not ahead.sign:
+        text += f", and p {ahead.p:.2g} from {ahead.prompts} prompts"
     return text

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError
 from evo_grpo.record import names
-from evo_grpo.record.digests import sha256_of
 from evo_grpo.record.family import best_agent, best_ever, front
 from evo_grpo.record.files import (
     FolderLock,
@@ -53,7 +52,7 @@ from evo_grpo.record.folder import (
     round_entries,
     round_name,
 )
-from evo_grpo.record.plain import is_plain
+from evo_grpo.record.plain import is_plain, sha256_of
 from evo_grpo.record.records import Amendment, outline, to_json
 from evo_grpo.record.steering import ids_of_requests
 
@@ -70,9 +69,7 @@ ever and of the front stay."""
 
 @final
 class RunDir(AbstractContextManager["RunDir"]):
-    """A run folder that this process has locked; use it as a context manager, or call `close`.
-
-    `create` and `open` construct it.
+    """A run folder that this process has locked until `close`; `create` and `open` construct it.
 
     Attributes:
         lock: Lock of the folder; its file names the round that is played.
@@ -90,12 +87,8 @@ class RunDir(AbstractContextManager["RunDir"]):
     ) -> RunDir:
         """Create the folder of a new run and lock it.
 
-        Args:
-            path: The folder, new or empty; None creates `runs/<name>-<n>` in the current folder.
-            name: Name of the run; used only if `path` is None.
-            resolved_yaml: The configuration with all defaults.
-            force: Replace an existing run, or write the run beside files with other names. Only
-                files of a run are removed.
+        A `path` of None stands for `runs/<name>-<n>` in the current folder. `force` replaces an
+        existing run, or writes the run beside files with other names.
 
         Raises:
             RunDirError: The folder is in use, or it is not empty and `force` is False.
@@ -133,10 +126,9 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Lock the folder of an existing run to continue it, without changing its files.
 
         Raises:
-            RunNotFoundError: `path` is not a run folder.
             RunDirError: The folder is in use, was written by another version of this library, or
                 has a link in place of one of its files.
-            CheckpointError: A line of rounds.jsonl is damaged.
+            CheckpointError: A line of rounds.jsonl is damaged or lost.
         """
         folder = expect_run(path)
         with writing(folder):
@@ -206,10 +198,9 @@ class RunDir(AbstractContextManager["RunDir"]):
         return {name: atomic_write(self.path / name, text)}
 
     def reopen(self) -> None:
-        """Turn a finished run into an unfinished one, so that it can play more rounds.
+        """Turn a finished run into an unfinished one, whose last round's plan is to be played.
 
-        The names of the summary, the comparison and the replay get the number of rounds. The plan
-        of the last round becomes that of the run. A second call has no further effect.
+        The names of its results get the number of rounds. A second call has no further effect.
         """
         number = len(self._rounds)
         if not number or self._rounds[-1].plan is None:
@@ -268,11 +259,11 @@ class RunDir(AbstractContextManager["RunDir"]):
         for number, folder in round_entries(self.path / names.CHECKPOINTS):
             if number >= len(self._rounds):
                 continue
-            there = list(folder.iterdir())
-            rest = [one for one in there if one.relative_to(self.path).as_posix() not in kept]
-            for path in [folder] if rest == there else rest:
+            paths = list(folder.iterdir())
+            dropped = [path for path in paths if path.relative_to(self.path).as_posix() not in kept]
+            for path in [folder] if dropped == paths else dropped:
                 remove(path)
-            if rest:
+            if dropped:
                 with writing(folder):
                     sync(folder if folder.exists() else folder.parent)
 
@@ -286,15 +277,15 @@ def _numbered(parent: Path, name: str) -> Path:
     """Create and return `<parent>/<name>-<n>`, with n one above the greatest number in use."""
     stem = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run"
     pattern = re.compile(re.escape(stem) + r"-(\d+)")
-    used = [int(found[1]) for path in parent.iterdir() if (found := pattern.fullmatch(path.name))]
-    number = max(used, default=0) + 1
+    matches = map(pattern.fullmatch, (path.name for path in parent.iterdir()))
+    number = max((int(match[1]) for match in matches if match), default=0)
     while True:
+        number += 1
         folder = parent / f"{stem}-{number}"
         with suppress(FileExistsError):  # another process took the number
             folder.mkdir()
             sync_names(parent)
             return folder
-        number += 1
 
 
 def refuse_taken(folder: Path, *, force: bool = False) -> None:
@@ -305,24 +296,21 @@ def refuse_taken(folder: Path, *, force: bool = False) -> None:
     if is_run(folder):
         if force:
             return
-        state = "a finished run; "
+        state, remedy = "a finished run", "choose another --out, or replace it with --force"
         if not (folder / names.SUMMARY).is_file():
-            state = f"an unfinished run; continue with: {continuing(folder)}, "
-        raise RunDirError(
-            f"{folder}: expected a new or empty folder, found {state}choose another --out, or "
-            "replace it with --force"
+            state, remedy = "an unfinished run", f"continue with: {continuing(folder)}, {remedy}"
+    else:
+        others = sorted(
+            path.name
+            for path in (folder.iterdir() if folder.is_dir() else ())
+            if not _left_by_setup(path) and (not force or path.name in names.OWN)
         )
-    others = sorted(
-        path.name
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if not _left_by_setup(path) and (not force or path.name in names.OWN)
-    )
-    if others:
-        shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        if not others:
+            return
+        state = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         beside = "" if force else ", or write the run beside them with --force"
-        raise RunDirError(
-            f"{folder}: expected a new or empty folder, found {shown}; choose another --out{beside}"
-        )
+        remedy = f"choose another --out{beside}"
+    raise RunDirError(f"{folder}: expected a new or empty folder, found {state}; {remedy}")
 
 
 def _left_by_setup(path: Path) -> bool:
@@ -340,10 +328,10 @@ def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
     A stopped run has files of at most one round after its last line, or of two if the disk of the
     first rank is slow. A resume plays these rounds again.
     """
-    found = {number for number, _ in round_entries(folder / names.CHECKPOINTS)}
+    saved = {number for number, _ in round_entries(folder / names.CHECKPOINTS)}
     finished = len(rounds)
-    kept = not finished or finished - 1 in found or rounds[-1].unsaved
-    if (last := max(found, default=-1)) < finished or (last <= finished + 1 and kept):
+    kept = not finished or finished - 1 in saved or rounds[-1].unsaved
+    if (last := max(saved, default=-1)) < finished or (last <= finished + 1 and kept):
         return
     again = f", or, to play them again, remove round {finished + 1} and later from checkpoints/"
     raise CheckpointError(
@@ -380,8 +368,8 @@ def _parts(folder: Path) -> Iterator[Path]:
 
 def kept_checkpoints(rounds: Sequence[RoundRecord], policy: Retention) -> set[str]:
     """Return the recorded paths of the checkpoints that a policy keeps."""
-    count = len(rounds) if policy == "all" else policy if isinstance(policy, int) else 1
-    kept = {a.checkpoint for record in rounds[-count:] for a in record.agents}
+    number = len(rounds) if policy == "all" else policy if isinstance(policy, int) else 1
+    kept = {a.checkpoint for record in rounds[-number:] for a in record.agents}
     kept |= {agent.checkpoint for agent in front(rounds)}
     if policy == "best":
         kept |= {best.checkpoint for record in rounds if (best := best_agent(record)) is not None}
@@ -395,8 +383,8 @@ def kept_throughout(
 
     Each policy comes with the number of finished rounds when it was last applied.
     """
-    there = kept_checkpoints(rounds, "all")
+    kept = kept_checkpoints(rounds, "all")
     for until, policy in policies:
         played = rounds[:until]
-        there -= kept_checkpoints(played, "all") - kept_checkpoints(played, policy)
-    return there
+        kept -= kept_checkpoints(played, "all") - kept_checkpoints(played, policy)
+    return kept

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,14 @@ from pydantic import TypeAdapter
 
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.evolve.steer import ON_AGENTS, ON_RUN, Boundary, Membership, steer
-from evo_grpo.record.config import adapter_of, read_config
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.files import atomic_write, remove, seal, unseal
 from evo_grpo.record.folder import (
+    adapter_of,
     config_text,
     expect_run,
     is_trained,
+    read_config,
     read_rounds,
     refuse_objects,
 )
@@ -33,7 +33,7 @@ from evo_grpo.record.names import BASELINE, LOCK, REQUEST, STEERING
 from evo_grpo.record.plain import is_folder, read_plain, refuse_links
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.summary import read_summary
-from evo_grpo.schema.validated import validated
+from evo_grpo.schema.problems import validated
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
 from evo_grpo.types import Member, Request, RequestOutcome, Slot
@@ -47,8 +47,7 @@ _SCHEMA = TypeAdapter(Request)
 class PendingRequests:
     """The pending requests of a run, oldest first.
 
-    Attributes:
-        unread: File -> error, for files that are truncated, unrecognised or links.
+    `unread` has an error by name of each file that is truncated, unrecognised or a link.
     """
 
     requests: tuple[Request, ...]
@@ -56,9 +55,7 @@ class PendingRequests:
 
 
 def write_request(folder: Path, request: Request) -> Request:
-    """Write a request atomically, without a lock, and return it with its id.
-
-    Ids are ordered by time; a new id follows pending ones even if the clock was set back.
+    """Write a request and return it with its id, which follows the pending ones.
 
     Raises:
         RunDirError: The folder of requests is a link or a file.
@@ -84,26 +81,23 @@ def ids_of_requests(folder: Path) -> frozenset[str]:
 
 def read_requests(folder: Path) -> PendingRequests:
     """Return the pending requests; unreadable files are listed in `unread`."""
-    place, found, unread = folder / STEERING, list[Request](), dict[str, str]()
+    place, requests, unread = folder / STEERING, list[Request](), dict[str, str]()
     if os.path.lexists(place) and not is_folder(place):
-        return PendingRequests(
-            (), {STEERING: f"{place}: expected a folder of the run, got something else"}
-        )
-    with suppress(FileNotFoundError):
-        for name in sorted(os.listdir(place)):
-            if not REQUEST.fullmatch(name):
-                continue
-            try:
-                found.append(_read(place / name))
-            except FileNotFoundError:  # withdrawn in the meantime
-                continue
-            except RunDirError as error:
-                unread[name] = str(error)
-            except (OSError, ValueError) as error:
-                unread[name] = (
-                    f"{place / name}: expected a request as evo-grpo steer writes it, but {error}"
-                )
-    return PendingRequests(tuple(found), unread)
+        unread[STEERING] = f"{place}: expected a folder of the run, got something else"
+        return PendingRequests((), unread)
+    for id in sorted(ids_of_requests(folder)):
+        file = place / f"{id}.json"
+        try:
+            requests.append(_read(file))
+        except FileNotFoundError:  # withdrawn in the meantime
+            continue
+        except RunDirError as error:
+            unread[file.name] = str(error)
+        except (OSError, ValueError) as error:
+            unread[file.name] = (
+                f"{file}: expected a request as evo-grpo steer writes it, but {error}"
+            )
+    return PendingRequests(tuple(requests), unread)
 
 
 def carried_out(rounds: Iterable[RoundRecord]) -> set[str]:
@@ -180,21 +174,19 @@ def state_of(run: str | Path) -> RunState:
     """Return the state of a run and of the requests to it."""
     folder = expect_run(run)
     # Read before the rounds: a request that is carried out meanwhile is then in one of these.
-    found = read_requests(folder)
+    pending = read_requests(folder)
     rounds = read_rounds(folder)
-    became = tuple((record.round, one) for record in rounds for one in record.steering)
     done, trains = carried_out(rounds), is_trained(folder)
-    playing = _round_in_lock(folder) if trains else 0
     return RunState(
-        folder,
-        read_config(folder),
-        rounds,
-        trains,
-        max(playing, len(rounds)),
-        read_summary(folder) is not None,
-        tuple(one for one in found.requests if one.id not in done),
-        tuple(found.unread.values()),
-        became,
+        folder=folder,
+        config=read_config(folder),
+        rounds=rounds,
+        trains=trains,
+        playing=max(_round_in_lock(folder) if trains else 0, len(rounds)),
+        finished=read_summary(folder) is not None,
+        waiting=tuple(one for one in pending.requests if one.id not in done),
+        unread=tuple(pending.unread.values()),
+        became=tuple((record.round, one) for record in rounds for one in record.steering),
     )
 
 
@@ -214,15 +206,8 @@ def ask(
 ) -> tuple[Request, RunState]:
     """Write a request to a run, which carries it out between two rounds.
 
-    Args:
-        run: The run folder.
-        op: The operation; see `evo_grpo.types.Request`.
-        agent: The agent to stop, overwrite or change.
-        source: The agent to clone.
-        values: Hyperparameters to set.
-
-    Returns:
-        The request as written, and the state of the run before it.
+    The arguments are the fields of `evo_grpo.types.Request`. Returns the request as written, and
+    the state of the run before it.
 
     Raises:
         ConfigError: The request cannot be carried out.
@@ -230,22 +215,26 @@ def ask(
             a file.
     """
     now = state_of(run)
-    _check_run(now)
+    _check_folder(now)
     request = Request(
-        "",  # `write_request` assigns the id
-        op,
-        agent,
-        source,
-        dict(values or {}),
-        now.playing - int(now.between),
-        time.time(),
+        id="",  # `write_request` assigns it
+        op=op,
+        agent=agent,
+        source=source,
+        values=dict(values or {}),
+        after=now.playing - int(now.between),
+        asked=time.time(),
     )
-    if op in ON_RUN:
-        _check_process(now, op)
+    if now.over:
+        problem = _over(now)
+    elif op in ON_RUN:
+        problem = _process_problem(now, op)
     elif op in ON_AGENTS:
-        _check_agents(now, request)
+        problem = _agents_problem(now, request)
     else:
-        raise ConfigError(f"steer: expected one of {', '.join((*ON_AGENTS, *ON_RUN))}, got {op!r}")
+        problem = f"steer: expected one of {', '.join((*ON_AGENTS, *ON_RUN))}, got {op!r}"
+    if problem:
+        raise ConfigError(problem)
     return write_request(now.folder, request), now
 
 
@@ -259,62 +248,68 @@ def cancel(run: str | Path) -> int:
     return len(ids)
 
 
-def _check_run(now: RunState) -> None:
-    """Raise an error if the run can carry out no request."""
+def _check_folder(now: RunState) -> None:
+    """Raise RunDirError for a folder whose run takes no requests."""
     folder = now.folder
     if config_text(folder).startswith(BASELINE):
         raise RunDirError(
             f"{folder}: expected a run, got a population of the comparison of "
             f"{folder.parent.parent}, which does not take requests; steer that run"
         )
-    if now.over:
-        state, when = "has played all of its", "now"
-        if now.trains and not now.finished:
-            state, when = "judges its winner after", "once it has ended"
-        raise ConfigError(
-            f"{folder}: expected a run with rounds to play, got one that {state} "
-            f"{len(now.rounds)}; extend it {when} with: evo-grpo resume {folder} --rounds N"
-        )
-    if not now.trains:
+    if not now.trains and not now.over:
         refuse_objects(folder, "so no command can resume it to carry out the request")
 
 
-def _check_process(now: RunState, op: str) -> None:
-    """Raise an error for a request to a training process if there is none, or it has no effect."""
-    if not now.trains:
-        raise ConfigError(
-            f"{op}: expected a run that a process trains, got {now.folder}, which no process "
-            f"trains at the moment; continue it with: evo-grpo resume {now.folder}"
-        )
-    if op != "continue" and now.in_last_round:
-        raise ConfigError(
-            f"{op}: expected a run with a round after the one it plays, got {now.folder} in round "
-            f"{now.playing + 1}, its last one, after which it judges its winner and ends"
-        )
+def _over(now: RunState) -> str:
+    """Return what a user can do whose run has no round left."""
+    state, when = "has played all of its", "now"
+    if now.trains and not now.finished:
+        state, when = "judges its winner after", "once it has ended"
+    return (
+        f"{now.folder}: expected a run with rounds to play, got one that {state} "
+        f"{len(now.rounds)}; extend it {when} with: evo-grpo resume {now.folder} --rounds N"
+    )
+
+
+def _process_problem(now: RunState, op: str) -> str:
+    """Return why a request to a training process cannot be carried out; empty if it can."""
+    folder = now.folder
     requested = [one.op for one in now.waiting if one.op in ON_RUN]
     last = requested[-1] if requested else ""
     paused = last == "pause" or (now.paused and "continue" not in requested)
-    if op == "continue" and not paused:
-        raise ConfigError(f"continue: expected a paused run, got {now.folder}, which trains")
-    if op == "pause" and paused:
-        raise ConfigError(
-            f"pause: expected a run that trains, got {now.folder}, which is paused or will be "
-            f"after this round; continue it with: evo-grpo steer {now.folder} continue"
+    if not now.trains:
+        problem = (
+            f"expected a run that a process trains, got {folder}, which no process trains at the "
+            f"moment; continue it with: evo-grpo resume {folder}"
         )
+    elif op != "continue" and now.in_last_round:
+        problem = (
+            f"expected a run with a round after the one it plays, got {folder} in round "
+            f"{now.playing + 1}, its last one, after which it judges its winner and ends"
+        )
+    elif op == "continue" and not paused:
+        problem = f"expected a paused run, got {folder}, which trains"
+    elif op == "pause" and paused:
+        problem = (
+            f"expected a run that trains, got {folder}, which is paused or will be after this "
+            f"round; continue it with: evo-grpo steer {folder} continue"
+        )
+    else:
+        return ""
+    return f"{op}: {problem}"
 
 
-def _check_agents(now: RunState, request: Request) -> None:
-    """Raise for a request that cannot be carried out after the waiting requests."""
-    plan, boundary = _known(now, request.after)
+def _agents_problem(now: RunState, request: Request) -> str:
+    """Return why a request cannot be carried out after the waiting ones; empty if it can."""
+    plan, boundary = _next_plan(now, request.after)
     for earlier in now.waiting:
         if earlier.op in ON_AGENTS:
             plan, _ = steer(plan, earlier, boundary)
-    _, became = steer(plan, request, boundary)
-    if became.refused:
-        raise ConfigError(f"{request}: {became.refused}")
+    _, outcome = steer(plan, request, boundary)
+    return f"{request}: {outcome.refused}" if outcome.refused else ""
 
 
-def _known(now: RunState, after: int) -> tuple[Membership, Boundary]:
+def _next_plan(now: RunState, after: int) -> tuple[Membership, Boundary]:
     """Return the plan and the boundary to which a new request would be applied at the earliest."""
     space, next_id = now.config.search_space(), next_member_id(now.rounds)
     if not now.rounds:

@@ -30,12 +30,8 @@ _WORDS = {
 class Played:
     """The values of a round that the rules of population.stop read.
 
-    Attributes:
-        scores: Fitness of each agent, or None.
-        tokens: Tokens sampled in training and evaluation.
-        seconds: Wall time.
-        signal: Whether any agent had a group with different rewards.
-        judge_cost: Cost of the judges from the start of the run to the end of the round.
+    `tokens` counts training and evaluation, `signal` says whether any agent had a group with
+    different rewards, and `judge_cost` is that since the start of the run.
     """
 
     scores: Sequence[Score | None]
@@ -102,8 +98,8 @@ def _surely(score: Score | RewardScore, least: float) -> bool:
 
 def _reaches(score: Score, least: Mapping[str, float]) -> bool:
     """Return whether each reward function in `least` has surely reached its value for an agent."""
-    found = {one.name: one for one in score.rewards}
-    return all(name in found and _surely(found[name], value) for name, value in least.items())
+    scores = {one.name: one for one in score.rewards}
+    return all(name in scores and _surely(scores[name], value) for name, value in least.items())
 
 
 def _without_signal(rounds: Sequence[Played]) -> int:
@@ -128,9 +124,9 @@ def why_it_ended(summary: Mapping[str, Any]) -> str:
 
 def rules_in_words(stop: StopConfig) -> str:
     """Return the rules that are set, in words; empty if none is."""
-    given = {rule: n for rule in _WORDS if (n := getattr(stop, rule)) not in (None, {})}
-    words = [_WORDS[rule].format(_number(n)) for rule, n in given.items()]
-    return ", or ".join(words) + (" (minutes are not repeatable)" if "minutes" in given else "")
+    rules = {rule: n for rule in _WORDS if (n := getattr(stop, rule)) not in (None, {})}
+    words = [_WORDS[rule].format(_number(n)) for rule, n in rules.items()]
+    return ", or ".join(words) + (" (minutes are not repeatable)" if "minutes" in rules else "")
 
 
 def _number(value: object) -> str:

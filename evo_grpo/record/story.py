@@ -35,17 +35,13 @@ VALUES_SHOWN = 5
 
 @dataclass(frozen=True)
 class Sentence:
-    """One sentence of the story of a run.
+    """One sentence of the story of a run; names in it come from files: escape it.
 
-    Attributes:
-        kind: "ended" (the rule that ended the run before its last round), "result" (the winner on
-            test prompts), "rewards" (the same by reward function), "passes" (the same by pass@k),
-            "leader" (the best agent before the end), "winner" (the winner and its ancestor in the
-            first population), "schedule" (how its hyperparameters moved), "choice" (the final
-            comparison), "validation" (why that score differs from the test score), "share" (the
-            winner's part of the training tokens), "judge" (the cost of the judge), "guess" (the
-            result without evolution) or "missing" (a missing fact, and why).
-        text: The sentence. Names in it come from files: escape it.
+    `kind` is "ended" (by a rule, before the last round), "result" (of the winner on test prompts;
+    also by "rewards" and as "passes"), "leader" (before the end), "winner" (and its ancestor),
+    "schedule" (how its hyperparameters moved), "choice" (the final comparison), "validation" (why
+    that score differs), "share" (of the training tokens), "judge" (its cost), "guess" (the result
+    without evolution) or "missing" (a missing fact, and why).
     """
 
     kind: str
@@ -61,15 +57,9 @@ def tell_story(
     comparison: Mapping[str, Any] | None = None,
     planned: int | None = None,
 ) -> tuple[Sentence, ...]:
-    """Return the story of a run.
+    """Return the story of a run; the arguments are the fields of a `RunView`.
 
-    Args:
-        rounds: The finished rounds, first to last.
-        winner: The winner; before the end, the agent that would win now.
-        rivals: The finalists that lost the final comparison.
-        summary: The content of summary.json; None if no agent was scored on test prompts.
-        comparison: The content of compare.json, or None.
-        planned: Rounds of the whole run; None if unknown.
+    `summary` is None if no agent was scored on test prompts, `planned` if it is unknown.
     """
     if winner is not None and summary is not None:
         return tuple(_finished(rounds, winner, rivals, summary, comparison))
@@ -243,13 +233,13 @@ def _winner(rounds: Sequence[RoundRecord], winner: SelectedAgent, *, alone: bool
 
 
 def _descent(rounds: Sequence[RoundRecord], line: Sequence[AgentRecord]) -> str:
-    own, founder = line[-1].agent, _founder(rounds, line[-1].member)
+    last, founder = line[-1].agent, _founder(rounds, line[-1].member)
     agents = [agent for agent, _ in groupby(record.agent for record in line)]
-    if agents == [own]:
+    if agents == [last]:
         return "has trained on weights of its own since the first round"
-    through = dict.fromkeys(agent for agent in agents[1:-1] if agent not in (own, founder))
+    through = dict.fromkeys(agent for agent in agents[1:-1] if agent not in (last, founder))
     by = f", by way of agent {listed(list(through))}" if through else ""
-    if founder == own:
+    if founder == last:
         return f"goes back to its own weights of the first round{by}"
     return f"descends from agent {founder} of the first round{by}"
 
@@ -265,23 +255,17 @@ def _schedules(
     lines: Sequence[Sequence[AgentRecord]], mutable: Sequence[str]
 ) -> Iterator[Sentence]:
     """Yield how the hyperparameters moved along each line of ancestors of the winner."""
-    shown: list[str] = []
     for line in lines:
-        own = "Its" if len(lines) == 1 else f"Agent {line[-1].agent}'s"
-        text = f"{own} {_moves(line, mutable)}."
-        if text not in shown:
-            shown.append(text)
-            yield Sentence("schedule", text)
-        by_hand = sorted(
-            {
-                one.round + 1
-                for one in line
-                if one.mutation.changes and one.mutation.op.startswith("steer-")
-            }
-        )
+        whose = "Its" if len(lines) == 1 else f"Agent {line[-1].agent}'s"
+        yield Sentence("schedule", f"{whose} {_moves(line, mutable)}.")
+        by_hand = [
+            one.round + 1
+            for one in line
+            if one.mutation.changes and one.mutation.op.startswith("steer-")
+        ]
         if by_hand:
             which = "round" if len(by_hand) == 1 else "rounds"
-            text = f"{own} values were changed by hand before {which} {listed(by_hand)}."
+            text = f"{whose} values were changed by hand before {which} {listed(by_hand)}."
             yield Sentence("schedule", text)
 
 
@@ -323,12 +307,12 @@ def _validation(winner: SelectedAgent, *, alone: bool) -> Iterator[Sentence]:
 
 
 def _share(rounds: Sequence[RoundRecord], lines: Sequence[Sequence[AgentRecord]]) -> str:
-    line = {(one.round, one.agent): one.tokens for records in lines for one in records}
+    by_agent = {(one.round, one.agent): one.tokens for line in lines for one in line}
+    tokens = sum(by_agent.values())
     total = sum(agent.tokens for record in rounds for agent in record.agents)
-    own = sum(line.values())
     return (
-        f"Its line of ancestors trained on {own / max(1, total):.0%} of all training tokens "
-        f"({own:,} of {total:,})."
+        f"Its line of ancestors trained on {tokens / max(1, total):.0%} of all training tokens "
+        f"({tokens:,} of {total:,})."
     )
 
 

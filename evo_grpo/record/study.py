@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.errors import ConfigError, RunDirError
-from evo_grpo.record.config import read_config
 from evo_grpo.record.files import atomic_write, many_objects, remove
-from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.folder import read_config, read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import Entry, RoundDone, RunFinished
 from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES, SUMMARY
@@ -44,16 +43,8 @@ class StudyReader:
     """Writes the trials of a run; a reader of its log (see `evo_grpo.readers.reader.Reader`).
 
     Each object reads the log from the start; after an error, construct a new one. The file in a run
-    folder is rewritten as a whole; a database gets its missing trials.
-
-    Args:
-        run: The run folder.
-        run_id: Id of the run.
-        url: URL of a database, as in `record.storage`; None for the file in the run folder.
-        id: Saved name of the study. Before 0.3 it could be longer than `study_name` gives.
-
-    Attributes:
-        id: Name of the study.
+    folder is rewritten as a whole; a database, at `url`, gets its missing trials. `id` is the saved
+    name of the study, which may be longer than `study_name` gives.
     """
 
     def __init__(self, run: Path, run_id: str, url: str | None = None, id: str = "") -> None:
@@ -96,7 +87,6 @@ class StudyReader:
         Raises:
             EngineUnavailable: The driver of the database is not installed.
             DatabaseError: The database cannot be used; the message quotes its error.
-            CheckpointError: The run folder is damaged.
             RunDirError: The study has trials of a copy of this run with other results.
         """
         if not isinstance(entry, RoundDone | RunFinished):
@@ -193,10 +183,9 @@ def open_study(
     attributes: Mapping[str, Any] | None = None,
     further: Sequence[ObjectiveConfig] = (),
 ) -> Study:
-    """Return the study of a run in a storage, created if missing.
+    """Return the study of a run in a storage, created if missing, with these user attributes.
 
-    `attributes` are the user attributes of the study; see `study_attributes`. `further` are the
-    objectives beside fitness, each with its own direction.
+    `further` are the objectives beside fitness, each with its own direction.
     """
     import optuna
 

@@ -96,6 +96,15 @@ class _Judge:
 
 @dataclass(frozen=True)
 class _Summary:
+    """The content of summary.json.
+
+    Attributes:
+        final_tokens: Tokens sampled to compare the candidates.
+        files: SHA-256 by path of the files of a mean that won.
+        stopped: The rules of population.stop that ended the run, with their values.
+        earlier: The results of the run before it was extended to more rounds.
+    """
+
     split: str
     base: MeanReward
     best: _Best
@@ -120,35 +129,27 @@ _SCHEMA = TypeAdapter(_Summary)
 def read_summary(path: str | Path) -> dict[str, Any] | None:
     """Return the content of summary.json, or None before the end of the run.
 
-    Returns:
-        - split, base, best, gain, gain_se, passes, rounds, wall_seconds: see `judge.judge`
-        - candidates: see `judge.candidates_summary`
-        - final_tokens: tokens sampled to compare the candidates
-        - stopped: the rules of population.stop that ended the run, with their values
-        - files: SHA-256 by path of the files of a mean that won
-        - judge: answers of judges, their input_tokens and output_tokens, and their cost; missing
-          in a run without a judge
-        - earlier: the results of the run before it was extended to more rounds
+    The keys are those of `_Summary`, which `training.judge` and `training.writer` write.
     """
     return read_summary_of(Path(path) / SUMMARY)
 
 
 def read_summary_of(file: Path) -> dict[str, Any] | None:
     """Return the content of a file written as summary.json; see `read_summary`."""
-    found = read_result(file, _SCHEMA, "the summary of the run", f"resume {file.parent}")
-    return None if found is None else found[0]
+    result = read_result(file, _SCHEMA, "the summary of the run", f"resume {file.parent}")
+    return None if result is None else result[0]
 
 
 def earlier_ends(folder: Path) -> list[dict[str, Any]]:
     """Return the results that an extended run had before each extension, oldest first."""
-    found = {
+    by_rounds = {
         int(match[1]): read_summary_of(path)
         for path in folder.glob("summary.rounds-*.json")
         if (match := EARLIER.fullmatch(path.name))
     }
-    kept = [one.name for one in fields(_Earlier)]
-    ends = [end for _, end in sorted(found.items()) if end is not None]
-    return [{name: end[name] for name in kept} for end in ends]
+    names = [one.name for one in fields(_Earlier)]
+    ends = [end for _, end in sorted(by_rounds.items()) if end is not None]
+    return [{name: end[name] for name in names} for end in ends]
 
 
 def gain_interval(summary: Mapping[str, Any]) -> tuple[float, float]:
@@ -244,8 +245,8 @@ def winner_of(
             return None
         return select("last" if best.round == rounds[-1].round else "archive", rounds, best)
     best = summary["best"]
-    own = next((one for one in summary["candidates"] if one["kind"] == best["kind"]), {})
-    winner = _finalist(rounds, {**own, **best})
+    entry = next((one for one in summary["candidates"] if one["kind"] == best["kind"]), {})
+    winner = _finalist(rounds, {**entry, **best})
     return replace(winner, checkpoint=best["checkpoint"] or "", test=score_of(best))
 
 
@@ -288,10 +289,10 @@ def select(kind: str, rounds: Sequence[RoundRecord], record: AgentRecord) -> Sel
 def winning_lines(
     rounds: Sequence[RoundRecord], best: Mapping[str, Any]
 ) -> list[list[AgentRecord]]:
-    """Return the records that led to a winner, one list for each adapter of a mean, else one list.
+    """Return the records that led to a winner ("best" of summary.json).
 
-    The list of the better parent comes first. The list of the best ever ends in the round in which
-    it was the best. `best` is the value of that key in summary.json.
+    A mean has two lists, first that of the better parent; all others have one. The list of the best
+    ever ends in the round in which it was the best.
     """
     if best["kind"] == "mean":
         return [ancestry(rounds, parent) for parent in best["parents"]]
@@ -312,5 +313,5 @@ def winner_files(
         return {name.removeprefix(below): d for name, d in files.items() if name.startswith(below)}
     ever = best_ever(rounds) if best["kind"] == "archive" else None
     checkpoint = best["checkpoint"] if ever is None else ever.checkpoint
-    found = [record.files_of(str(checkpoint)) for record in rounds]
-    return next((one for one in found if one), {})
+    by_round = (record.files_of(str(checkpoint)) for record in rounds)
+    return next((digests for digests in by_round if digests), {})

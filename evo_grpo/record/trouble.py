@@ -26,37 +26,29 @@ LOW_ENTROPY = 0.05
 """Share of the first round's entropy below which completions hardly vary."""
 
 
-@dataclass(frozen=True)
-class _Sign:
-    """A metric that should stay below a bound; the text has {agent}, {round} and {value}."""
-
-    bound: float
-    text: str
-    remedy: str
-
-
-_SIGNS = {
-    "kl": _Sign(
+#: Metric -> the bound that it should stay below, the text for {agent}, {round} and {value}, remedy.
+_BOUNDS = {
+    "kl": (
         1.0,
         "the KL divergence of agent {agent} from the reference rose to {value:.3g} nats per token "
         "in round {round}",
         "raise algorithm.beta or lower its lr",
     ),
     # After an update; a healthy one stays below 10.
-    "ratio_max": _Sign(
+    "ratio_max": (
         100.0,
         "an update moved the probability of a token of agent {agent} {value:,.0f} times in round "
         "{round}",
         "lower its lr or algorithm.update_epochs, or clip more with a smaller clip_coef",
     ),
     # Common values are below 0.2 (Schulman et al. 2017, PPO).
-    "clip_fraction": _Sign(
+    "clip_fraction": (
         0.4,
         "{value:.0%} of the tokens of agent {agent} were clipped in round {round}",
         "lower its lr or algorithm.update_epochs, or raise clip_coef",
     ),
     # Nats per token; different rounding of engines gives a hundredth of it.
-    "sampler_gap": _Sign(
+    "sampler_gap": (
         0.05,
         "the log-probs with which agent {agent} was sampled were {value:.2g} nats per token off "
         "those of training in round {round}",
@@ -67,15 +59,13 @@ _SIGNS = {
 
 @dataclass(frozen=True)
 class Trouble:
-    """A problem of a run, and its remedy.
+    """A problem of a run, and its remedy, in the imperative.
 
     Attributes:
         kind: "failed", "collapsed", "kl", "ratio_max", "clip_fraction", "sampler_gap",
             "equal_rewards", "entropy", "cut", "dropped", "set_aside", "memory" or "bound".
         text: The problem; rounds count from 1. Parts of it come from files: escape it.
-        remedy: The remedy, in the imperative; settings by their path in population.yaml.
         round: The first round (0-based) with the problem.
-        agent: The affected agent, None if the problem is not that of one agent.
     """
 
     kind: str
@@ -98,22 +88,17 @@ def find_trouble(
 ) -> list[Trouble]:
     """Return the problems of a run, ordered by their first round.
 
-    Args:
-        rounds: The finished rounds, first to last.
-        winner: The winner or the best agent so far, whose values are compared with their bounds.
-        space: The hyperparameters that may change, with their ranges; None if unknown.
-        dropout: Dropout of the adapters.
+    `winner` is the winner or the best agent so far, whose values are compared with their bounds in
+    `space`; `dropout` is that of the adapters.
     """
-    found: list[Trouble] = []
-    for look in (_failed, _collapsed, _signs, _equal_rewards, _entropy, _cut,
-                 _left_out, _memory):  # fmt: skip
-        found += look(rounds)
+    checks = (_failed, _collapsed, _beyond_bounds, _equal_rewards, _last_round, _left_out, _memory)
+    troubles = [trouble for check in checks for trouble in check(rounds)]
     if dropout:
         # Dropout is on in training and off in sampling: a gap is no fault of the engine.
-        found = [one for one in found if one.kind != "sampler_gap"]
+        troubles = [one for one in troubles if one.kind != "sampler_gap"]
     if space is not None and winner is not None:
-        found += _at_bounds(winner.record, space)
-    return sorted(found, key=lambda one: one.round)
+        troubles += _at_bounds(winner.record, space)
+    return sorted(troubles, key=lambda one: one.round)
 
 
 def _failed(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
@@ -173,21 +158,6 @@ def _equal_rewards(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
     yield Trouble("equal_rewards", text, remedy, since.round)
 
 
-def _cut(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield a problem if most completions of the last round were cut."""
-    if not rounds:
-        return
-    ended = _mean(rounds[-1].agents, "ended")
-    if ended is not None and ended < FEW_ENDED:
-        yield Trouble(
-            "cut",
-            f"in round {rounds[-1].round + 1} {1 - ended:.0%} of the completions were cut at the "
-            "limit of tokens",
-            "raise algorithm.max_output_tokens, or reward short answers",
-            rounds[-1].round,
-        )
-
-
 def _left_out(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
     for kind, noun, what, remedy in (
         ("dropped", "episode", "dropped, the first in round {}: the environment raised an error",
@@ -202,7 +172,7 @@ def _left_out(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
             yield Trouble(kind, text, remedy, first)
 
 
-def _signs(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
+def _beyond_bounds(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
     """Yield the first round in which a metric of an agent exceeded its bound.
 
     The KL divergence of a collapsed agent is reported by `_collapsed`.
@@ -211,26 +181,36 @@ def _signs(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
     reported = {("kl", int(one.agent)) for one in decisions if one.kind == "collapsed"}
     for record in rounds:
         for agent in record.agents:
-            for kind, sign in _SIGNS.items():
+            for kind, (bound, text, remedy) in _BOUNDS.items():
                 value = agent.metrics.get(kind, 0.0)
-                if sign.bound < value < math.inf and (kind, agent.agent) not in reported:
+                if bound < value < math.inf and (kind, agent.agent) not in reported:
                     reported.add((kind, agent.agent))
-                    text = sign.text.format(agent=agent.agent, round=record.round + 1, value=value)
-                    yield Trouble(kind, text, sign.remedy, record.round, agent.agent)
+                    text = text.format(agent=agent.agent, round=record.round + 1, value=value)
+                    yield Trouble(kind, text, remedy, record.round, agent.agent)
 
 
-def _entropy(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield a problem if the completions of the last round hardly vary."""
+def _last_round(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
+    """Yield the problems of the completions of the last round."""
     if not rounds:
         return
-    first, last = (_mean(record.agents, "entropy") for record in (rounds[0], rounds[-1]))
-    if first is not None and last is not None and last < LOW_ENTROPY * first:
+    last = rounds[-1]
+    before, now = (_mean(record.agents, "entropy") for record in (rounds[0], last))
+    if before is not None and now is not None and now < LOW_ENTROPY * before:
         yield Trouble(
             "entropy",
-            f"entropy fell from {first:.2g} to {last:.2g} nats per token: completions hardly vary "
+            f"entropy fell from {before:.2g} to {now:.2g} nats per token: completions hardly vary "
             "any more",
             "raise algorithm.beta or temperature, or lower lr, if rewards have stopped rising",
-            rounds[-1].round,
+            last.round,
+        )
+    ended = _mean(last.agents, "ended")
+    if ended is not None and ended < FEW_ENDED:
+        yield Trouble(
+            "cut",
+            f"in round {last.round + 1} {1 - ended:.0%} of the completions were cut at the limit "
+            "of tokens",
+            "raise algorithm.max_output_tokens, or reward short answers",
+            last.round,
         )
 
 

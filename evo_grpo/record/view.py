@@ -19,13 +19,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError
+from evo_grpo.errors import ConfigError, EvoGrpoError
 from evo_grpo.record import columns
 from evo_grpo.record.arms import read_comparison
-from evo_grpo.record.config import read_settings
 from evo_grpo.record.family import FamilyMember, founders, tree
-from evo_grpo.record.files import load_json
-from evo_grpo.record.folder import config_text, expect_run, read_rounds, round_name
+from evo_grpo.record.files import expecting, load_json
+from evo_grpo.record.folder import config_text, expect_run, read_rounds, read_settings, round_name
 from evo_grpo.record.leaderboard import fitness_text, leaderboard_rows, order_text
 from evo_grpo.record.names import COMPLETIONS
 from evo_grpo.record.plain import MAX_LOG_BYTES, inside, read_plain
@@ -70,8 +69,7 @@ class RunView:
         folder: The run folder, None for rounds in memory.
         summary: The content of summary.json; None before the end of the run.
         comparison: The content of compare.json; None if the run was not compared.
-        config: The resolved settings by group; empty for rounds in memory.
-        text: The settings as YAML.
+        config, text: The resolved settings by group, and as YAML; empty for rounds in memory.
     """
 
     name: str
@@ -220,16 +218,11 @@ class RunView:
     @cached_property
     def mutable(self) -> tuple[str, ...]:
         """Hyperparameters that mutate, then those set by the user; a clip range as its two ends."""
-        own = self.rounds[-1].mutable if self.rounds else ()
-        return tuple(dict.fromkeys([*own, *columns.steered(self.rounds)]))
+        mutating = self.rounds[-1].mutable if self.rounds else ()
+        return tuple(dict.fromkeys([*mutating, *columns.steered(self.rounds)]))
 
     def family_document(self) -> dict[str, Any]:
-        """Return the family tree as plain values for JSON.
-
-        `rounds` is the number of finished rounds, `best` that of summary.json or None, and
-        `members` are the fields of each `FamilyMember` by id, except children, with `op` and
-        `changes` of its mutation.
-        """
+        """Return the family tree as plain values for JSON, and "best" of summary.json or None."""
 
         def flat(member: FamilyMember) -> list[FamilyMember]:
             return [member, *(one for child in member.children for one in flat(child))]
@@ -262,9 +255,10 @@ class RunView:
             CheckpointError: A file is damaged.
             RunDirError: A file is a link, or lies behind one.
         """
-        for record in self.rounds if self.folder is not None else ():
-            assert self.folder is not None
-            yield from _json_lines(self.folder, f"{COMPLETIONS}/{round_name(record.round)}.jsonl")
+        if self.folder is not None:
+            for record in self.rounds:
+                name = f"{COMPLETIONS}/{round_name(record.round)}.jsonl"
+                yield from _json_lines(self.folder, name)
 
 
 Run = str | Path | Trained | Sequence["RoundRecord"] | RunView
@@ -277,8 +271,6 @@ def view_of(run: Run) -> RunView:
     Raises:
         ConfigError: `run` is neither a run folder nor rounds.
         RunNotFoundError: The run folder does not exist.
-        CheckpointError: A file of the run is damaged.
-        RunDirError: Another version of this library wrote the run.
     """
     if isinstance(run, RunView):
         return run
@@ -311,17 +303,11 @@ def _json_lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
         lines = read_plain(inside(folder, name), MAX_LOG_BYTES).splitlines()
     except FileNotFoundError:
         return
+    what = "a JSON object with integers as round, agent and tokens"
     for number, line in enumerate(lines, start=1):
-        try:
+        with expecting(f"{folder / name}, line {number}", what):
             row = load_json(line)
-            if not isinstance(row, dict):
+            numbers = ("round", "agent", "tokens")
+            if not isinstance(row, dict) or any(type(row.get(n, 0)) is not int for n in numbers):
                 raise ValueError(f"got {line[:60]!r}")
-            for key in ("round", "agent", "tokens"):
-                if type(row.get(key, 0)) is not int:
-                    raise ValueError(f"{key} is {row[key]!r:.60}")
-        except ValueError as error:
-            raise CheckpointError(
-                f"{folder / name}, line {number}: expected a JSON object with integers as round, "
-                f"agent and tokens, but {error}; put the file back as it was"
-            ) from error
         yield row

@@ -60,8 +60,8 @@ def combined(names: Iterable[str]) -> list[str]:
 
 def hyperparameter(hparams: Hparams, name: str) -> str:
     """Return one hyperparameter of an agent as text."""
-    own = name in type(hparams).model_fields  # the text of a clip pair has both ends
-    return shown_value(getattr(hparams, name) if own else hparams.get(name))
+    is_field = name in type(hparams).model_fields  # the text of a clip pair has both ends
+    return shown_value(getattr(hparams, name) if is_field else hparams.get(name))
 
 
 def changes_text(changes: Mapping[str, tuple[Value, Value]], arrow: str = " -> ") -> str:

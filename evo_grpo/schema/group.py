@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticUndefined
 
 from evo_grpo.schema.messages import REMEDY, describe, shown
-from evo_grpo.schema.problems import Path, Problem, Problems
+from evo_grpo.schema.problems import Path, Problem, Problems, refuse
 from evo_grpo.schema.validation import is_number, plain_number, unwritable
 
 MUTATES = "mutates"
@@ -71,11 +71,11 @@ class Group(BaseModel):
         return type(self)(**{**dict(self), **changes})
 
 
-def _plain_values(given: dict[str, object]) -> dict[str, object]:
+def _plain_values(settings: dict[str, object]) -> dict[str, object]:
     """Return settings with numpy's numbers as Python's; reject keys that are not strings."""
     wrong: list[Problem] = []
     plain = dict[str, object]()
-    for name, value in given.items():
+    for name, value in settings.items():
         # A fast path: hyperparameters are copied thousands of times.
         kind = type(value)
         if kind in _PLAIN_TYPES or isinstance(value, BaseModel):
@@ -85,8 +85,7 @@ def _plain_values(given: dict[str, object]) -> dict[str, object]:
             continue
         wrong += wrong_keys(value, (name,))
         plain[name] = plain_number(value)
-    if wrong:
-        raise Problems(*wrong)
+    refuse(wrong)
     return plain
 
 
@@ -125,11 +124,8 @@ def setting(
     extra: dict[str, Any] = {MUTATES: True} if mutates else {}
     if remedy is not None:
         extra[REMEDY] = remedy
-    if factory is not None:
-        return Field(
-            default_factory=factory, description=meaning, json_schema_extra=extra or None, **bounds
-        )
-    return Field(default=default, description=meaning, json_schema_extra=extra or None, **bounds)
+    bounds["default" if factory is None else "default_factory"] = factory or default
+    return Field(description=meaning, json_schema_extra=extra or None, **bounds)
 
 
 def contradictions(group: object, *rows: tuple[str, object, str, str]) -> Iterator[Problem]:
@@ -230,8 +226,8 @@ def recorded(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("finite numbers (JSON, in which runs are recorded, has no others)")
     if isinstance(value, list | dict):
-        found = cast("list[object] | dict[str, object]", value)
-        for item in found.values() if isinstance(found, dict) else found:
+        inner = cast("list[object] | dict[str, object]", value)
+        for item in inner.values() if isinstance(inner, dict) else inner:
             recorded(item)
     return value
 

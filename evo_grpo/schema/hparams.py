@@ -320,17 +320,16 @@ class Hparams(AgentFields):
 
     def named(self) -> dict[str, Any]:
         """Return the values by the names that `with_value` takes, reward weights one by one."""
-        values = {_external(name): value for name, value in self.to_dict().items()}
+        values = {PATHS.get(name, name): value for name, value in self.to_dict().items()}
         weights = values.pop("reward_weights", {})
         return values | {f"{REWARD_WEIGHT}{name}": value for name, value in weights.items()}
 
     def get(self, name: str) -> Value | None:
         """Return the value of a hyperparameter as a number, or as a name.
 
-        `clip_low` and `clip_high` are the two ends of the clip range, and `reward_weights.<name>`
-        is the weight of a reward function. None means no limit for max_grad_norm, all rows for
-        batch_size, the environment's weight for a reward function, and the run's setting for all
-        others. The clip_coef of a pair is NaN.
+        `clip_low` and `clip_high` are the ends of the clip range; the clip_coef of a pair is NaN.
+        `reward_weights.<name>` is the weight of a reward function. None means no limit for
+        max_grad_norm, all rows for batch_size, and for others the setting of the run.
         """
         if name.startswith(REWARD_WEIGHT):
             return self.reward_weights.get(name.removeprefix(REWARD_WEIGHT))
@@ -348,22 +347,25 @@ class Hparams(AgentFields):
     def with_value(self, name: str, value: Value) -> "Hparams":
         """Return a copy with one hyperparameter set; the names are those of `get`."""
         if name.startswith(REWARD_WEIGHT):
-            own = {name.removeprefix(REWARD_WEIGHT): value}
-            return self.replace(reward_weights=self.reward_weights | own)
+            weight = {name.removeprefix(REWARD_WEIGHT): value}
+            return self.replace(reward_weights=self.reward_weights | weight)
         if name in CLIP_ENDS:
             low, high = self.clip_bounds
             return self.replace(clip_coef=(value, high) if name == "clip_low" else (low, value))
         try:
             return self.replace(**{_field(name): value})
         except Problems as problems:
-            found = (p._replace(path=(name, *p.path[1:])) for p in problems.found)
-            raise Problems(*found) from None
+            renamed = (p._replace(path=(name, *p.path[1:])) for p in problems.found)
+            raise Problems(*renamed) from None
 
     def with_scale(self, space: Collection[str], adapter: RankAlpha) -> "Hparams":
         """Return a copy with the rank and alpha of a run's adapters where they are searched."""
-        found = {f"{LORA}{name}": value for name, value in adapter._asdict().items()}
-        own = {_field(name): value for name, value in found.items() if name in space}
-        return self.replace(**own) if own else self
+        searched = {
+            _field(f"{LORA}{name}"): value
+            for name, value in adapter._asdict().items()
+            if f"{LORA}{name}" in space
+        }
+        return self.replace(**searched) if searched else self
 
 
 def of_mean(parents: Sequence[Hparams]) -> Hparams:
@@ -387,10 +389,6 @@ def _field(name: str) -> str:
     return _FIELDS.get(name, name)
 
 
-def _external(field: str) -> str:
-    return PATHS.get(field, field)
-
-
 def clip_bounds(clip_coef: ClipCoef) -> tuple[float, float]:
     """Return the absolute ratio bounds (low, high) of a clip_coef."""
     if isinstance(clip_coef, tuple):
@@ -399,19 +397,16 @@ def clip_bounds(clip_coef: ClipCoef) -> tuple[float, float]:
 
 
 def _mutable() -> dict[str, type]:
-    names: dict[str, type] = {}
-    for name in mutable_fields(Hparams):
-        parts = getattr(Hparams.model_fields[name].annotation, "__args__", ())
-        kinds = (Hparams.model_fields[name].annotation, *parts)
-        if any(kind is str or get_origin(kind) is Literal for kind in kinds):
-            names[_external(name)] = str
-        elif bool in kinds:
-            names[_external(name)] = bool
-        else:
-            names[_external(name)] = int if int in kinds else float
-        if name == "clip_coef":
-            names.update(dict.fromkeys(CLIP_ENDS, float))
-    return names
+    types: dict[str, type] = {}
+    for field in mutable_fields(Hparams):
+        annotation = Hparams.model_fields[field].annotation
+        kinds = (annotation, *getattr(annotation, "__args__", ()))
+        is_name = any(kind is str or get_origin(kind) is Literal for kind in kinds)
+        kind = str if is_name else next((k for k in (bool, int) if k in kinds), float)
+        types[PATHS.get(field, field)] = kind
+        if field == "clip_coef":
+            types.update(dict.fromkeys(CLIP_ENDS, float))
+    return types
 
 
 MUTABLE: dict[str, type] = _mutable()
@@ -440,5 +435,5 @@ def has_no_order(name: str) -> bool:
 
 def in_order(names: Iterable[str]) -> list[str]:
     """Return mutable hyperparameters in the order of the schema, then reward weights by name."""
-    given = set(names)
-    return [*(name for name in MUTABLE if name in given), *sorted(given - MUTABLE.keys())]
+    unordered = set(names)
+    return [*(name for name in MUTABLE if name in unordered), *sorted(unordered - MUTABLE.keys())]

@@ -1,11 +1,12 @@
-"""Ranges of the hyperparameters that may mutate."""
+"""Ranges of the hyperparameters that may mutate, and values of an agent outside of them."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 import math
 import warnings
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, cast
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Annotated, Any, Literal, NamedTuple, Self, cast
 
 from pydantic import (
     BeforeValidator,
@@ -41,6 +42,7 @@ Choices = tuple[Value, ...]
 CLIPS = ("clip_coef", *CLIP_ENDS)
 ROUNDING = 1e-12
 """Tolerance of a range for rounding: 1 - 0.8 is not exactly 0.2."""
+_PLURALS = {str: "names", bool: "true and false", int: "integers", float: "numbers"}
 DECADE = 10.0
 """Factor by which lr may move in either direction when no range is given."""
 
@@ -57,13 +59,13 @@ def _choices(value: object) -> object:
         items = cast("list[object]", list(value))
         names = all(isinstance(one, str) and one for one in items)
         if names or all(isinstance(one, bool) for one in items):
-            found = cast("list[float | str]", items)
+            values = cast("list[float | str]", items)
         elif all(map(is_number, items)):
-            found = sorted(cast("list[float]", items))
+            values = sorted(cast("list[float]", items))
         else:
             raise ValueError("names alone, numbers alone, or true and false")
-        if len(set(found)) == len(found):
-            return tuple(found)
+        if len(set(values)) == len(values):
+            return tuple(values)
         raise ValueError("each choice once")
     raise ValueError("a list of names or of numbers, or of true and false")
 
@@ -123,35 +125,40 @@ class RLParameter(Group):
         super().__init__(**given, **settings)
 
     @model_validator(mode="after")
-    def _not_empty(self) -> Self:
+    def _consistent(self) -> Self:
+        numbers = _numbers(self.choices or ())
+        ends = (numbers[0], numbers[-1]) if numbers else (0.0, 0.0)
+        refuse(self._problems(ends))
         if self.choices is not None:
-            self._check_choices(self.choices)
-            return self
-        for end, called in (("min", "minimum"), ("max", "maximum")):
-            if end not in self.model_fields_set:
-                text = f"missing; expected {called}, or choices in place of min and max"
-                raise Problems.one(text, end)
-        if self.min > self.max:
-            text = f"expected min <= max, got min {self.min:g} > max {self.max:g}; swap the two"
-            raise Problems.one(text)
-        if self.start is not None and not self.min <= self.start[0] <= self.start[1] <= self.max:
-            text = f"expected a part of the range [{self.min:g}, {self.max:g}], got a start "
-            text += f"outside: [{self.start[0]:g}, {self.start[1]:g}]; move it, or widen the range"
-            raise Problems.one(text, "start")
+            for name, end in zip(("min", "max"), ends, strict=True):
+                object.__setattr__(self, name, end)
         return self
 
-    def _check_choices(self, choices: Choices) -> None:
-        """Check that nothing contradicts the choices, and set `min` and `max` from them."""
-        numbers = _numbers(choices)
-        ends = {"min": numbers[0], "max": numbers[-1]} if numbers else {"min": 0.0, "max": 0.0}
-        for name, end in ends.items():
-            if name in self.model_fields_set and getattr(self, name) != end:
-                text = f"expected choices, or min and max, got both; remove {name} or choices"
-                raise Problems.one(text, name)
-            object.__setattr__(self, name, end)
-        if self.start is not None:
-            text = "expected none beside choices, all of which the first population has; remove it"
-            raise Problems.one(text, "start")
+    def _problems(self, ends: tuple[float, float]) -> Iterator[Problem]:
+        """Yield what contradicts the choices, whose ends are given, or is wrong in the range."""
+        given = [name for name in ("min", "max") if name in self.model_fields_set]
+        if self.choices is not None:
+            for name, end in zip(("min", "max"), ends, strict=True):
+                if name in given and getattr(self, name) != end:
+                    text = f"expected choices, or min and max, got both; remove {name} or choices"
+                    yield Problem((name,), text)
+            if self.start is not None:
+                text = "expected none beside choices, all of which the first population has"
+                yield Problem(("start",), f"{text}; remove it")
+            return
+        if len(given) < 2:
+            for name in sorted({"min", "max"} - set(given), reverse=True):
+                text = f"missing; expected {name}imum, or choices in place of min and max"
+                yield Problem((name,), text)
+            return
+        low, high = self.start or (self.min, self.max)
+        if self.min > self.max:
+            text = f"expected min <= max, got min {self.min:g} > max {self.max:g}; swap the two"
+            yield Problem((), text)
+        elif not self.min <= low <= high <= self.max:
+            text = f"expected a part of the range [{self.min:g}, {self.max:g}], got a start "
+            text += f"outside: [{low:g}, {high:g}]; move it, or widen the range"
+            yield Problem(("start",), text)
 
     def allows(self, value: float | str) -> bool:
         """Return whether a value is one of the choices, or in the range apart from rounding."""
@@ -169,12 +176,12 @@ class RLParameter(Group):
 
     def replace(self, **changes: Any) -> Self:
         """Return a validated copy with some settings changed; new `choices` also set the ends."""
-        own = dict(self)
+        values = dict(self)
         if {"min", "max"} & changes.keys():
-            own.pop("choices")
+            values.pop("choices")
         elif changes.get("choices", self.choices) is not None:
-            own = {name: value for name, value in own.items() if name not in ("min", "max")}
-        return type(self)(**{**own, **changes})
+            values = {name: value for name, value in values.items() if name not in ("min", "max")}
+        return type(self)(**{**values, **changes})
 
     @model_serializer(mode="wrap")
     def _without_what_choices_say(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -262,23 +269,23 @@ class HyperparameterConfig:
     """
 
     def __init__(self, **parameters: RLParameter | Mapping[str, Any]) -> None:
-        found: list[Problem] = []
+        wrong: list[Problem] = []
         ranges: dict[str, RLParameter] = {}
         for name, given in _one_by_one(parameters).items():
-            if len(found) > MOST_PROBLEMS:
+            if len(wrong) > MOST_PROBLEMS:
                 break
             try:
                 ranges[name] = _typed(name, given)
             except Problems as problems:
-                found += problems.below(name).found
+                wrong += problems.below(name).found
         if "clip_coef" in parameters and set(CLIP_ENDS) & set(parameters):
             text = "expected clip_coef alone, or clip_low and clip_high, got both; remove one"
-            found.append(Problem(("clip_coef",), text))
+            wrong.append(Problem(("clip_coef",), text))
         low, high = (ranges.get(name) for name in CLIP_ENDS)
         if low is not None and high is not None and low.min >= high.max:
             text = f"expected min below the max of clip_high, got {low.min:g} >= {high.max:g}"
-            found.append(Problem(("clip_low",), text))
-        refuse(found)
+            wrong.append(Problem(("clip_low",), text))
+        refuse(wrong)
         self.parameters = ranges
 
     def names(self) -> list[str]:
@@ -289,8 +296,8 @@ class HyperparameterConfig:
         """Return the hyperparameters that mutate during training, not only at the start."""
         if DRAWN_AT_START.isdisjoint(self.parameters):
             return self
-        own = {n: p for n, p in self.parameters.items() if n not in DRAWN_AT_START}
-        return HyperparameterConfig(**own)
+        ranges = {n: p for n, p in self.parameters.items() if n not in DRAWN_AT_START}
+        return HyperparameterConfig(**ranges)
 
     def __getitem__(self, name: str) -> RLParameter:
         return self.parameters[name]
@@ -312,16 +319,16 @@ class HyperparameterConfig:
 
 def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return ranges by name, with dotted names for the groups `lora` and `reward_weights`."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, given in parameters.items():
         ranges: dict[str, Any] = {name: given}
         if f"{name}." in (REWARD_WEIGHT, LORA, SCHEDULE) and isinstance(given, Mapping):
             group = cast("Mapping[object, Any]", given)
-            ranges = {f"{name}.{one}": its for one, its in group.items()}
-        for own, its in ranges.items():
-            both = isinstance(its, Mapping) and isinstance(found.get(own), Mapping)
-            found[own] = {**found[own], **its} if both else its
-    return found
+            ranges = {f"{name}.{key}": inner for key, inner in group.items()}
+        for key, inner in ranges.items():
+            both = isinstance(inner, Mapping) and isinstance(flat.get(key), Mapping)
+            flat[key] = {**flat[key], **inner} if both else inner
+    return flat
 
 
 def default_ranges(lr: float) -> dict[str, RLParameter]:
@@ -343,69 +350,66 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
     if not isinstance(given, RLParameter | Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
         text = f"expected a range, got {shown(given)}; write {{min: 1e-6, max: 3e-4}}"
         if has_no_order(name):
-            known = "true, false" if type_of(name) is bool else "..."
-            text = f"expected {{choices: [{known}]}}, got {shown(given)}; name the possible values"
+            values = "true, false" if type_of(name) is bool else "..."
+            text = f"expected {{choices: [{values}]}}, got {shown(given)}; name the possible values"
         raise Problems.one(text)
-    if wrong := tuple(wrong_keys(given, ())):
-        raise Problems(*wrong)
-    kind = type_of(name).__name__
+    refuse(wrong_keys(given, ()))
     parameter = given if isinstance(given, RLParameter) else RLParameter(**given)
+    refuse(islice(_misfits(name, parameter), 1))  # later checks rely on earlier ones
+    kind = type_of(name)
+    if parameter.choices is None:
+        return parameter.replace(dtype=kind.__name__)
+    choices = tuple(kind(one) for one in parameter.choices)
+    return parameter.replace(choices=choices, dtype=None if has_no_order(name) else kind.__name__)
+
+
+def _misfits(name: str, parameter: RLParameter) -> Iterator[Problem]:
+    """Yield why a range or its choices do not fit a hyperparameter."""
+    kind = type_of(name)
+    values: list[tuple[str, Value]] = []
     if parameter.choices is not None:
-        return _typed_choices(name, parameter, parameter.choices)
-    if has_no_order(name):
+        yield from _choice_misfits(name, parameter, parameter.choices)
+        values = [("choices", kind(one)) for one in parameter.choices]
+    elif has_no_order(name):
         text = "expected choices, a list of possible values, got min and max; it is no number"
-        raise Problems.one(text)
-    # AgileRL's examples use "float" for integers, so only the reverse is an error.
-    if parameter.dtype == "int" and kind == "float":
-        text = f"expected 'float', which {name} is, got 'int'"
-        raise Problems.one(text, "dtype")
-    parameter = parameter.replace(dtype=kind)
-    _check_ends(name, parameter)
-    return parameter
+        yield Problem((), text)
+    else:
+        yield from _range_misfits(name, parameter)
+        if name not in CLIP_ENDS:  # whether a bound is valid depends on the other one
+            values = [("min", kind(parameter.min)), ("max", kind(parameter.max))]
+    for key, value in values:  # before a mutation reaches one in a run
+        try:
+            Hparams().with_value(name, value)
+        except Problems as problems:
+            yield from (Problem((key,), one.text) for one in problems.found)
 
 
-def _typed_choices(name: str, parameter: RLParameter, choices: Choices) -> RLParameter:
-    """Return choices with the type of their hyperparameter, after checking that each is valid."""
+def _choice_misfits(name: str, parameter: RLParameter, choices: Choices) -> Iterator[Problem]:
     kind = type_of(name)
     if name in CLIPS:
         text = "expected min and max, since the two ends of the clip range move; remove choices"
-        raise Problems.one(text, "choices")
+        yield Problem(("choices",), text)
     if has_no_order(name) and parameter.dtype is not None:
-        raise Problems.one(f"expected none, since {name} is no number; remove it", "dtype")
+        yield Problem(("dtype",), f"expected none, since {name} is no number; remove it")
     fits = isinstance(choices[0], kind) if has_no_order(name) else bool(_numbers(choices))
     if not fits or (kind is int and not all(float(one).is_integer() for one in choices)):
-        names = {str: "names", bool: "true and false", int: "integers", float: "numbers"}
-        expected = names[kind]
-        text = f"expected {expected}, which values of {name} are, got {shown(list(choices))}"
-        raise Problems.one(text, "choices")
-    typed = tuple(kind(one) for one in choices)
-    for one in typed:
-        try:
-            Hparams().with_value(name, one)
-        except Problems as problems:
-            raise Problems(*(Problem(("choices",), p.text) for p in problems.found)) from None
-    return parameter.replace(choices=typed, dtype=None if has_no_order(name) else kind.__name__)
+        expected = f"{_PLURALS[kind]}, which values of {name} are"
+        yield Problem(("choices",), f"expected {expected}, got {shown(list(choices))}")
 
 
-def _check_ends(name: str, parameter: RLParameter) -> None:
-    """Check that both ends of a range are valid values, before a mutation reaches one in a run."""
-    integer = type_of(name) is int
-    if integer and not (parameter.min.is_integer() and parameter.max.is_integer()):
-        text = f"expected integers for min and max, got {parameter.min:g} and {parameter.max:g}"
-        raise Problems.one(text)
-    if integer and not all(end.is_integer() for end in parameter.start or ()):
-        text = f"expected two integers, got {list(parameter.start or ())}; {name} is one"
-        raise Problems.one(text, "start")
-    if name in CLIP_ENDS:
-        return  # whether a bound is valid depends on the other one, which moves too
-    for end, value in (("min", parameter.min), ("max", parameter.max)):
-        if name == "clip_coef" and value == 0 and end == "min":
-            raise Problems.one("expected > 0, got 0", end)
-        try:
-            Hparams().with_value(name, type_of(name)(value))
-        except Problems as problems:
-            found = (Problem((end,), p.text) for p in problems.found)
-            raise Problems(*found) from None
+def _range_misfits(name: str, parameter: RLParameter) -> Iterator[Problem]:
+    low, high, start = parameter.min, parameter.max, parameter.start or ()
+    # AgileRL's examples use "float" for integers, so only the reverse is an error.
+    if parameter.dtype == "int" and type_of(name) is float:
+        yield Problem(("dtype",), f"expected 'float', which {name} is, got 'int'")
+    if type_of(name) is int:
+        if not (low.is_integer() and high.is_integer()):
+            yield Problem((), f"expected integers for min and max, got {low:g} and {high:g}")
+        if not all(end.is_integer() for end in start):
+            text = f"expected two integers, got {list(start)}; {name} is one"
+            yield Problem(("start",), text)
+    if name == "clip_coef" and low == 0:
+        yield Problem(("min",), "expected > 0, got 0")
 
 
 def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> None:
@@ -418,3 +422,36 @@ def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> No
             UserWarning,
             stacklevel=3,
         )
+
+
+class Outside(NamedTuple):
+    """An agent's initial value that is outside its range; a distance from 1 for a clip pair."""
+
+    name: str
+    value: Value
+    parameter: RLParameter
+
+    def told(self, where: str = "of its range", remedy: str | None = None) -> str:
+        """Return the expected values, and what a user can do."""
+        named = isinstance(self.value, str | bool)
+        shown = plain_choice(self.value) if named else f"{self.value:g}"
+        ranged = self.parameter.choices is None
+        usual = "move it, or widen the range" if ranged else "take one of them, or add it to them"
+        return f"expected {self.parameter.expected(where)}, got {shown}; {remedy or usual}"
+
+
+def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[Outside]:
+    """Yield the values of an agent that are outside their ranges."""
+    for name in hp_config.names():
+        for value in values_of(hparams, name):
+            if not hp_config[name].allows(value):
+                yield Outside(name, value, hp_config[name])
+
+
+def values_of(hparams: Hparams, name: str) -> list[Value]:
+    """Return the values to compare with a range: none for None, two distances for a clip pair."""
+    if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
+        low, high = hparams.clip_coef
+        return [1 - low, high - 1]  # the range of clip_coef is that of the distance from 1
+    value = hparams.get(name)
+    return [] if value is None else [value]  # None means all rows, or no clipping

@@ -46,8 +46,8 @@ class Rule(NamedTuple):
     def check(self, name: str, value: object) -> None:
         """Raise a ConfigError if the value of a setting breaks the rule."""
         if not self.good(value):
-            more = "" if self.remedy is None else f"; {self.remedy}"
-            raise ConfigError(f"{name}: expected {self.expected}, got {shown(value)}{more}")
+            remedy = "" if self.remedy is None else f"; {self.remedy}"
+            raise ConfigError(f"{name}: expected {self.expected}, got {shown(value)}{remedy}")
 
     def or_none(self) -> Rule:
         """Return a rule that also accepts None."""
@@ -161,20 +161,17 @@ def check_folder(name: str, path: object) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"{name}: expected the path of a folder, got {shown(path)}")
     folder = Path(os.fspath(path))
-    if "\0" in str(folder):
-        raise CheckpointError(
-            f"{name}: expected a folder or a place for one, got {str(folder)!r}, which holds a "
-            "null character; choose another path"
-        )
-    # The nearest path that exists; lexists also sees a broken link.
-    found = next((p for p in (folder, *folder.parents) if os.path.lexists(p)), Path())
-    if not found.is_dir():
-        where = "a file" if found == folder else f"a path below {str(found)!r}, a file"
-        raise CheckpointError(
-            f"{name}: expected a folder or a place for one, got {str(folder)!r}, {where}; choose "
-            "another path, or move the file away"
-        )
-    return folder
+    problem = "which holds a null character; choose another path"
+    if "\0" not in str(folder):
+        # The nearest path that exists; lexists also sees a broken link.
+        nearest = next((p for p in (folder, *folder.parents) if os.path.lexists(p)), Path())
+        if nearest.is_dir():
+            return folder
+        where = "a file" if nearest == folder else f"a path below {str(nearest)!r}, a file"
+        problem = f"{where}; choose another path, or move the file away"
+    raise CheckpointError(
+        f"{name}: expected a folder or a place for one, got {str(folder)!r}, {problem}"
+    )
 
 
 def plain_number(value: Any) -> Any:  # noqa: ANN401 -- other values are returned unchanged

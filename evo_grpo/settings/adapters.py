@@ -7,10 +7,9 @@ from typing import Any
 
 from evo_grpo.schema.group import contradictions
 from evo_grpo.schema.hparams import LORA, Hparams, RankAlpha
-from evo_grpo.schema.outside import outside
 from evo_grpo.schema.patterns import ALL, matches
 from evo_grpo.schema.problems import Path, Problem, below, dotted, nearest, unknown_name
-from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.schema.search_space import HyperparameterConfig, outside
 from evo_grpo.settings.model import LoraSettings, ModelConfig
 
 

@@ -12,9 +12,8 @@ from evo_grpo.evolve.sizes import planned_rows, wrong_sizes
 from evo_grpo.evolve.start import start_problems, with_first_choices
 from evo_grpo.schema.group import contradictions
 from evo_grpo.schema.hparams import REWARD_WEIGHT, WARMUP
-from evo_grpo.schema.outside import outside
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem, below, dotted
-from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter
+from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter, outside
 from evo_grpo.settings.adapters import adapter_problems, begins_outside
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 from evo_grpo.settings.engine import ENGINES, EngineConfig

@@ -17,9 +17,8 @@ from evo_grpo.model.lora.load import trainable
 from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.population.ranks.team import Team, is_one_of_several
 from evo_grpo.population.rules import RoundSettings
-from evo_grpo.record.config import read_config
 from evo_grpo.record.files import reading
-from evo_grpo.record.folder import recorded_objects
+from evo_grpo.record.folder import read_config, recorded_objects
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.plain import inside
 from evo_grpo.record.records import RoundRecord

@@ -24,11 +24,10 @@ from evo_grpo.envs.finding import defining_files
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.places import find
 from evo_grpo.population.ranks.team import Team
-from evo_grpo.record.digests import sha256_of
 from evo_grpo.record.files import reading, to_line, unseal
 from evo_grpo.record.names import INPUTS
-from evo_grpo.record.plain import read_plain
-from evo_grpo.schema.validated import validated
+from evo_grpo.record.plain import read_plain, sha256_of
+from evo_grpo.schema.problems import validated
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.engine import ENGINES

@@ -12,9 +12,8 @@ from typing import Any
 
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.population.steps import RunWriter
-from evo_grpo.record.config import read_config
 from evo_grpo.record.files import reading
-from evo_grpo.record.folder import with_objects
+from evo_grpo.record.folder import read_config, with_objects
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir, clear_run, refuse_taken

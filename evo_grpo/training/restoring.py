@@ -13,10 +13,9 @@ from evo_grpo.population.checkpoints.manifest import read_attributes
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.round import apply, recorded_generation
-from evo_grpo.record.digests import check_digests
 from evo_grpo.record.family import archived_agent, next_member_id
 from evo_grpo.record.names import BEST
-from evo_grpo.record.plain import inside
+from evo_grpo.record.plain import check_digests, inside
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.training.assemble import Prepared
 from evo_grpo.training.writer import sees_folder

@@ -12,8 +12,8 @@ from uuid import uuid4
 from evo_grpo.envs.describing import DIGEST
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
 from evo_grpo.places import as_option
-from evo_grpo.record.config import read_settings
 from evo_grpo.record.files import seal
+from evo_grpo.record.folder import read_settings
 from evo_grpo.record.names import CONFIG, INPUTS
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.problems import Problem, Problems

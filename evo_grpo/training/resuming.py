@@ -9,8 +9,13 @@ from pathlib import Path
 from evo_grpo import settings as configuration
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.population.ranks.team import Team
-from evo_grpo.record.config import read_config
-from evo_grpo.record.folder import config_text, listed_objects, refuse_objects, with_objects
+from evo_grpo.record.folder import (
+    config_text,
+    listed_objects,
+    read_config,
+    refuse_objects,
+    with_objects,
+)
 from evo_grpo.record.names import BASELINE, CONFIG
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.study import check_storage

@@ -23,9 +23,8 @@ from evo_grpo.record.family import best_ever
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import REPLAYED
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.replay import read_replay
+from evo_grpo.record.replay import read_replay, read_schedule, trainings
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.record.schedule import read_schedule, trainings
 from evo_grpo.record.summary import read_summary
 from evo_grpo.seeding import derive
 from evo_grpo.training.assemble import add_agents, build_parts, prepare

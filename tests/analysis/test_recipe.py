@@ -18,9 +18,9 @@ from evo_grpo.errors import ConfigError, RunDirError, RunFailedError, RunNotFoun
 from evo_grpo.evolve.explore.protocol import Candidate
 from evo_grpo.evolve.explore.schedule import ScheduleExploration
 from evo_grpo.record.folder import read_rounds
-from evo_grpo.record.schedule import Schedule, ScheduledRound, read_schedule, winner_schedule
+from evo_grpo.record.replay import Schedule, ScheduledRound, read_schedule, winner_schedule
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.schema.outside import outside
+from evo_grpo.schema.search_space import outside
 from evo_grpo.settings import from_dict
 from evo_grpo.settings.yaml import from_written, to_yaml
 

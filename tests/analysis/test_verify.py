@@ -465,7 +465,7 @@ def test_a_disk_that_fails_below_a_checkpoint_is_named(stopped, monkeypatch):
     def broken(file):
         raise OSError(5, "Input/output error", str(file))
 
-    monkeypatch.setattr("evo_grpo.record.digests.sha256_of", broken)
+    monkeypatch.setattr("evo_grpo.record.plain.sha256_of", broken)
     damage = verify(stopped).damage
     assert damage
     assert all("cannot be read (Input/output error)" in text for text in damage)

@@ -10,10 +10,16 @@ import re
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 #: What differs between two files of a kind: unique ids, then numbers.
 _UNIQUE = (re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{22,}"), re.compile(r"\d+"))
+
+
+#: Calls on names -> their op.
+_NAMED = {"rename": "rename", "replace": "rename", "unlink": "unlink", "remove": "unlink"}
+_NAMED |= {"mkdir": "mkdir", "rmdir": "rmdir"}
 
 
 @dataclass(frozen=True)
@@ -67,10 +73,11 @@ class Disk:
         self._real = {}
 
     def __enter__(self):
-        for name in ("open", "write", "pwrite", "fsync", "rename", "replace", "unlink", "remove",
-                     "mkdir", "rmdir", "symlink", "truncate", "ftruncate", "sendfile"):  # fmt: skip
+        own = ("open", "write", "pwrite", "fsync", "truncate", "ftruncate", "sendfile", "symlink")
+        for name in (*own, *_NAMED):
             self._real[os, name] = getattr(os, name)
-            setattr(os, name, getattr(self, f"_{name}"))
+            own_call = partial(self._named, name) if name in _NAMED else getattr(self, f"_{name}")
+            setattr(os, name, own_call)
         for module in (io, builtins):
             self._real[module, "open"] = module.open
             module.open = self._open_file
@@ -88,8 +95,7 @@ class Disk:
             except OSError:
                 return None
         else:
-            found = os.fspath(path)
-            found = os.fsdecode(found)
+            found = os.fsdecode(os.fspath(path))
             if dir_fd is not None:
                 found = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), found)
         found = Path(os.path.abspath(found))
@@ -166,16 +172,13 @@ class Disk:
         return _File(found, self) if writes else found
 
     def _write(self, descriptor, data):
-        real, place = self._real[os, "write"], self._of(descriptor)
-        if place is None:
-            return real(descriptor, data)
-        return self._written(place, descriptor, data, lambda part: real(descriptor, part))
+        real = self._real[os, "write"]
+        return self._pwrite(descriptor, data, None, lambda part: real(descriptor, part))
 
-    def _pwrite(self, descriptor, data, at):
+    def _pwrite(self, descriptor, data, at, write=None):
         real, place = self._real[os, "pwrite"], self._of(descriptor)
-        if place is None:
-            return real(descriptor, data, at)
-        return self._written(place, descriptor, data, lambda part: real(descriptor, part, at), at)
+        write = write or (lambda part: real(descriptor, part, at))
+        return write(data) if place is None else self._written(place, descriptor, data, write, at)
 
     def _sendfile(self, to, source, *arguments, **given):
         real, place = self._real[os, "sendfile"], self._of(to)
@@ -195,30 +198,11 @@ class Disk:
             time.sleep(self._fsync_seconds)
         self._call(self._real[os, "fsync"], "fsync", place, (descriptor,), {})
 
-    def _rename(self, source, target):
-        self._moved("rename", source, target)
-
-    def _replace(self, source, target):
-        self._moved("replace", source, target)
-
-    def _moved(self, name, source, target):
-        real, path = self._real[os, name], self._of(source)
-        self._call(real, "rename", path, (source, target), {}, to=self._of(target))
-
-    def _unlink(self, path, *, dir_fd=None):
-        real, place = self._real[os, "unlink"], self._of(path, dir_fd)
-        self._call(real, "unlink", place, (path,), {"dir_fd": dir_fd})
-
-    def _remove(self, path, *, dir_fd=None):
-        self._unlink(path, dir_fd=dir_fd)
-
-    def _mkdir(self, path, mode=0o777, *, dir_fd=None):
-        real, place = self._real[os, "mkdir"], self._of(path, dir_fd)
-        self._call(real, "mkdir", place, (path, mode), {"dir_fd": dir_fd})
-
-    def _rmdir(self, path, *, dir_fd=None):
-        real, place = self._real[os, "rmdir"], self._of(path, dir_fd)
-        self._call(real, "rmdir", place, (path,), {"dir_fd": dir_fd})
+    def _named(self, name, path, *to, **given):
+        """A call on the name of a file or folder; `to` is another name, or a mode."""
+        place = self._of(path, given.get("dir_fd"))
+        target = self._of(to[0]) if _NAMED[name] == "rename" else None
+        self._call(self._real[os, name], _NAMED[name], place, (path, *to), given, to=target)
 
     def _symlink(self, source, target, **given):
         real, place = self._real[os, "symlink"], self._of(target)

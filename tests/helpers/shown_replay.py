@@ -4,8 +4,7 @@ import numpy as np
 
 from evo_grpo.record.arms import WINNER, Difference
 from evo_grpo.record.names import REPLAYED
-from evo_grpo.record.replay import Replay, Replayed
-from evo_grpo.record.schedule import Schedule, ScheduledRound, trainings
+from evo_grpo.record.replay import Replay, Replayed, Schedule, ScheduledRound, trainings
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Score
 

@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.files import CONFIG, WEIGHTS, read_adapter
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.record.digests import sha256_of
+from evo_grpo.record.plain import sha256_of
 
 VOCABULARY = 40
 HIDDEN = 32

@@ -2,9 +2,26 @@
 
 import json
 import os
+import random
 from collections import defaultdict
 from datetime import UTC, datetime
 from pathlib import Path
+
+import pytest
+
+
+def shares(number, cases):
+    """Return the parameters of a test in parts: a sample, then shares of equally many cases.
+
+    A part is a function of all cases, given as a range, that returns its own.
+    """
+    sample = pytest.param(lambda all: random.Random(0).sample(all, cases), marks=pytest.mark.slow)
+    torture = [pytest.mark.torture, pytest.mark.timeout(3600)]
+    parts = [lambda all, n=n: all[n::number] for n in range(number)]
+    ids = ["sample", *(f"share {n + 1}" for n in range(number))]
+    return pytest.mark.parametrize(
+        "part", [sample, *(pytest.param(part, marks=torture) for part in parts)], ids=ids
+    )
 
 
 def count(name, otherwise):

@@ -8,14 +8,12 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from uuid import uuid4
 
 import optuna
@@ -249,101 +247,6 @@ def test_one_that_is_killed_at_any_instant_leaves_no_gap_and_no_second_trial(fol
     assert whole(folder, url)
 
 
-class Proxy:
-    """Stands between a run and the server, and breaks connections right behind a trial's commit.
-
-    Args:
-        port: Of the server.
-        breaks: Numbers of the trials whose writer never hears that they are there, from 1.
-    """
-
-    def __init__(self, port, breaks):
-        self.server, self.breaks, self.trials = port, set(breaks), 0
-        self.lock, self.broken = threading.Lock(), 0
-        self.listening = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listening.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self):
-        while True:
-            try:
-                client, _ = self.listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
-    def _serve(self, client):
-        server = socket.create_connection(("127.0.0.1", self.server))
-        threading.Thread(target=self._back, args=(server, client), daemon=True).start()
-        wrote = False
-        while data := self._read(client):
-            wrote = wrote or b"INSERT INTO trials " in data
-            cut = False
-            if b"COMMIT" in data and wrote:
-                wrote = False
-                with self.lock:
-                    self.trials += 1
-                    cut = self.trials in self.breaks
-            if cut:
-                # The answer stays here; the server has committed once it gave one.
-                with self.lock:
-                    self.broken += 1
-                self.silent = server
-                server.sendall(data)
-                time.sleep(0.2)
-                break
-            server.sendall(data)
-        for one in (client, server):
-            one.close()
-
-    def _back(self, server, client):
-        while data := self._read(server):
-            if getattr(self, "silent", None) is server:
-                continue
-            try:
-                client.sendall(data)
-            except OSError:
-                return
-
-    @staticmethod
-    def _read(one):
-        try:
-            return one.recv(65536)
-        except OSError:
-            return b""
-
-    def close(self):
-        self.listening.close()
-
-
-def test_a_trial_whose_commit_is_never_confirmed_may_be_there_twice_and_the_first_counts(
-    folder, server, url
-):
-    """Optuna adds it again: it cannot know that the server has it."""
-    check_url(url)
-    proxy = Proxy(server.port, breaks=range(2, 12, 3))
-    through = url.replace(f":{server.port}/", f":{proxy.port}/")
-    for _ in range(8):
-        try:
-            send(folder, through)
-        except DatabaseError:
-            continue
-        break
-    proxy.close()
-    assert proxy.broken == 4
-    send(folder, url)
-    with as_optuna_reads(url) as storage:
-        trials = optuna.load_study(study_name=study_names(url)[0], storage=storage).trials
-    first = {}
-    for trial in trials:
-        place = trial.user_attrs["agent"], trial.user_attrs["round"]
-        assert said(first.setdefault(place, trial)) == said(trial)
-    assert len(first) == 12
-    assert len(trials) <= 12 + proxy.broken
-    numbers = {trial.number for trial in first.values()}
-    assert {trial.user_attrs["parent_trial"] for trial in trials} - {None} <= numbers
-
-
 @pytest.mark.parametrize("wrong", ["port", "password", "database", "user", "permission"])
 def test_a_server_that_cannot_be_used_is_named_before_there_is_a_folder(
     tmp_path, server, url, monkeypatch, wrong
@@ -415,18 +318,3 @@ def test_the_password_is_nowhere(tmp_path, server, url):
             assert PASSWORD.encode() not in path.read_bytes(), path
     # It was needed: the server asked for it.
     assert whole(out, url)
-
-
-def test_a_password_in_the_url_is_refused_and_repeated_nowhere(tmp_path, url):
-    secret = url.replace("evo@", f"evo:{PASSWORD}@")
-    file = file_of(tmp_path / "run")
-    for command in ("check", "run"):
-        given = evo(command, str(file), "--set", f"record.storage={secret}", "--debug")
-        done = subprocess.run(
-            [sys.executable, *given], cwd=tmp_path, capture_output=True, text=True, timeout=60,
-            check=False,
-        )  # fmt: skip
-        assert done.returncode == 2
-        assert "without a password" in done.stderr
-        assert PASSWORD not in done.stdout + done.stderr
-    assert not list(Path(tmp_path).glob("runs*"))

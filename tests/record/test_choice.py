@@ -66,7 +66,7 @@ def test_the_winner_by_its_number_is_still_the_winner(finished):
     assert choose_of(finished, member=best.member, round=2).is_winner
 
 
-RETENTIONS = ("all", "last", "best", 1, 2)
+RETENTIONS = ("all", "last", 2)
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_the_best_ever_is_kept_and_offered_whatever_else_is(tmp_path, keep, arch
         assert choose_of(folder, best_ever=True).checkpoint == BEST
 
 
-@pytest.mark.parametrize("keep", ["best", 2])
+@pytest.mark.parametrize("keep", ["best"])
 def test_what_was_removed_is_refused_with_what_is_there(tmp_path, keep):
     folder = run(small(record__checkpoints=keep), out=tmp_path / "run")
     rounds = read_rounds(folder)

@@ -12,7 +12,6 @@ from evo_grpo import GRPO, resume, run
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.record.database import DatabaseError, check_url
 from evo_grpo.settings import load, to_yaml
-from evo_grpo.settings import storage as storages
 
 #: Nothing listens on it: port 1 is not given to programs.
 GONE = "postgresql+psycopg://evo@127.0.0.1:1/evo"
@@ -67,13 +66,6 @@ def test_a_database_that_cannot_be_used_is_named_before_there_is_a_folder(
     population = GRPO.population(size=2, model="tiny-sums")
     with pytest.raises(ConfigError, match=message):
         population.train("sums", storage=storage, out=tmp_path / "run", progress=False)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_missing_driver_is_named_before_there_is_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(storages, "find_spec", lambda name: None)
-    with pytest.raises(EngineUnavailable, match=r"evo-grpo\[postgres\]"):
-        run(small(record__storage=GONE), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -10,11 +10,10 @@ from rich.console import Console
 from shown_run import SUMMARY, run_folder
 from small_run import small
 
-from evo_grpo import GRPO, resume, run
+from evo_grpo import resume, run
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.cli.plan.render import render_plan
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.earlier import carried_over
 from evo_grpo.record.files import to_line
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.history import resolved_start
@@ -90,14 +89,6 @@ def test_only_what_both_runs_search_is_taken_over(tmp_path):
     assert values["clip_low"] == pytest.approx(1 - ranked[0].hparams.clip_coef)
 
 
-def test_a_switch_is_taken_over_where_both_runs_search_it():
-    space = HyperparameterConfig(kl_shaping=RLParameter(choices=[False, True]))
-    first = Hparams(kl_shaping=False)
-    for switch in (True, False):
-        own = carried_over(Hparams(kl_shaping=switch), ["kl_shaping"], first, space)
-        assert own.kl_shaping is switch
-
-
 def test_a_run_records_the_settings_and_resumes_without_the_earlier_one(tmp_path):
     path, ranked = earlier(tmp_path / "one")
     config = small(population__init={"from": str(path)}, population__size=4)
@@ -112,16 +103,6 @@ def test_a_run_records_the_settings_and_resumes_without_the_earlier_one(tmp_path
     assert f"agent 1 with lr {shown_value(written[1]['lr'])}, beta" in console.export_text()
     path.rename(tmp_path / "elsewhere")
     assert len(read_rounds(resume(ran, rounds=4, progress=False))) == 4
-
-
-def test_a_population_in_python_starts_from_a_run_too(tmp_path):
-    path, ranked = earlier(tmp_path / "one")
-    population = GRPO.population(
-        model="tiny-sums", size=4, init={"from": path}, lora={"r": 2, "target_modules": ["q_proj"]},
-        hyperparameters={"lr": {"min": 1e-5, "max": 1e-2}},
-    )  # fmt: skip
-    lrs = [agent.hparams.lr for agent in population]
-    assert lrs[:2] == [1e-3, ranked[0].hparams.lr]
 
 
 @pytest.mark.parametrize(

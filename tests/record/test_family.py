@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_runs import make_run
 
 from evo_grpo.errors import RunNotFoundError
 from evo_grpo.record.family import (
@@ -26,18 +27,10 @@ def everyone(members):
         yield from everyone(member.children)
 
 
-@pytest.fixture(scope="module")
-def runs(request):
-    # A factory that hypothesis may call many times: it holds no state.
-    from random_runs import make_run
-
-    return make_run
-
-
 @PROPERTY
 @given(size=st.integers(2, 6), rounds=st.integers(1, 6), seed=st.integers(0, 1000))
-def test_the_tree_holds_every_member_that_trained_once(runs, size, rounds, seed):
-    records = runs(size, rounds, seed, failures=0.3)
+def test_the_tree_holds_every_member_that_trained_once(size, rounds, seed):
+    records = make_run(size, rounds, seed, failures=0.3)
     roots = tree(records)
     assert [root.id for root in roots] == list(range(size))
     members = {member.id: member for member in everyone(roots)}
@@ -58,8 +51,8 @@ def test_the_tree_holds_every_member_that_trained_once(runs, size, rounds, seed)
 
 @PROPERTY
 @given(size=st.integers(2, 6), rounds=st.integers(1, 6), seed=st.integers(0, 1000))
-def test_the_ancestry_is_one_record_per_round_and_joins_up(runs, size, rounds, seed):
-    records = runs(size, rounds, seed)
+def test_the_ancestry_is_one_record_per_round_and_joins_up(size, rounds, seed):
+    records = make_run(size, rounds, seed)
     for agent in records[-1].agents:
         path = ancestry(records, agent.member)
         assert [one.round for one in path] == list(range(rounds))
@@ -76,7 +69,7 @@ def test_the_ancestry_is_one_record_per_round_and_joins_up(runs, size, rounds, s
                 assert after.hparams == values
 
 
-def test_a_member_that_is_gone_has_an_ancestry_up_to_its_end(make_run):
+def test_a_member_that_is_gone_has_an_ancestry_up_to_its_end():
     records = make_run(size=4, rounds=5)
     for agent in records[1].agents:
         path = ancestry(records, agent.member)
@@ -86,18 +79,15 @@ def test_a_member_that_is_gone_has_an_ancestry_up_to_its_end(make_run):
         assert path[-1].member == agent.member
 
 
-def test_an_unknown_member_is_named(make_run):
+def test_an_unknown_member_is_named():
     with pytest.raises(RunNotFoundError, match=r"member 99: .*among \[0, 1\]"):
         ancestry(make_run(size=2, rounds=1), 99)
     with pytest.raises(RunNotFoundError, match=r"member 0: .*among none yet"):
         ancestry([], 0)
-
-
-def test_no_rounds_have_no_tree():
     assert tree([]) == ()
 
 
-def test_the_next_id_is_above_all_that_were_ever_given(make_run):
+def test_the_next_id_is_above_all_that_were_ever_given():
     records = make_run(size=4, rounds=6)
     used = {a.member for r in records for a in r.agents} | {
         m.id for r in records for m in r.members
@@ -110,14 +100,14 @@ def test_the_next_id_is_above_all_that_were_ever_given(make_run):
     assert next_member_id([*records[:-1], replace(records[-1], next_member=99)]) == 99
 
 
-def decided(runs, *after):
+def decided(*after):
     """Six rounds that decide after these finished rounds."""
-    records = runs(3, 6, 1)
+    records = make_run(3, 6, 1)
     return [replace(record, between=record.round + 1 not in after) for record in records]
 
 
-def test_the_best_of_a_run_is_what_its_archive_holds(runs):
-    records = decided(runs, 2, 4, 6)
+def test_the_best_of_a_run_is_what_its_archive_holds():
+    records = decided(2, 4, 6)
     held = records[1].agents[2]
     records[3] = replace(records[3], archived=(1, held.member))
     assert best_ever(records[:4]) == archived_agent(records[:4]) == held
@@ -127,8 +117,8 @@ def test_the_best_of_a_run_is_what_its_archive_holds(runs):
     assert best_ever([records[1], replace(records[3], archived=(3, own.member))]) == own
 
 
-def test_without_an_archive_rounds_in_between_count_only_where_there_are_no_others(runs):
-    records = decided(runs, 2, 4, 6)
+def test_without_an_archive_rounds_in_between_count_only_where_there_are_no_others():
+    records = decided(2, 4, 6)
 
     def best(*numbers):
         found = [best_agent(records[number]) for number in numbers]

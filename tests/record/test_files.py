@@ -23,7 +23,6 @@ from evo_grpo.record.files import (
     reading,
     seal,
     sync_into,
-    sync_tree,
     to_line,
     unseal,
     unsealed_head,
@@ -61,19 +60,6 @@ def test_a_changed_byte_is_noticed(data):
         unseal(changed)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"a": 1', "it is not JSON"),
-        (b"[1]", "it has no sha256"),
-        (b'{"a": 1}', "it has no sha256"),
-    ],
-)
-def test_lines_of_somebody_else_are_named(line, message):
-    with pytest.raises(ValueError, match=message):
-        unseal(line)
-
-
 def test_lines_are_strict_json_whatever_is_in_them():
     row = {
         "nan": math.nan,
@@ -107,17 +93,11 @@ def test_an_atomic_write_replaces_and_leaves_nothing_else(tmp_path):
     assert os.listdir(path.parent) == ["file.txt"]
 
 
-def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "file.txt"
     atomic_write(path, "old")
-
-    def full(_descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        RunFailedError, match=r"file.txt: cannot be written \(No space left.*resume"
-    ):
+    message = r"file.txt: cannot be written \(No space left.*resume"
+    with Disk(tmp_path, fault=full("fsync")), pytest.raises(RunFailedError, match=message):
         atomic_write(path, "new")
     assert path.read_text() == "old"
 
@@ -141,14 +121,23 @@ def test_a_whole_last_line_without_its_end_is_kept_and_ended(tmp_path):
     assert path.read_text(encoding="utf-8") == LINE * 2
 
 
+def full(refused):
+    """A disk without room for a call."""
+
+    def fault(op, path):
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if op == refused else None
+
+    return fault
+
+
 @pytest.mark.parametrize("durable", [True, False])
 def test_of_lines_that_a_full_disk_refuses_nothing_is_left(tmp_path, durable):
-    def full(op, path):
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if op == "write" else None
-
     path = tmp_path / "notes.jsonl"
     append(path, LINE, durable=durable)
-    with Disk(tmp_path, fault=full), pytest.raises(RunFailedError, match="No space left"):
+    with (
+        Disk(tmp_path, fault=full("write")),
+        pytest.raises(RunFailedError, match="No space left"),
+    ):
         append(path, LINE * 2, durable=durable)
     assert path.read_text(encoding="utf-8") == LINE
 
@@ -173,22 +162,18 @@ def synced(top, act):
     return places, disk.calls
 
 
-def test_sync_tree_syncs_files_and_folders_but_no_links(tmp_path):
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "file").write_text("x")
-    (tmp_path / "a" / "link").symlink_to("nowhere")
-    places, _ = synced(tmp_path, lambda: sync_tree(tmp_path / "a"))
-    assert sorted(places) == ["a", "a/b", "a/b/file"]
-    assert synced(tmp_path, lambda: sync_tree(tmp_path / "missing"))[0] == []
-
-
-def test_sync_into_goes_up_to_the_run_folder(tmp_path):
+def test_sync_into_syncs_a_folder_without_links_up_to_the_run_folder(tmp_path):
     folder = tmp_path / "run" / "checkpoints" / "round-0000"
     (folder / "agent-00").mkdir(parents=True)
+    (folder / "agent-00" / "file").write_text("x")
+    (folder / "agent-00" / "link").symlink_to("nowhere")
     (tmp_path / "run" / "checkpoints" / "other").mkdir()
     places, _ = synced(tmp_path, lambda: sync_into(tmp_path / "run", folder))
     one = "run/checkpoints/round-0000"
-    assert places == [f"{one}/agent-00", one, "run/checkpoints", "run"]
+    assert places == [
+        *(f"{one}/agent-00", f"{one}/agent-00/file", one),
+        *("run/checkpoints", "run"),
+    ]
     assert synced(tmp_path, lambda: sync_into(tmp_path / "run", folder / "missing"))[0] == []
 
 
@@ -212,10 +197,8 @@ def test_an_atomic_write_syncs_the_file_before_its_name_and_the_folder_after(tmp
     ]
 
 
-def test_a_lock_is_held_once_and_can_be_released_twice(tmp_path):
+def test_a_released_lock_can_be_taken_and_released_again(tmp_path):
     lock = FolderLock(tmp_path / ".lock")
-    with pytest.raises(RunDirError, match=rf"in use by process {os.getpid()}; wait until"):
-        FolderLock(tmp_path / ".lock")
     lock.release()
     lock.release()
     FolderLock(tmp_path / ".lock").release()

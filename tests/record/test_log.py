@@ -164,14 +164,12 @@ def test_a_finished_run_without_its_last_round_is_refused(copied):
         said(copied)
 
 
-def test_a_damaged_line_is_named(copied):
-    path = copied / "rounds.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(lines[0] + b'{"\xff": 1}\n' + lines[2])
-    with pytest.raises(CheckpointError, match=r"rounds.jsonl, line 2: expected round 2"):
-        said(copied)
-
-
 def test_no_run_has_no_log(tmp_path):
     with pytest.raises(RunNotFoundError):
         said(tmp_path)
+
+
+def test_a_note_that_is_none_is_named(copied):
+    (copied / "notes.jsonl").write_text('{"time": "now", "text": "paused"}\n')
+    with pytest.raises(CheckpointError, match=r"notes.jsonl: expected a note with a time.*remove"):
+        said(copied)

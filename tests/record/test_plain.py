@@ -9,7 +9,6 @@ import pytest
 from evo_grpo.errors import RunDirError
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.plain import (
-    check_relative,
     inside,
     is_plain,
     open_plain,
@@ -65,24 +64,14 @@ def test_a_planted_link_pipe_socket_or_folder_is_not_opened_as_a_file(
     assert os.listdir(victim.parent) == ["victim.txt"]
 
 
-def test_a_regular_file_is_read_and_made(tmp_path):
-    (tmp_path / "a").write_bytes(b"1")
-    assert read_plain(tmp_path / "a") == b"1"
-    assert is_plain(tmp_path / "a")
-    with pytest.raises(FileNotFoundError):
-        read_plain(tmp_path / "c")
-
-
-@pytest.mark.parametrize("umask", [0o077, 0o022, 0o002])
-def test_another_user_gets_what_the_umask_gives(tmp_path, umask):
-    before = os.umask(umask)
+def test_another_user_gets_what_the_umask_gives(tmp_path):
+    before = os.umask(0o027)
     try:
         os.close(open_plain(tmp_path / "a", os.O_RDWR | os.O_CREAT))
         atomic_write(tmp_path / "b", "text")
     finally:
         os.umask(before)
-    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in "ab"}
-    assert modes == {0o666 & ~umask}
+    assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in "ab"} == {0o640}
 
 
 def test_a_sparse_file_of_gigabytes_is_not_read(tmp_path):
@@ -113,17 +102,11 @@ def test_a_link_or_pipe_deep_in_a_folder_is_refused(tmp_path, victim, plant, pla
         refuse_links(tmp_path / "run")
 
 
-@pytest.mark.parametrize("path", ["a", "a/b.json", "checkpoints/round-0000/agent-00", "a..b/.c"])
-def test_paths_below_the_folder_pass(tmp_path, path):
-    assert inside(tmp_path, check_relative(path)) == tmp_path / path
-
-
 @pytest.mark.parametrize("path", ["", ".", "/", "/etc", "..", "../a", "a/../../b", "a\\b", "a\0b"])
 def test_a_recorded_path_that_leads_out_of_the_folder_is_refused(tmp_path, path):
-    with pytest.raises(ValueError, match="expected a path below the folder"):
-        check_relative(path)
     with pytest.raises(RunDirError, match="expected a path below the folder"):
         inside(tmp_path, path)
+    assert inside(tmp_path, "checkpoints/a..b/.c") == tmp_path / "checkpoints/a..b/.c"
 
 
 def test_a_recorded_path_through_a_link_is_refused(tmp_path, victim):

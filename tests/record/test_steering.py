@@ -1,12 +1,11 @@
 """A request is a file of its own: whole, sealed, in order, and never behind a link."""
 
-import errno
 import json
 import os
 
 import pytest
 
-from evo_grpo.errors import RunDirError, RunFailedError
+from evo_grpo.errors import RunDirError
 from evo_grpo.record import files
 from evo_grpo.record.run_dir import clear_run
 from evo_grpo.record.steering import read_requests, remove_requests, write_request
@@ -90,17 +89,6 @@ def test_what_stands_in_the_place_of_the_folder_is_refused(tmp_path, plant):
     assert found.requests == ()
     assert list(found.unread) == ["steering"]
     assert len(list((elsewhere / "steering").glob("*-*.json"))) == 1
-
-
-def test_a_request_that_a_full_disk_refuses_is_not_made(tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(files.os, "fsync", full)
-    with pytest.raises(RunFailedError, match=r"No space left.*evo-grpo steer RUN"):
-        written(tmp_path)
-    found = read_requests(tmp_path)
-    assert (found.requests, found.unread) == ((), {})
 
 
 def test_clearing_removes_requests_and_nothing_else(tmp_path):

@@ -21,55 +21,31 @@ draws = st.floats(0, 1, exclude_max=True)
     [
         ({"lr": 0.0}, r"lr: expected a number > 0, got 0.0"),
         ({"lr": math.nan}, r"lr: expected a finite number > 0, got nan"),
-        ({"lr": math.inf}, r"lr: expected a finite number > 0, got inf"),
         ({"beta": -0.1}, r"beta: expected a number >= 0, got -0.1"),
         ({"group_size": 1}, r"group_size: expected an integer >= 2, got 1; a group of one"),
-        ({"temperature": 0.0}, r"temperature: expected a number > 0"),
-        ({"top_p": 0.0}, r"top_p: expected a number in \(0, 1\], got 0.0"),
         ({"top_p": 1.1}, r"top_p: expected a number in \(0, 1\], got 1.1"),
         ({"top_k": -1}, r"top_k: expected an integer >= 0, got -1; 0 keeps"),
         ({"min_p": 1.0}, r"min_p: expected a number in \[0, 1\), got 1.0"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty: expected a number > 0"),
         ({"max_grad_norm": 0.0}, r"max_grad_norm: expected a number > 0, or null"),
-        ({"update_epochs": 0}, r"update_epochs: expected an integer >= 1"),
         ({"batch_size": 0}, r"batch_size: expected an integer >= 1, or null, got 0"),
         ({"clip_coef": 0.0}, r"clip_coef: expected a number in \(0, 1\], or ratio bounds"),
         ({"clip_coef": 1.2}, r"clip_coef: .*got 1.2"),
         ({"clip_coef": (1.2, 0.8)}, r"0 <= low < high, .*got \(1.2, 0.8\)"),
-        ({"clip_coef": (-0.1, 1.2)}, r"0 <= low < high, .*got \(-0.1, 1.2\)"),
         ({"clip_coef": (0.8,)}, r"clip_coef: expected a number .* got \(0.8,\)"),
         ({"clip_coef": None}, r"clip_coef: .*got null"),
         ({"clip_coef": (0, 10**400)}, r"0 <= low < high, .*got"),
         ({"lr": "1e-4"}, r"lr: expected a number > 0, got the string '1e-4'; write it without"),
         ({"top_k": None}, r"top_k: .*got null; 0 keeps all tokens"),
-        ({"top_k": 3.5}, r"top_k: expected an integer >= 0, got 3.5"),
-        ({"top_p": None}, r"top_p: .*got null; 1.0 keeps all tokens"),
-        ({"group_size": 4.5}, r"group_size: expected an integer >= 2, got 4.5"),
-        ({"batch_size": 2.5}, r"batch_size: expected an integer >= 1, or null, got 2.5"),
-        ({"update_epochs": 1.5}, r"update_epochs: expected an integer >= 1, got 1.5"),
         ({"temperature": True}, r"temperature: expected a number > 0, got true"),
         ({"repetition_penalty": math.inf}, r"repetition_penalty: expected a finite .* got inf"),
         (
             {"lr": 1e-40},
             r"lr: expected a number from 1e-30 to 1e\+06, which float32 .* got 1e-40",
         ),
-        ({"lr": 1e308}, r"lr: expected a number from 1e-30 to 1e\+06, .* got 1e\+308"),
         ({"beta": 1e300}, r"beta: expected a number from 0 to 1e\+06, which float32"),
-        (
-            {"weight_decay": 1e300},
-            r"weight_decay: expected a number from 0 to 1e\+06, which",
-        ),
         (
             {"temperature": 1e-40},
             r"temperature: expected a number from 1e-06 to 1e\+06, .* 1e-40",
-        ),
-        (
-            {"temperature": 1e300},
-            r"temperature: expected a number from 1e-06 to 1e\+06, .* 1e\+",
-        ),
-        (
-            {"repetition_penalty": 1e-40},
-            r"repetition_penalty: expected a number from 1e-06 .*",
         ),
         ({"max_grad_norm": 1e-40}, r"max_grad_norm: expected a number >= 1e-12, which float32"),
         ({"learning_rate": 1.0}, r"learning_rate: unknown key; here it is lr"),
@@ -116,11 +92,6 @@ def test_json_brings_back_the_same_value(clip_coef):
     assert Hparams(**json.loads(json.dumps(hparams.to_dict()))) == hparams
 
 
-def test_unknown_names_are_refused():
-    with pytest.raises(ConfigError, match=r"lrr: unknown key; did you mean 'lr'\?"):
-        Hparams(**Hparams().to_dict(), lrr=1.0)
-
-
 def test_no_limit_on_the_gradient_is_none_or_infinity():
     assert Hparams(max_grad_norm=math.inf) == Hparams(max_grad_norm=None)
 
@@ -151,22 +122,18 @@ def test_one_end_of_a_clip_range_is_set_alone():
         ({"min": 2.0, "max": 1.0}, r"expected min <= max, got min 2 > max 1; swap"),
         ({"min": -1.0, "max": 1.0}, r"min: expected a number >= 0, got -1.0"),
         ({"min": 0.0, "max": math.inf}, r"max: expected a finite number >= 0, got inf"),
-        ({"min": math.nan, "max": 1.0}, r"min: expected a finite number >= 0, got nan"),
         ({"min": 0.0, "max": 1.0, "dtype": str}, r"dtype: expected 'float' or 'int', got <class"),
         ({"min": 0.0, "max": 1.0, "shrink_factor": 1.0}, r"shrink_factor: .* in \(0, 1\), got 1"),
-        ({"min": 0.0, "max": 1.0, "shrink_factor": 0.0}, r"shrink_factor: .* in \(0, 1\), got 0"),
         ({"min": 0.0, "max": 1.0, "grow_factor": 1.0}, r"grow_factor: expected a number > 1"),
         ({"min": 0.0}, r"max: missing; expected maximum"),
         (
             {"min": 0.1, "max": 1.0, "start": [0.05, 0.5]},
             r"start: .* part of the range \[0.1, 1\], got a start outside: \[0.05, 0.5\]",
         ),
-        ({"min": 0.1, "max": 1.0, "start": [0.5, 2]}, r"start: .* outside: \[0.5, 2\]"),
         (
             {"min": 0.1, "max": 1.0, "start": [0.5, 0.2]},
             r"start: expected two numbers.*low <= high",
         ),
-        ({"min": 0.1, "max": 1.0, "start": 0.5}, r"start: expected two numbers \[low, high\]"),
         ({"min": 0.1, "max": 1.0, "start": [0.2, math.nan]}, r"start: expected two numbers"),
     ],
 )
@@ -232,15 +199,12 @@ def test_a_value_of_zero_leaves_zero():
     assert RLParameter(0.1, 0.5).step(0.0, 0.99) == 0.1, "from below the range into it"
 
 
-def test_a_range_of_one_value_stays():
-    assert RLParameter(0.3, 0.3).step(0.3, 0.0) == 0.3
-    assert RLParameter(4, 4, dtype=int).step(4, 0.99) == 4
-
-
-def test_ends_are_left_inwards():
+def test_ends_are_left_inwards_where_the_range_has_two():
     parameter = RLParameter(0.1, 0.5)
     assert parameter.step(0.5, 0.0) == pytest.approx(0.4)
     assert parameter.step(0.1, 0.99) == pytest.approx(0.12)
+    assert RLParameter(0.3, 0.3).step(0.3, 0.0) == 0.3
+    assert RLParameter(4, 4, dtype=int).step(4, 0.99) == 4
 
 
 @pytest.mark.parametrize("factors", [(0.8, 1.2), (0.5, 1.5), (0.9, 3.0)])

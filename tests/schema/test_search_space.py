@@ -6,10 +6,11 @@ import pytest
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.schema.outside import Outside, outside
 from evo_grpo.schema.search_space import (
     HyperparameterConfig,
+    Outside,
     RLParameter,
+    outside,
     warn_if_nothing_mutates,
 )
 

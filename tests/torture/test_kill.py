@@ -11,9 +11,8 @@ import shutil
 import time
 
 import pytest
-from killed_runs import Runs
 from small_run import outcome
-from torture_table import count, tried
+from torture_table import count, shares, tried
 
 from evo_grpo.analysis.verify import verify
 from evo_grpo.record.folder import is_run
@@ -27,15 +26,6 @@ SETTINGS = {
         "evolve__archive": True,
     },
 }
-
-SHARES = 4
-"""Parts of the touches, each a test, so that workers have equally much to do."""
-
-
-@pytest.fixture(scope="module")
-def runs():
-    with Runs() as server:
-        yield server
 
 
 @pytest.fixture(scope="module", params=SETTINGS)
@@ -88,19 +78,10 @@ def kill_at(runs, folder, whole, touch, rng):
     return 1 + again
 
 
-@pytest.mark.slow
-def test_a_kill_at_a_sample_of_the_touches_changes_nothing(runs, whole, tmp_path):
-    rng = random.Random(0)
-    for touch in rng.sample(range(1, whole[3] + 1), 2):
-        kill_at(runs, tmp_path / "run", whole, touch, rng)
-
-
-@pytest.mark.torture
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("share", range(SHARES))
-def test_a_kill_at_every_touch_of_the_disk_changes_nothing(runs, whole, tmp_path, share):
-    rng = random.Random(1 + share)
-    touches = range(1 + share, whole[3] + 1, SHARES)
+@shares(4, cases=2)
+def test_a_kill_at_a_touch_of_the_disk_changes_nothing(runs, whole, tmp_path, part):
+    rng = random.Random(1)
+    touches = part(range(1, whole[3] + 1))
     kills = sum(kill_at(runs, tmp_path / "run", whole, touch, rng) for touch in touches)
     tried("kill -9 at every write, fsync, rename and removal, and again while it resumes",
           f"checkpoints: {whole[0]}", kills)  # fmt: skip

@@ -12,15 +12,12 @@ import shutil
 import time
 
 import pytest
-from killed_runs import Runs
 from small_run import small
-from torture_table import tried
+from torture_table import shares, tried
 from tracker_files import ended_wandb, read_tensorboard, read_wandb, steps_of_wandb
 
 import evo_grpo
 
-SHARES = 3
-"""Parts of the touches, each a test, so that workers have equally much to do."""
 MOST = 120
 """Touches of a reader that are tried, evenly spread: a database has a thousand statements."""
 
@@ -64,12 +61,6 @@ READERS = {
     "tensorboard": measured(read_tensorboard),
     "wandb": wandb,
 }
-
-
-@pytest.fixture(scope="module")
-def runs():
-    with Runs() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -120,19 +111,10 @@ def kill_at(runs, finished, folder, reader, touch, rng):
     return 1 + again
 
 
-@pytest.mark.slow
-def test_a_kill_at_one_of_the_touches_loses_nothing(runs, finished, reader, tmp_path):
-    rng = random.Random(0)
-    kill_at(runs, finished, tmp_path / "run", reader, rng.randint(1, reader[2]), rng)
-
-
-@pytest.mark.torture
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("share", range(SHARES))
-def test_a_kill_at_any_touch_loses_nothing(runs, finished, reader, tmp_path, share):
-    rng = random.Random(1 + share)
-    every = -(-reader[2] // MOST)
-    touches = range(1 + share * every, reader[2] + 1, SHARES * every)
+@shares(3, cases=1)
+def test_a_kill_at_any_touch_loses_nothing(runs, finished, reader, tmp_path, part):
+    rng = random.Random(1)
+    touches = part(range(1, reader[2] + 1, -(-reader[2] // MOST)))
     kills = sum(kill_at(runs, finished, tmp_path / "run", reader, touch, rng) for touch in touches)
     tried("kill -9 of `follow` at a touch of the disk or the database, and again while it goes on",
           f"reader: {reader[0]}", kills)  # fmt: skip

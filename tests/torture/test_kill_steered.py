@@ -4,10 +4,9 @@ import random
 import shutil
 
 import pytest
-from killed_runs import Runs
 from small_run import Told, small
 from steered_runs import OPERATIONS, steered_outcome, tensors
-from torture_table import tried
+from torture_table import shares, tried
 
 from evo_grpo import run
 from evo_grpo.analysis.verify import verify
@@ -15,16 +14,6 @@ from evo_grpo.record.folder import is_run
 from evo_grpo.record.steering import ask
 
 SETTINGS = {"record__checkpoints": "last", "evolve__archive": True}
-
-
-SHARES = 4
-"""Parts of the touches, each a test, so that workers have equally much to do."""
-
-
-@pytest.fixture(scope="module")
-def runs():
-    with Runs() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +62,12 @@ def kill_at(runs, folder, whole, touch, rng):
     return 1 + again
 
 
-@pytest.mark.slow
-def test_a_kill_at_a_sample_of_the_touches_of_a_steered_run_changes_nothing(runs, whole, tmp_path):
+@shares(4, cases=2)
+def test_a_kill_at_a_touch_of_a_steered_run_changes_nothing(runs, whole, tmp_path, part):
     rng = random.Random(3)
-    for touch in rng.sample(range(1, whole[1] + 1), 2):
-        kill_at(runs, tmp_path / "run", whole, touch, rng)
+    touches = part(range(1, whole[1] + 1))
+    kills = sum(kill_at(runs, tmp_path / "run", whole, touch, rng) for touch in touches)
+    tried("kill -9 at every touch of the disk of a run that is steered", "all operations", kills)
 
 
 @pytest.mark.slow
@@ -89,13 +79,3 @@ def test_a_kill_while_a_resume_does_what_was_asked_for_changes_nothing(
     assert go_on(runs, tmp_path / "run", touch)[0]
     go_on(runs, tmp_path / "run")
     check(tmp_path / "run", whole[0])
-
-
-@pytest.mark.torture
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("share", range(SHARES))
-def test_a_kill_at_every_touch_of_a_steered_run_changes_nothing(runs, whole, tmp_path, share):
-    rng = random.Random(4 + share)
-    touches = range(1 + share, whole[1] + 1, SHARES)
-    kills = sum(kill_at(runs, tmp_path / "run", whole, touch, rng) for touch in touches)
-    tried("kill -9 at every touch of the disk of a run that is steered", "all operations", kills)

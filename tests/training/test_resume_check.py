@@ -12,8 +12,8 @@ from small_run import Told, outcome, small
 from evo_grpo import leaderboard, resume, run
 from evo_grpo.analysis.arms import compare, replay
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
-from evo_grpo.record.config import read_config
 from evo_grpo.record.files import seal, unseal
+from evo_grpo.record.folder import read_config
 from evo_grpo.settings import from_dict, load, to_yaml
 from evo_grpo.training.recorded_inputs import inputs_of
 from evo_grpo.training.resume_check import check_inputs

@@ -16,7 +16,7 @@ from evo_grpo.record.folder import is_trained, read_rounds
 from evo_grpo.record.history import history
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.log import Noted, entries
-from evo_grpo.record.schedule import read_schedule
+from evo_grpo.record.replay import read_schedule
 from evo_grpo.record.steering import ask, cancel, read_requests, state_of
 from evo_grpo.record.summary import read_summary
 from evo_grpo.record.view import view_of

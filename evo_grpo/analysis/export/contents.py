@@ -20,16 +20,17 @@ from evo_grpo.errors import (
     ModelError,
     RunDirError,
 )
-from evo_grpo.record.digests import check_digests, sha256_of
 from evo_grpo.record.files import create_folder, sync_names, sync_tree
 from evo_grpo.record.folder import listed_objects
 from evo_grpo.record.names import ATTRIBUTES
 from evo_grpo.record.plain import (
     MAX_JSON_BYTES,
     MAX_WEIGHT_BYTES,
+    check_digests,
     check_relative,
     inside,
     read_plain,
+    sha256_of,
 )
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import Problems

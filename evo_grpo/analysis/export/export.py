@@ -41,8 +41,8 @@ from evo_grpo.errors import ConfigError, EvoGrpoError, RunFailedError
 from evo_grpo.escaping import printable, redacted, shorten
 from evo_grpo.record.arms import arm_label
 from evo_grpo.record.choice import ChosenAgent, choose_of
-from evo_grpo.record.config import read_config
 from evo_grpo.record.files import writing
+from evo_grpo.record.folder import read_config
 from evo_grpo.record.replay import read_replay
 from evo_grpo.record.story import rivals_text
 from evo_grpo.record.wording import count, with_error

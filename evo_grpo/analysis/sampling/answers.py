@@ -29,7 +29,7 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
 from evo_grpo.record.choice import ChosenAgent, choose_of
-from evo_grpo.record.config import code_folder
+from evo_grpo.record.folder import code_folder
 from evo_grpo.schema.validation import shown, whole
 from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS

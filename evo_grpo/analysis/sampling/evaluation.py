@@ -29,9 +29,8 @@ from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.evaluate import Evaluation, evaluate
 from evo_grpo.population.evaluate import pass_at as pass_at_k
 from evo_grpo.record.choice import choose_of
-from evo_grpo.record.config import beside, code_folder
 from evo_grpo.record.files import plain_value
-from evo_grpo.record.folder import is_run
+from evo_grpo.record.folder import beside, code_folder, is_run
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.validation import number, whole
 from evo_grpo.settings import FitnessConfig, RunConfig

@@ -25,8 +25,8 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
 from evo_grpo.readers.terminal.plain import clock
-from evo_grpo.record.config import beside, code_folder
 from evo_grpo.record.files import plain_value
+from evo_grpo.record.folder import beside, code_folder
 from evo_grpo.record.wording import count
 from evo_grpo.schema.validation import whole
 from evo_grpo.settings import RunConfig

@@ -17,10 +17,8 @@ from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.record.choice import ChosenAgent
-from evo_grpo.record.config import read_config
-from evo_grpo.record.digests import check_digests
-from evo_grpo.record.folder import recorded_objects
-from evo_grpo.record.plain import inside
+from evo_grpo.record.folder import read_config, recorded_objects
+from evo_grpo.record.plain import check_digests, inside
 from evo_grpo.schema.hparams import LORA, Hparams
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.model import LoraSettings

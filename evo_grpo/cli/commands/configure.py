@@ -93,7 +93,7 @@ def check(
     from evo_grpo.cli.plan.render import render_plan
     from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal.console import show, standard_output
-    from evo_grpo.record.config import beside
+    from evo_grpo.record.folder import beside
     from evo_grpo.training.sizing.cards import parse_gpu
 
     card = None if gpu is None else parse_gpu(gpu)
@@ -141,7 +141,7 @@ def try_(  # noqa: PLR0913 -- each is an option of the command
     from evo_grpo import settings as config
     from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal.console import standard_output, warnings_to
-    from evo_grpo.record.config import beside
+    from evo_grpo.record.folder import beside
 
     numbers = _numbers(rows)
     loaded = config.load(file, settings or ())

@@ -73,7 +73,7 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
     from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal.console import standard_output, warnings_to
     from evo_grpo.record.choice import choose_of
-    from evo_grpo.record.config import code_folder
+    from evo_grpo.record.folder import code_folder
 
     if prompt is not None and row:
         raise typer.BadParameter("expected a PROMPT or --row, got both")
@@ -167,7 +167,7 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
     from evo_grpo import settings as config
     from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal.console import standard_output, warnings_to
-    from evo_grpo.record.config import beside, code_folder
+    from evo_grpo.record.folder import beside, code_folder
 
     if file is None and settings:
         raise typer.BadParameter("--set needs a CONFIG; give the run's own population.yaml")

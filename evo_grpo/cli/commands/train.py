@@ -61,7 +61,7 @@ def run(  # noqa: PLR0913 -- one argument for each option
     """Train and evolve the population of a configuration."""
     from evo_grpo import settings as config
     from evo_grpo.places import looking_in
-    from evo_grpo.record.config import beside
+    from evo_grpo.record.folder import beside
 
     audience = Audience(quiet=quiet, as_json=as_json)
     with audience.errors(), reporting_early_errors(), looking_in(beside(file)):
@@ -133,8 +133,7 @@ def resume(  # noqa: PLR0913 -- one argument for each option
         return resumed
 
     from evo_grpo.places import looking_in
-    from evo_grpo.record.config import code_folder
-    from evo_grpo.record.folder import expect_run
+    from evo_grpo.record.folder import code_folder, expect_run
 
     with audience.errors(), reporting_early_errors(), looking_in(code_folder(code), is_code=True):
         if folder.is_file() and folder.suffix in (".yaml", ".yml"):

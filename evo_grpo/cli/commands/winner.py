@@ -150,10 +150,9 @@ def replay(
     from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal import console as screen
     from evo_grpo.readers.terminal import result as shown
-    from evo_grpo.record.config import code_folder
+    from evo_grpo.record.folder import code_folder
     from evo_grpo.record.names import REPLAY
-    from evo_grpo.record.replay import read_replay
-    from evo_grpo.record.schedule import read_schedule
+    from evo_grpo.record.replay import read_replay, read_schedule
 
     console = screen.standard_output()
     schedule = read_schedule(folder)

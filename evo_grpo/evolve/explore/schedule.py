@@ -12,8 +12,8 @@ from evo_grpo.evolve.explore.step import parts, put_all
 from evo_grpo.evolve.start import with_values
 from evo_grpo.schema.group import Group, plain, setting
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.schema.outside import outside
 from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.search_space import outside
 
 if TYPE_CHECKING:
     import numpy as np

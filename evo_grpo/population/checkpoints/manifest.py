@@ -21,7 +21,7 @@ from evo_grpo.record.names import ATTRIBUTES
 from evo_grpo.record.plain import MAX_JSON_BYTES, check_relative, refuse_links
 from evo_grpo.record.records import score_from_json
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.schema.validated import validated
+from evo_grpo.schema.problems import validated
 from evo_grpo.schema.validation import short_integer
 from evo_grpo.types import Score
 

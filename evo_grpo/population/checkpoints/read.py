@@ -27,7 +27,7 @@ from evo_grpo.population.checkpoints.manifest import (
 )
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import START, AgentState, adapter_config
-from evo_grpo.record.digests import check_digests
+from evo_grpo.record.plain import check_digests
 from evo_grpo.schema.hparams import LORA, Hparams
 
 

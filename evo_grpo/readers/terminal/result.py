@@ -37,7 +37,7 @@ from evo_grpo.schema.problems import short_name, shown_value
 if TYPE_CHECKING:
     from evo_grpo.record.arms import Arms
     from evo_grpo.record.family import FamilyMember
-    from evo_grpo.record.schedule import Schedule
+    from evo_grpo.record.replay import Schedule
     from evo_grpo.record.view import RunView
 
 BEST = f"bold {GOOD}"

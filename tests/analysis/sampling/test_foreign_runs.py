@@ -100,8 +100,8 @@ def vouch(folder):
     (folder / "inputs.json").unlink()
     from dataclasses import asdict
 
-    from evo_grpo.record.config import read_config
     from evo_grpo.record.files import seal
+    from evo_grpo.record.folder import read_config
     from evo_grpo.training.recorded_inputs import inputs_of
 
     (folder / "inputs.json").write_text(seal(asdict(inputs_of(read_config(folder)))))

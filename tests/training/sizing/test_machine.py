@@ -7,7 +7,7 @@ from small_run import outcome, small
 
 from evo_grpo import resume, run
 from evo_grpo.errors import ConfigError
-from evo_grpo.record.config import read_config
+from evo_grpo.record.folder import read_config
 from evo_grpo.settings import DoubtfulSetting, from_dict
 from evo_grpo.training import resolve
 from evo_grpo.training.sizing import machine
