@@ -31,7 +31,7 @@ from evo_grpo.errors import FailedDeviceError
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.generation import check_plan, next_generation
-from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.protocols import Offspring
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.places import looking_in
 from evo_grpo.population.checkpoints.write import save_agent

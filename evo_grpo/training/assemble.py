@@ -16,7 +16,7 @@ from evo_grpo.envs.resolve import environment_of
 from evo_grpo.envs.rewards.weights import check_rewards, named_weights
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.select.own import CheckedSelector
+from evo_grpo.evolve.checked import CheckedSelector
 from evo_grpo.evolve.start import Start, start_hparams
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.llama.cuda.choice import serves_head

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, final
 from pydantic import AfterValidator
 
 from evo_grpo.errors import ConfigError, EngineUnavailable
-from evo_grpo.evolve.distance import distance_range, from_distance
-from evo_grpo.evolve.explore.protocol import Candidate, Changes, Trial
-from evo_grpo.evolve.explore.step import parts, put_all, value_of
+from evo_grpo.evolve.explore.step import put_all, value_of
+from evo_grpo.evolve.protocols import Candidate, Changes, Trial
+from evo_grpo.evolve.ranges import distance_range, from_distance, parts
 from evo_grpo.evolve.start import sample_hparams
 from evo_grpo.schema.group import Group, PlainMapping, setting
 from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, Value
@@ -83,7 +83,7 @@ class OptunaExploration(Group):
             EngineUnavailable: The sampler needs a package that is not installed.
         """
         hparams = candidate.hparams
-        space = dict(parts(hparams, hp_config))
+        space = dict(parts(hparams, hp_config.parameters))
         if not candidate.copied or not space:
             return hparams, {}
         proposed = self._propose(space, candidate.trials, int(rng.integers(2**31)))
@@ -98,12 +98,12 @@ class OptunaExploration(Group):
         rng = generator(0, "check")
         drawn = [sample_hparams(first, hp_config, rng) for _ in range(_TRIALS)]
         trials = [Trial(hparams, float(number), 0) for number, hparams in enumerate(drawn)]
-        self.explore(Candidate(first, copied=True, trials=trials), hp_config, rng)
+        self.explore(Candidate(first, copied=True, trials=trials), hp_config.mutating(), rng)
 
     def _propose(
         self, space: Mapping[str, RLParameter], trials: Sequence[Trial], seed: int
     ) -> dict[str, Any]:
-        """Return the proposed value by name, or its distance from 1; see `evolve.distance`."""
+        """Return the proposed value by name, or its distance from 1; see `evolve.ranges`."""
         import optuna  # slow to import, and most runs do not need it
 
         distributions = {n: _distribution(_measure(n, p)) for n, p in space.items()}
