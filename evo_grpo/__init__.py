@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from evo_grpo.evolve.explore.none import NoExploration as NoExploration
     from evo_grpo.evolve.explore.on_copy import LowerLROnCopy as LowerLROnCopy
     from evo_grpo.evolve.explore.optuna import OptunaExploration as OptunaExploration
-    from evo_grpo.evolve.explore.protocol import Candidate as Candidate
-    from evo_grpo.evolve.explore.protocol import Explorer as Explorer
-    from evo_grpo.evolve.explore.protocol import Trial as Trial
     from evo_grpo.evolve.explore.resample import Resample as Resample
     from evo_grpo.evolve.explore.schedule import ScheduleExploration as ScheduleExploration
+    from evo_grpo.evolve.protocols import Candidate as Candidate
+    from evo_grpo.evolve.protocols import Explorer as Explorer
+    from evo_grpo.evolve.protocols import Offspring as Offspring
+    from evo_grpo.evolve.protocols import Selector as Selector
+    from evo_grpo.evolve.protocols import Trial as Trial
     from evo_grpo.evolve.select.halving import HalvingSelection as HalvingSelection
-    from evo_grpo.evolve.select.none import NoSelection as NoSelection
+    from evo_grpo.evolve.select.halving import NoSelection as NoSelection
     from evo_grpo.evolve.select.pareto import ParetoSelection as ParetoSelection
-    from evo_grpo.evolve.select.protocol import Offspring as Offspring
-    from evo_grpo.evolve.select.protocol import Selector as Selector
     from evo_grpo.evolve.select.tournament import TournamentSelection as TournamentSelection
     from evo_grpo.evolve.select.truncation import TruncationSelection as TruncationSelection
     from evo_grpo.readers.follow import follow as follow
@@ -68,9 +68,9 @@ _HOME = {
     "CISPO": "evo_grpo.api.agent",
     "GRPO": "evo_grpo.api.agent",
     "GSPO": "evo_grpo.api.agent",
-    "Candidate": "evo_grpo.evolve.explore.protocol",
+    "Candidate": "evo_grpo.evolve.protocols",
     "DatasetEnv": "evo_grpo.envs.data.dataset",
-    "Explorer": "evo_grpo.evolve.explore.protocol",
+    "Explorer": "evo_grpo.evolve.protocols",
     "HalvingSelection": "evo_grpo.evolve.select.halving",
     "HyperparameterConfig": "evo_grpo.schema.search_space",
     "LowerLROnCopy": "evo_grpo.evolve.explore.on_copy",
@@ -78,9 +78,9 @@ _HOME = {
     "MultiTurnGym": "evo_grpo.envs.episodes.gym",
     "Mutations": "evo_grpo.evolve.explore.mutate",
     "NoExploration": "evo_grpo.evolve.explore.none",
-    "NoSelection": "evo_grpo.evolve.select.none",
+    "NoSelection": "evo_grpo.evolve.select.halving",
     "Observer": "evo_grpo.record.observer",
-    "Offspring": "evo_grpo.evolve.select.protocol",
+    "Offspring": "evo_grpo.evolve.protocols",
     "OptunaExploration": "evo_grpo.evolve.explore.optuna",
     "ParetoSelection": "evo_grpo.evolve.select.pareto",
     "Population": "evo_grpo.api.agent",
@@ -89,11 +89,11 @@ _HOME = {
     "Resample": "evo_grpo.evolve.explore.resample",
     "ScheduleExploration": "evo_grpo.evolve.explore.schedule",
     "RunConfig": "evo_grpo.settings",
-    "Selector": "evo_grpo.evolve.select.protocol",
+    "Selector": "evo_grpo.evolve.protocols",
     "TokenObservationWrapper": "evo_grpo.envs.episodes.multi_turn",
     "TournamentSelection": "evo_grpo.evolve.select.tournament",
     "Tracker": "evo_grpo.readers.trackers.in_process",
-    "Trial": "evo_grpo.evolve.explore.protocol",
+    "Trial": "evo_grpo.evolve.protocols",
     "TruncationSelection": "evo_grpo.evolve.select.truncation",
     "compare": "evo_grpo.analysis.arms",
     "evaluate_adapter": "evo_grpo.analysis.sampling.evaluation",

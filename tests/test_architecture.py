@@ -49,7 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("training.shortages", "training.start_adapter"),
     ("training.resolve",),
     ("training.assemble",),
-    ("training.environments", "training.recorded_inputs"),
+    ("training.recorded_inputs",),
     ("training.judge",),
     ("training.restoring",),
     ("training",),

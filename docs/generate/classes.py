@@ -26,9 +26,9 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "record.history.read_metrics",
     ),
     "Figures": (
-        "readers.report.figures.fitness.plot_fitness",
+        "readers.report.figures.rounds.plot_fitness",
         "readers.report.figures.lineage.plot_lineage",
-        "readers.report.figures.schedules.plot_schedules",
+        "readers.report.figures.rounds.plot_schedules",
         "readers.report.figures.diagnostics.plot_diagnostics",
         "readers.report.run_page.write_report",
     ),
@@ -48,11 +48,11 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     ),
     "Ranges": ("schema.search_space.RLParameter", "schema.search_space.HyperparameterConfig"),
     "Strategies": (
-        "evolve.select.protocol.Selector",
-        "evolve.select.protocol.Offspring",
-        "evolve.explore.protocol.Explorer",
-        "evolve.explore.protocol.Candidate",
-        "evolve.explore.protocol.Trial",
+        "evolve.protocols.Selector",
+        "evolve.protocols.Offspring",
+        "evolve.protocols.Explorer",
+        "evolve.protocols.Candidate",
+        "evolve.protocols.Trial",
     ),
 }
 

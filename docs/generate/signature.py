@@ -92,10 +92,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from evo_grpo.evolve.explore.protocol import Explorer
-    from evo_grpo.evolve.explore.registry import Exploration
-    from evo_grpo.evolve.select.protocol import Selector
-    from evo_grpo.evolve.select.registry import Selection
+    from evo_grpo.evolve.protocols import Explorer
+    from evo_grpo.evolve.kinds import Exploration
+    from evo_grpo.evolve.protocols import Selector
+    from evo_grpo.evolve.kinds import Selection
     from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
     from evo_grpo.settings import (
         FitnessConfig,

@@ -31,7 +31,7 @@ from evo_grpo.errors import FailedDeviceError
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.generation import check_plan, next_generation
-from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.protocols import Offspring
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.places import looking_in
 from evo_grpo.population.checkpoints.write import save_agent
@@ -55,8 +55,7 @@ from evo_grpo.schema.validation import check_folder, whole
 from evo_grpo.seeding import generator
 from evo_grpo.settings import PopulationConfig, to_yaml
 from evo_grpo.settings.trackers import check_trackers
-from evo_grpo.training.assemble import Objects, Prepared, round_settings
-from evo_grpo.training.environments import environment_for
+from evo_grpo.training.assemble import Objects, Prepared, environment_for, round_settings
 from evo_grpo.training.followers import Followers
 from evo_grpo.training.from_python import FromPython, resume_from_python
 from evo_grpo.training.run import play_and_judge, play_rounds

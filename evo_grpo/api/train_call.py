@@ -12,8 +12,8 @@ from evo_grpo.envs.describing import recorded_task
 from evo_grpo.envs.resolve import named_task
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.protocol import Explorer
-from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.protocols import Explorer
+from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.start import described_start
 from evo_grpo.population.cohort.cohort import Cohort

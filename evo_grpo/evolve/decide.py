@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from evo_grpo.evolve.explore.protocol import Explorer, Trial
-    from evo_grpo.evolve.select.protocol import Selector
+    from evo_grpo.evolve.protocols import Explorer, Selector, Trial
     from evo_grpo.schema.hparams import Hparams
     from evo_grpo.schema.search_space import HyperparameterConfig
 

@@ -7,9 +7,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from evo_grpo.errors import ShapeError
-from evo_grpo.evolve.explore.protocol import Candidate
-from evo_grpo.evolve.explore.schedule import ScheduleExploration
-from evo_grpo.evolve.start import latin_hypercube
+from evo_grpo.evolve.protocols import Candidate
+from evo_grpo.evolve.ranges import latin_hypercube
 from evo_grpo.schema.validation import is_whole, shown
 from evo_grpo.types import Member, Mutation, Slot
 
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from evo_grpo.evolve.explore.protocol import Explorer, Trial
-    from evo_grpo.evolve.select.protocol import Offspring
+    from evo_grpo.evolve.protocols import Explorer, Offspring, Trial
     from evo_grpo.schema.hparams import Hparams
     from evo_grpo.schema.search_space import HyperparameterConfig
 
@@ -65,8 +63,7 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
     `check_plan`. `members` and `hparams` are by position; for the other arguments see `decide`.
     Hyperparameters that are only drawn at the start are not explored, but a schedule may set them.
     """
-    scheduled = isinstance(explorer, ScheduleExploration)
-    space = hp_config if scheduled else hp_config.mutating()
+    space = hp_config if getattr(explorer, "scheduled", False) else hp_config.mutating()
     new_members: list[Member] = []
     new_hparams: list[Hparams] = []
     shares = _shares_of_twins(plan, hparams, len(space.names()) + 1, rng)

@@ -1,14 +1,24 @@
-"""Settings that name a strategy by its kind, by a mapping of its settings, or by a class."""
+"""The settings `evolve.selection` and `evolve.exploration`: a kind, its settings, or a class."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Mapping
-from typing import ClassVar, cast
+from typing import Annotated, ClassVar, cast
 
-from pydantic import BeforeValidator, Discriminator
+from pydantic import BeforeValidator, Discriminator, Tag
 
+from evo_grpo.evolve.explore.mutate import Mutations
+from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
+from evo_grpo.evolve.explore.optuna import OptunaExploration
+from evo_grpo.evolve.explore.resample import Resample
+from evo_grpo.evolve.explore.schedule import ScheduleExploration
+from evo_grpo.evolve.select.halving import HalvingSelection, NoSelection
+from evo_grpo.evolve.select.pareto import ParetoSelection
+from evo_grpo.evolve.select.tournament import TournamentSelection
+from evo_grpo.evolve.select.truncation import TruncationSelection
 from evo_grpo.schema.group import Group, PlainMapping, setting
-from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.validation import shown
 
 OWN = "module:Class"
@@ -65,8 +75,34 @@ def kind_or_settings(default: str, method: str) -> BeforeValidator:
                 f"expected a name that a file can hold, got {shown(value)}; name the class as "
                 f'"{OWN}", or give the object to Population.train'
             )
-            raise Problems(Problem((), text))
+            raise Problems.one(text)
         plain = isinstance(value, bool | int | float | list | tuple)
         raise ValueError("a mapping" if plain else f"a strategy with a method {method}")
 
     return BeforeValidator(expand)
+
+
+Selection = Annotated[
+    Annotated[TournamentSelection, Tag("tournament")]
+    | Annotated[TruncationSelection, Tag("truncation")]
+    | Annotated[HalvingSelection, Tag("halving")]
+    | Annotated[ParetoSelection, Tag("pareto")]
+    | Annotated[NoSelection, Tag("none")]
+    | Annotated[OwnStrategy, Tag(OWN)],
+    by_kind,
+    kind_or_settings("tournament", method="plan"),
+]
+"""The setting `evolve.selection`: a kind, a mapping with a kind, or the name of a class."""
+
+Exploration = Annotated[
+    Annotated[Mutations, Tag("mutate")]
+    | Annotated[LowerLROnCopy, Tag("on_copy")]
+    | Annotated[Resample, Tag("resample")]
+    | Annotated[OptunaExploration, Tag("optuna")]
+    | Annotated[ScheduleExploration, Tag("schedule")]
+    | Annotated[NoExploration, Tag("none")]
+    | Annotated[OwnStrategy, Tag(OWN)],
+    by_kind,
+    kind_or_settings("mutate", method="explore"),
+]
+"""The setting `evolve.exploration`: a kind, a mapping with a kind, or the name of a class."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from evo_grpo.evolve.compare import Comparison
 from evo_grpo.evolve.goals import ahead, ranked
-from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.protocols import Offspring
 from evo_grpo.types import Position
 
 if TYPE_CHECKING:

@@ -1,13 +1,13 @@
-"""Hyperparameters of the agents of the first population."""
+"""Hyperparameters of the first population, which may be those of agents of earlier runs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.distance import distance_range, end_of_distance, from_distance
+from evo_grpo.evolve.ranges import draw_value, first_parts, latin_hypercube, placed
 from evo_grpo.schema.hparams import (
     CLIP_ENDS,
     MUTABLE,
@@ -18,6 +18,9 @@ from evo_grpo.schema.hparams import (
 )
 from evo_grpo.schema.problems import Problem, Problems, nearest
 from evo_grpo.schema.search_space import outside
+from evo_grpo.schema.search_space import outside
+from evo_grpo.schema.problems import Problem, Problems, below, nearest, refuse
+from evo_grpo.schema.search_space import CLIPS
 from evo_grpo.seeding import derive, generator
 
 if TYPE_CHECKING:
@@ -52,8 +55,7 @@ def start_hparams(
     `start`, values are drawn from it instead of the whole range.
     """
     first = with_first_choices(first, hp_config)
-    if found := list(start_problems(first, hp_config, size, init)):
-        raise Problems(*found).below("init")
+    refuse(below(start_problems(first, hp_config, size, init), "init"))
     if isinstance(init, Mapping):
         raise ConfigError(f"init: expected the settings of earlier runs in a list, got {init}")
     if not isinstance(init, str):
@@ -126,77 +128,18 @@ def sample_hparams(
     Draws are log-uniform, or uniform for choices and a minimum of 0. Ends of a clip pair and decay
     rates are drawn by their distance from 1.
     """
-    plain, clip_ends = parts_of(base, hp_config)
+    plain, clip_ends = first_parts(base, hp_config)
     drawn = base
     for name, parameter in plain.items():
         drawn = drawn.with_value(name, draw_value(name, parameter, rng))
     return _draw_clip_pair(drawn, clip_ends, rng) if clip_ends else drawn
 
 
-def latin_hypercube(rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
-    """Return points of a Latin hypercube, an array (rows, columns) of floats in (0, 1].
-
-    In each column, each stratum (i / rows, (i + 1) / rows] holds exactly one value.
-    """
-    import numpy as np  # slow to import, and planning a run draws nothing
-
-    strata = np.stack([rng.permutation(rows) for _ in range(columns)], axis=1)
-    # In (0, 1], so that a range that begins at 0 yields no 0: lr and clip_coef could not take it.
-    return (strata + 1.0 - rng.random((rows, columns))) / rows
-
-
-def draw_value(name: str, parameter: RLParameter, rng: np.random.Generator) -> Value:
-    """Draw a choice or a value from a range; all integers of a range are equally likely."""
-    if parameter.choices is not None:
-        return parameter.choices[int(rng.integers(len(parameter.choices)))]
-    measure = distance_range(name, parameter) or parameter
-    if measure.dtype == "int" and measure.min == 0:
-        return int(rng.integers(0, math.floor(measure.max) + 1))
-    return placed(name, parameter, 1.0 - rng.random())
-
-
-def placed(name: str, parameter: RLParameter, share: float) -> float:
-    """Return the value of a hyperparameter at a share of its range; see `value_at`."""
-    distance = distance_range(name, parameter)
-    if distance is None:
-        return value_at(parameter, share)
-    return from_distance(name, parameter, value_at(distance, share))
-
-
-def value_at(parameter: RLParameter, share: float) -> float:
-    """Return the value at a share in (0, 1] of a range, by the logarithm if that begins above 0."""
-    low, high = parameter.min, parameter.max
-    if parameter.dtype == "int":
-        if low == 0:
-            return math.ceil(share * (math.floor(high) + 1)) - 1
-        low, high = low - 0.5, high + 0.5
-    if low > 0:
-        return parameter.clip(math.exp(math.log(low) + share * (math.log(high) - math.log(low))))
-    return parameter.clip(low + share * (high - low))
-
-
-def share_of(name: str, parameter: RLParameter, value: float) -> float:
-    """Return the share of its range at which a value lies, the inverse of `placed`."""
-    distance = distance_range(name, parameter)
-    if distance is not None:
-        parameter, value = distance, abs(value - 1)
-    low, high = parameter.min, parameter.max
-    if parameter.dtype == "int":
-        low, high = low - 0.5, high + 0.5
-    if high <= low:
-        return 1.0
-    if low > 0:
-        share = math.log(max(value, low) / low) / math.log(high / low)
-    else:
-        share = (value - low) / (high - low)
-    return min(1.0, max(0.0, share))
-
-
 def spread(
     first: Hparams, hp_config: HyperparameterConfig, count: int, rng: np.random.Generator
 ) -> Iterator[Hparams]:
     """Yield `count` agents on a Latin hypercube over all ranges, with choices spread evenly."""
-    plain, clip_ends = parts_of(first, hp_config)
+    plain, clip_ends = first_parts(first, hp_config)
     if not plain and not clip_ends:
         yield from [first] * count
         return
@@ -226,23 +169,6 @@ def _places(
     order = [one for one in drawn if one == first] + [one for one in drawn if one != first]
     begin = 1 if first in choices else 0
     return [order[place % len(order)] for place in range(begin, begin + count)]
-
-
-def parts_of(
-    base: Hparams, hp_config: HyperparameterConfig
-) -> tuple[dict[str, RLParameter], dict[str, RLParameter]]:
-    """Return the ranges of single values, and those of the two ends of a clip pair, by name."""
-    plain: dict[str, RLParameter] = {}
-    clip_ends: dict[str, RLParameter] = {}
-    for name in hp_config.names():
-        parameter = hp_config[name].first
-        if name in CLIP_ENDS:
-            clip_ends[name] = parameter
-        elif name == "clip_coef" and isinstance(base.clip_coef, tuple):
-            clip_ends = {end: end_of_distance(end, parameter) for end in CLIP_ENDS}
-        else:
-            plain[name] = parameter
-    return plain, clip_ends
 
 
 def _clip_pair_at(
@@ -292,11 +218,11 @@ def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[st
             near = nearest(name, known)
             begin = f"did you mean {near!r}? Expected" if near else "expected"
             text = f"unknown key; {begin} one of: {', '.join(known)}"
-            raise Problems(Problem((name,), text))
+            raise Problems.one(text, name)
     ends = {name: values[name] for name in CLIP_ENDS if name in values}
     if ends and "clip_coef" in values:
         text = "expected clip_coef alone, or clip_low and clip_high, got both; remove one"
-        raise Problems(Problem(("clip_coef",), text))
+        raise Problems.one(text, "clip_coef")
     dotted = {n: v for n, v in values.items() if "." in n}
     fields = {name: v for name, v in values.items() if name not in ends | dotted}
     hparams = first.replace(**fields)
@@ -309,3 +235,66 @@ def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[st
         return hparams.replace(clip_coef=(pair["clip_low"], pair["clip_high"]))
     except Problems as problems:
         raise Problems(*(Problem((next(iter(ends)),), p.text) for p in problems.found)) from None
+
+
+def starts_with(
+    first: Hparams,
+    hp_config: HyperparameterConfig,
+    size: int,
+    found: Sequence[Hparams],
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Return `population.init` as a list, half of which is found and the rest drawn.
+
+    Agent 0 has the values of `first`. The next agents, up to half of all, have those in `found`,
+    best first and inside the ranges. The others cover the ranges evenly; see `start_hparams`. Each
+    mapping has all values that may mutate, so that it does not depend on the earlier runs.
+    """
+    best = [one for one in dict.fromkeys(found) if one != first][: size // 2]
+    drawn = spread(first, hp_config, size - 1 - len(best), generator(seed, "init"))
+    return [{}, *(_listed(one, hp_config) for one in (*best, *drawn))]
+
+
+def carried_over(
+    earlier: Hparams, names: Collection[str], first: Hparams, hp_config: HyperparameterConfig
+) -> Hparams:
+    """Return `first` with those values of an earlier agent that may mutate in both runs.
+
+    A number outside its range moves to the nearest end or choice. A name, or true or false, that is
+    none of the choices is left out.
+    """
+    found = first
+    for name in (one for one in names if one not in CLIPS):
+        value, parameter = earlier.get(name), hp_config[name]
+        is_name = isinstance(value, str | bool)  # true and false have no nearest choice
+        if value is None or (is_name and not parameter.allows(value)):
+            continue
+        found = found.with_value(name, value if is_name else parameter.clip(value))
+    return _with_clip(found, earlier, hp_config) if set(names) & set(CLIPS) else found
+
+
+def in_both(names: Collection[str], hp_config: HyperparameterConfig) -> list[str]:
+    """Return those hyperparameters of `names` that a run also has; all clip forms count as one."""
+    clips = bool(set(names) & set(CLIPS))
+    return [one for one in hp_config.names() if one in names or (one in CLIPS and clips)]
+
+
+def _with_clip(found: Hparams, earlier: Hparams, hp_config: HyperparameterConfig) -> Hparams:
+    """Return hyperparameters with the clip range of an earlier agent, moved into its range."""
+    if "clip_coef" in hp_config.names():
+        own = hp_config["clip_coef"]
+        if not isinstance(earlier.clip_coef, tuple) and not isinstance(found.clip_coef, tuple):
+            return found.replace(clip_coef=own.clip(earlier.clip_coef))
+        low, high = earlier.clip_bounds
+        return found.replace(clip_coef=(1 - own.clip(1 - low), 1 + own.clip(high - 1)))
+    bounds = dict(zip(CLIP_ENDS, found.clip_bounds, strict=True))
+    for name, value in zip(CLIP_ENDS, earlier.clip_bounds, strict=True):
+        if name in hp_config.names():
+            bounds[name] = hp_config[name].clip(value)
+    low, high = bounds["clip_low"], bounds["clip_high"]
+    return found.replace(clip_coef=(low, high)) if low < high else found
+
+
+def _listed(hparams: Hparams, hp_config: HyperparameterConfig) -> dict[str, Any]:
+    values = {name: hparams.get(name) for part in first_parts(hparams, hp_config) for name in part}
+    return {name: value for name, value in values.items() if value is not None}

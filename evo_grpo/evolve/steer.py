@@ -16,7 +16,7 @@ from evo_grpo.types import Decision, Member, Mutation, Request, RequestOutcome, 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from evo_grpo.evolve.explore.protocol import Changes
+    from evo_grpo.evolve.protocols import Changes
     from evo_grpo.schema.hparams import Hparams
     from evo_grpo.schema.search_space import HyperparameterConfig
 

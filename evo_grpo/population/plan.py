@@ -21,9 +21,9 @@ from evo_grpo.evolve.decide import (
     keep_all,
     why_collapsed,
 )
-from evo_grpo.evolve.explore.protocol import Trial
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.goals import best_first
+from evo_grpo.evolve.protocols import Trial
 from evo_grpo.population.evaluate import Evaluation, undecided, why_unranked
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Tally, without_signal

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.explore.protocol import Explorer
-from evo_grpo.evolve.select.protocol import Selector
+from evo_grpo.evolve.protocols import Explorer, Selector
 from evo_grpo.evolve.sizes import decides_after, prompts_of_agents
 from evo_grpo.settings import EvolveConfig, PopulationConfig, RecordConfig
 

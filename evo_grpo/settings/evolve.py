@@ -10,8 +10,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.registry import Exploration
-from evo_grpo.evolve.select.registry import Selection
+from evo_grpo.evolve.kinds import Exploration, Selection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.schema.group import Group, as_list, setting
 from evo_grpo.schema.hparams import MUTABLE, Factor, Hparams
@@ -239,8 +238,8 @@ class EvolveConfig(Group):
 
     @property
     def decides_always(self) -> bool:
-        """Whether every round decides; an exploration says so itself."""
-        return bool(getattr(self.exploration, "decides_always", False))
+        """Whether every round decides: the entries of a schedule may begin at any round."""
+        return bool(getattr(self.exploration, "scheduled", False))
 
 
 def search_space(ranges: Mapping[str, RLParameter] | None, first: Hparams) -> HyperparameterConfig:

@@ -33,14 +33,14 @@ from evo_grpo.training.assemble import (
     Prepared,
     add_agents,
     build_cohort,
+    environment_for,
     settings_of_rounds,
 )
-from evo_grpo.training.environments import environment_for
 from evo_grpo.training.followers import Followers
 from evo_grpo.training.restoring import restore
-from evo_grpo.training.resume_check import check_inputs
-from evo_grpo.training.resuming import (
+from evo_grpo.training.resume_check import (
     changed_inputs,
+    check_inputs,
     is_finished,
     record_changed,
     refuse_part_of_comparison,

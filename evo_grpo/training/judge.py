@@ -22,8 +22,7 @@ from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.names import BEST, MEAN, SUMMARY
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.training.assemble import Prepared
-from evo_grpo.training.environments import spent_on_rewards
+from evo_grpo.training.assemble import Prepared, spent_on_rewards
 from evo_grpo.types import Member, Mutation, RewardScore, Score, Slot
 
 PRECEDENCE = ("mean", "last", "archive")

@@ -9,39 +9,43 @@ finish      judge.py: compare the best agent of the run with the base, once, on 
 from __future__ import annotations
 
 import logging
+import shutil
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evo_grpo.errors import EvoGrpoError
 from evo_grpo.places import expanded
 from evo_grpo.population.ranks.ranks import find_team, sharing_early_errors
 from evo_grpo.population.round import Steerer, next_slots, play_round
 from evo_grpo.population.steps import Limit, RunWriter
+from evo_grpo.record.folder import read_config
 from evo_grpo.record.files import many_objects, reading
+from evo_grpo.record.folder import with_objects
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord, outline
-from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.run_dir import RunDir, clear_run, refuse_taken
+from evo_grpo.record.study import check_storage, study_is_written, write_study
+from evo_grpo.record.summary import earlier_ends, read_summary
 from evo_grpo.settings import RunConfig
-from evo_grpo.settings.yaml import as_config
-from evo_grpo.training.assemble import Prepared, prepare
+from evo_grpo.settings.yaml import as_config, to_yaml
+from evo_grpo.training.assemble import Prepared, prepare, record_rewards
 from evo_grpo.training.followers import Followers
 from evo_grpo.training.judge import finish
-from evo_grpo.training.recorded_inputs import check_same_files, check_same_run
-from evo_grpo.training.recording import (
-    check_place,
-    new_folder,
-    removed_on_failure,
-    take_up_past,
-    tell_the_end,
-    write_optuna_study,
-    writer_of,
+from evo_grpo.training.recorded_inputs import (
+    check_same_files,
+    check_same_run,
+    read_inputs_of,
+    refuse_own_code,
 )
 from evo_grpo.training.resolve import checked_task, resolve
 from evo_grpo.training.restoring import restore
-from evo_grpo.training.resuming import continued_inputs, record_changed
-from evo_grpo.training.steering import RunSteering
+from evo_grpo.training.resume_check import continued_inputs, record_changed, record_inputs
+from evo_grpo.training.steering import RunSteering, resumed
+from evo_grpo.training.writer import FolderWriter, RankWriter, sees_folder
 from evo_grpo.types import Slot
 
 _log = logging.getLogger(__name__)
@@ -65,13 +69,13 @@ def run(
     with Followers(report=report) as followers, ExitStack() as stack, team.sharing_errors():
         check_same_run(team, "run", {}, config)
         if team.rank == 0:
-            check_place(where, config, force=force)
+            _check_place(where, config, force=force)
         config, task = resolve(config, team)
         team.wait_for_all()  # every rank finds its code and data before the folder is created
         folder, fresh = None, where is None or not where.exists()  # fresh: ours to remove whole
         if team.rank == 0:
-            folder = stack.enter_context(new_folder(where, config, force=force))
-        with removed_on_failure(folder, fresh=fresh):
+            folder = stack.enter_context(_new_folder(where, config, force=force))
+        with _removed_on_failure(folder, fresh=fresh):
             path = team.first(Path() if folder is None else folder.path)
             prepared = stack.enter_context(prepare(config, task, team))
         watching = _watching(observer, followers, folder)
@@ -101,7 +105,7 @@ def resume(
         config = team.first(None if changed is None else changed.config)
         if config is None:  # the run is finished
             if opened is not None:  # its end may not be told, or read: a kill came before
-                tell_the_end(opened, observer, followers)
+                _tell_the_end(opened, observer, followers)
             return Path(folder)
         check_same_files(team, config)
         task = checked_task(config, team)
@@ -139,7 +143,7 @@ def play_and_judge(
         folder.path = place
     steers = limit is None  # the populations of `resume --compare` have one, and take no requests
     past = team.first(  # a new run's inputs are recorded here
-        None if folder is None else take_up_past(config, folder, prepared, steers=steers)
+        None if folder is None else _take_up_past(config, folder, prepared, steers=steers)
     )
     assert past is not None, "the first rank has the folder"
     rounds, slots = past.rounds, prepared.slots
@@ -148,7 +152,7 @@ def play_and_judge(
             slots = restore(prepared, rounds, place)  # those of the next round
         with many_objects():
             rounds[:-1] = map(outline, rounds[:-1])
-    writer = writer_of(config, place, folder, prepared)  # it has removed unfinished files
+    writer = _writer_of(config, place, folder, prepared)  # it has removed unfinished files
     team.wait_for_all()
     total = prepared.round_settings.population.rounds
     how = "resumed" if rounds else "started"
@@ -170,7 +174,7 @@ def play_and_judge(
         _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
         observer.finished(summary)
     if folder is not None:
-        write_optuna_study(config, place, observer)
+        _write_optuna_study(config, place, observer)
     team.wait_for_all()  # no rank leaves while another one still reads its agents or files
     return slots
 
@@ -205,3 +209,102 @@ def play_rounds(
         if record.ends_process:  # asked for by a person; the run stays unfinished
             break
     return slots
+
+
+def _check_place(where: Path | None, config: RunConfig, *, force: bool) -> None:
+    """Refuse a folder or a storage that cannot record the run; called on the first rank."""
+    refuse_own_code(config, where)
+    if where is not None:
+        refuse_taken(where, force=force)
+    check_storage(config.record.storage)
+
+
+def _new_folder(where: Path | None, config: RunConfig, *, force: bool) -> RunDir:
+    """Create the folder of a run, with its settings; None takes the next free one in runs/."""
+    text = with_objects(to_yaml(config), config.env.objects())
+    return RunDir.create(where, config.name, text, force=force)
+
+
+@contextmanager
+def _removed_on_failure(folder: RunDir | None, *, fresh: bool) -> Generator[None]:
+    """Remove a new run folder if set-up fails, so that a retry can use it."""
+    try:
+        yield
+    except (EvoGrpoError, KeyboardInterrupt):
+        if folder is not None:
+            clear_run(folder.path)
+            if fresh:
+                shutil.rmtree(folder.path)
+        raise
+
+
+@dataclass(frozen=True)
+class _Past:
+    """The recorded rounds of a run, read on the first rank.
+
+    Attributes:
+        rounds: The whole records of the finished rounds; later rounds are appended.
+        earlier_summaries: Summaries of the run from before it was extended by more rounds.
+        recorded_requests: Number of requests in the record of the last round; later ones are new.
+    """
+
+    rounds: list[RoundRecord]
+    earlier_summaries: list[dict[str, Any]]
+    recorded_requests: int
+
+
+def _take_up_past(config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool) -> _Past:
+    """Record a run's inputs, read its rounds, add new requests, and update `checkpoints/best`."""
+    with reading(folder.path):
+        record_inputs(folder, config, prepared.objects)
+        rounds = folder.rounds()
+        if rounds and _keeps_best(config):
+            folder.keep_best()
+        past = _Past(rounds, earlier_ends(folder.path), len(rounds[-1].steering) if rounds else 0)
+    if steers and rounds and prepared.is_unfinished(rounds):
+        rounds[-1] = resumed(folder, rounds, prepared.cohort.hp_config)
+    return past
+
+
+def _keeps_best(config: RunConfig) -> bool:
+    return config.record.keeps_best_apart(archive=config.evolve.keeps_archive)
+
+
+def _writer_of(
+    config: RunConfig, path: Path, folder: RunDir | None, prepared: Prepared
+) -> RunWriter:
+    """Return the writer of the rounds of a run; call this after the run is restored."""
+    team, env = prepared.cohort.team, prepared.env
+    shared = sees_folder(path, team)
+    record_rewards(env, path, team, writes=folder is not None, shared=shared)
+    if folder is None:
+        return RankWriter(path, shared=shared, idle=prepared.cohort.together)
+    # Drop only after restoring: if restoring fails, the unfinished files may be all that is left.
+    folder.drop_unfinished()
+    writer = FolderWriter(folder, keep=config.record.checkpoints, keep_best=_keeps_best(config))
+    if folder.rounds():
+        writer.follow_up()
+    return writer
+
+
+def _write_optuna_study(config: RunConfig, place: Path, observer: Observer) -> None:
+    """Write the study of a run that has ended, unless the run's reader does."""
+    if not config.record.optuna or config.record.readers:
+        return
+    try:
+        write_study(place, read_inputs_of(place).id)
+    except EvoGrpoError as error:  # nothing of the run is lost
+        _log.warning("%s", error)
+        observer.note(str(error))
+
+
+def _tell_the_end(folder: RunDir, observer: Observer, readers: Observer) -> None:
+    """Tell observers of the end of a finished run, in case a killed process did not."""
+    summary = read_summary(folder.path)
+    if summary is None:
+        return
+    observer.finished(summary)
+    config = read_config(folder.path)
+    if not study_is_written(folder.path):
+        _write_optuna_study(config, folder.path, observer)
+    readers.started(folder.path, summary["rounds"], 0, config)

@@ -12,21 +12,14 @@ from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.envs.rewards.weights import check_rewards
 from evo_grpo.envs.task import SPLITS, Task
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.explore.optuna import OptunaExploration
-from evo_grpo.evolve.explore.own import CheckedExplorer
-from evo_grpo.evolve.explore.schedule import ScheduleExploration
+from evo_grpo.evolve.checked import CheckedExplorer, CheckedSelector
 from evo_grpo.evolve.kinds import OwnStrategy
-from evo_grpo.evolve.select.own import CheckedSelector
-from evo_grpo.evolve.select.pareto import ParetoSelection
 from evo_grpo.evolve.start import with_first_choices
-from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.validation import shown
 
 if TYPE_CHECKING:
-    from evo_grpo.evolve.explore.protocol import Explorer
-    from evo_grpo.evolve.explore.registry import Exploration
-    from evo_grpo.evolve.select.protocol import Selector
-    from evo_grpo.evolve.select.registry import Selection
+    from evo_grpo.evolve.kinds import Exploration, Selection
+    from evo_grpo.evolve.protocols import Explorer, Selector
     from evo_grpo.settings import AgentSettings, EvolveConfig, RunConfig
 
 
@@ -35,11 +28,10 @@ def selector(selection: Selection, significance: float | None = None) -> Selecto
 
     `significance` is `evolve.significance`, the level at which `pareto` tests dominance.
     """
-    if isinstance(selection, ParetoSelection):
-        return selection.at(significance)
     if isinstance(selection, OwnStrategy):
         return CheckedSelector(_instance(selection, "evolve.selection", "plan"))
-    return selection
+    with_tests = getattr(selection, "at", None)
+    return selection if with_tests is None else with_tests(significance)
 
 
 def explorer(exploration: Exploration) -> Explorer:
@@ -108,13 +100,11 @@ def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
             a value of a schedule is outside its range, or has none.
         EngineUnavailable: It needs a package that is not installed.
     """
-    space = settings.search_space()
-    if isinstance(explorer, OptunaExploration):
-        explorer.check(settings.algorithm.hparams(), space.mutating())
-    if isinstance(explorer, ScheduleExploration):
+    check = getattr(explorer, "check", None)
+    if check is not None:
+        space = settings.search_space()
         first = settings.algorithm.first_hparams(space, settings.lora.rank_alpha)
-        if found := list(explorer.problems(with_first_choices(first, space), space)):
-            raise Problems(*found).below("exploration")
+        check(with_first_choices(first, space), space)
 
 
 def from_object(name: str, method: str, given: object) -> Selector | Explorer:

@@ -15,8 +15,8 @@ from evo_grpo import settings as configuration
 from evo_grpo.analysis.recipe import recipe_settings
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import ConfigError, RunDirError, RunFailedError, RunNotFoundError
-from evo_grpo.evolve.explore.protocol import Candidate
 from evo_grpo.evolve.explore.schedule import ScheduleExploration
+from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.replay import Schedule, ScheduledRound, read_schedule, winner_schedule
 from evo_grpo.schema.hparams import Hparams

@@ -7,7 +7,7 @@ from tiny_cohort import build_model
 
 from evo_grpo import GRPO, MultiTurnGym, TokenObservationWrapper
 from evo_grpo.errors import ConfigError
-from evo_grpo.training.environments import environment_for
+from evo_grpo.training.assemble import environment_for
 
 
 @pytest.mark.slow

@@ -22,12 +22,11 @@ from evo_grpo.analysis.export.export import export
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError, ShapeError
 from evo_grpo.evolve.explore.mutate import Mutations as Strategy
-from evo_grpo.evolve.select.none import NoSelection
-from evo_grpo.evolve.select.protocol import Offspring
-from evo_grpo.evolve.select.rank import rank
+from evo_grpo.evolve.protocols import Offspring, rank
+from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.settings import DoubtfulSetting
-from evo_grpo.training.environments import environment_for
+from evo_grpo.training.assemble import environment_for
 from evo_grpo.training.sizing.cards import Gpu
 from evo_grpo.types import Score
 

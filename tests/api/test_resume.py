@@ -11,8 +11,7 @@ from tiny_cohort import moments, same, weights
 from evo_grpo import GRPO, DatasetEnv, Population, evaluate_adapter, resume, sample, write_report
 from evo_grpo.analysis.verify import verify
 from evo_grpo.errors import ConfigError, EvoGrpoError, RunDirError
-from evo_grpo.evolve.select.protocol import Offspring
-from evo_grpo.evolve.select.rank import rank
+from evo_grpo.evolve.protocols import Offspring, rank
 from evo_grpo.record.names import RECORDED_IN_PYTHON
 from evo_grpo.settings import EnvConfig
 from evo_grpo.training.from_python import FromPython

@@ -14,8 +14,8 @@ from evo_grpo.evolve.decide import (
 )
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
-from evo_grpo.evolve.select.none import NoSelection
-from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.protocols import Offspring
+from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.select.truncation import TruncationSelection
 from evo_grpo.schema.hparams import Hparams

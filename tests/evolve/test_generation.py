@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
-from evo_grpo.evolve.explore.protocol import Trial
 from evo_grpo.evolve.generation import next_generation
-from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.protocols import Offspring, Trial
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter

@@ -165,7 +165,7 @@ def test_an_agent_that_would_leave_takes_the_place_of_one_that_it_dominates():
     # A selection of one's own that keeps the wrong one: the paired tests mend it.
     class Wrong:
         def plan(self, histories, places, rng):
-            from evo_grpo.evolve.select.protocol import Offspring
+            from evo_grpo.evolve.protocols import Offspring
 
             return (Offspring(0, 0), Offspring(2, 2))
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evo_grpo.evolve.generation import check_plan
-from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.protocols import Offspring
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.select.truncation import TruncationSelection
 from evo_grpo.evolve.settle import settle

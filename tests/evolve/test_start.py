@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.ranges import latin_hypercube, value_at
 from evo_grpo.evolve.start import (
     described_start,
-    latin_hypercube,
     sample_hparams,
     start_hparams,
     start_problems,
-    value_at,
 )
 from evo_grpo.schema.hparams import MUTABLE, Hparams
 from evo_grpo.schema.problems import line

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evo_grpo.evolve.explore.protocol import Candidate, Trial
+from evo_grpo.evolve.protocols import Candidate, Trial
 from evo_grpo.evolve.start import sample_hparams
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter

@@ -13,8 +13,7 @@ import evo_grpo
 from evo_grpo.cli.commands import app
 from evo_grpo.envs.registry import FAMILIES
 from evo_grpo.evolve.claims import TIE_LEVEL
-from evo_grpo.evolve.explore.registry import Exploration
-from evo_grpo.evolve.select.registry import Selection
+from evo_grpo.evolve.kinds import Exploration, Selection
 from evo_grpo.quickstart import StepMetrics
 from evo_grpo.record.arms import read_comparison
 from evo_grpo.record.folder import read_rounds

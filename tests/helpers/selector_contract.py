@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evo_grpo.errors import RunFailedError
-from evo_grpo.evolve.select.rank import rank
+from evo_grpo.evolve.protocols import rank
 from evo_grpo.types import Score
 
 PROPERTY = settings(max_examples=40)

@@ -14,9 +14,8 @@ from evo_grpo.envs.protocol import Experience
 from evo_grpo.errors import ConfigError, DataError, ShapeError
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.generation import Generation
-from evo_grpo.evolve.select.none import NoSelection
-from evo_grpo.evolve.select.protocol import Offspring
-from evo_grpo.evolve.select.rank import rank
+from evo_grpo.evolve.protocols import Offspring, rank
+from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.learn.objective.advantages import group_advantages
 from evo_grpo.population.evaluate import weighted
 from evo_grpo.population.round import (

@@ -32,7 +32,7 @@ from evo_grpo.settings import from_dict
 from evo_grpo.settings.run import warnings
 from evo_grpo.sources import resolve
 from evo_grpo.training import judge
-from evo_grpo.training.environments import environment_for
+from evo_grpo.training.assemble import environment_for
 from evo_grpo.training.sizing.model_size import lora_parameters, read_model_size
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]

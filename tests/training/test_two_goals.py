@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from evo_grpo import GRPO, export, leaderboard, recipe, run, write_report
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.protocols import Offspring
 from evo_grpo.readers.trackers.base import values_of
 from evo_grpo.record.family import front
 from evo_grpo.record.folder import read_rounds

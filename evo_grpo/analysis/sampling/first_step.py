@@ -33,8 +33,7 @@ from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.yaml import as_config
 from evo_grpo.sources import resolve
-from evo_grpo.training.assemble import add_agents, build_cohort, build_parts
-from evo_grpo.training.environments import environment_for
+from evo_grpo.training.assemble import add_agents, build_cohort, build_parts, environment_for
 from evo_grpo.training.sizing.model_size import read_model_size
 from evo_grpo.types import Completion, CompletionGroup, Slot
 

@@ -22,8 +22,7 @@ from evo_grpo.record.plain import check_digests, inside
 from evo_grpo.schema.hparams import LORA, Hparams
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.model import LoraSettings
-from evo_grpo.training.assemble import add_agents, build_cohort, build_parts
-from evo_grpo.training.environments import environment_for
+from evo_grpo.training.assemble import add_agents, build_cohort, build_parts, environment_for
 from evo_grpo.training.from_python import FromPython
 from evo_grpo.training.recorded_inputs import read_inputs_of
 from evo_grpo.training.resume_check import check_inputs

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.mutate import Mutations as Strategy
-from evo_grpo.evolve.explore.protocol import Candidate, Changes
-from evo_grpo.evolve.select.protocol import Offspring
-from evo_grpo.evolve.select.rank import rank
+from evo_grpo.evolve.protocols import Candidate, Changes, Offspring, rank
 from evo_grpo.evolve.select.tournament import TournamentSelection as Tournament
 from evo_grpo.schema.search_space import warn_if_nothing_mutates
 from evo_grpo.schema.validation import whole

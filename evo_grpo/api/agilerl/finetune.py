@@ -21,7 +21,7 @@ from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.none import NoExploration
-from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.round import next_slots, play_round

@@ -19,7 +19,6 @@ from evo_grpo.settings.storage import check_driver
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import few_prompts, shortages
 from evo_grpo.training.sizing.cards import Gpu
-from evo_grpo.training.sizing.chat_template import chat_template_of, has_chat_template
 from evo_grpo.training.sizing.duration import Duration, duration_of
 from evo_grpo.training.sizing.hub_files import fetch_small_files
 from evo_grpo.training.sizing.machine import (
@@ -40,7 +39,13 @@ from evo_grpo.training.sizing.model_size import (
     lora_parameters,
     read_model_size,
 )
-from evo_grpo.training.sizing.prompt_lengths import FirstPrompt, PromptLengths, read_prompts
+from evo_grpo.training.sizing.prompt_lengths import (
+    FirstPrompt,
+    PromptLengths,
+    chat_template_of,
+    has_chat_template,
+    read_prompts,
+)
 from evo_grpo.training.strategies import check_strategies, task_of
 
 

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Literal, Self, final
 
 from pydantic import model_validator
 
-from evo_grpo.evolve.distance import end_of_distance
-from evo_grpo.evolve.explore.protocol import Candidate, Changes
-from evo_grpo.evolve.explore.step import between, in_order, parts, put_all, step
-from evo_grpo.evolve.start import placed
+from evo_grpo.evolve.explore.step import between, in_order, put_all, step
+from evo_grpo.evolve.protocols import Candidate, Changes
+from evo_grpo.evolve.ranges import end_of_distance, parts, placed
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, Value
-from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.problems import Problems
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,7 +47,7 @@ class Mutations(Group):
         choice = self.choice if "choice" in self.model_fields_set else 0
         if self.no_mutation + self.rl_hp + choice == 0:
             text = "expected no_mutation or rl_hp above 0, got 0 for both; no_mutation: 1 with "
-            raise Problems(Problem((), text + "rl_hp: 0 and choice: 0 switches mutation off"))
+            raise Problems.one(text + "rl_hp: 0 and choice: 0 switches mutation off")
         return self
 
     def explore(
@@ -101,7 +100,7 @@ class Mutations(Group):
         """Move every hyperparameter with a weight above 0, for a population that began alike."""
         hparams, changes = candidate.hparams, dict[str, tuple[Value, Value]]()
         for (name, parameter), share in zip(
-            parts(hparams, hp_config), candidate.shares, strict=False
+            parts(hparams, hp_config.parameters), candidate.shares, strict=False
         ):
             if parameter.choices is not None:
                 places = parameter.choices

@@ -4,7 +4,7 @@
 
 from typing import TYPE_CHECKING, Literal, final
 
-from evo_grpo.evolve.explore.protocol import Candidate, Changes
+from evo_grpo.evolve.protocols import Candidate, Changes
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.hparams import Hparams
 

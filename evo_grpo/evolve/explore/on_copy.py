@@ -4,8 +4,8 @@
 
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
-from evo_grpo.evolve.explore.protocol import Candidate, Changes
 from evo_grpo.evolve.explore.step import lower_lr
+from evo_grpo.evolve.protocols import Candidate, Changes
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.hparams import Hparams
 

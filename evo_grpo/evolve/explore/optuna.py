@@ -2,26 +2,21 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-import ast
 import math
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, final
 
 from pydantic import AfterValidator
 
 from evo_grpo.errors import ConfigError, EngineUnavailable
-from evo_grpo.evolve.distance import distance_range, from_distance
-from evo_grpo.evolve.explore.protocol import Candidate, Changes, Trial
-from evo_grpo.evolve.explore.step import parts, put_all, value_of
+from evo_grpo.evolve.explore.step import put_all, value_of
+from evo_grpo.evolve.protocols import Candidate, Changes, Trial
+from evo_grpo.evolve.ranges import distance_range, from_distance, parts
 from evo_grpo.evolve.start import sample_hparams
 from evo_grpo.schema.group import Group, PlainMapping, setting
 from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, Value
-from evo_grpo.schema.problems import nearest
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.seeding import generator
 
@@ -30,18 +25,23 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler
 
-_ABSTRACT = ("BaseSampler", "BaseGASampler")
 #: Trials of an invented run: more than a sampler needs before it learns from them.
 _TRIALS = 12
 
 
-def _known(name: str) -> str:
-    known = _samplers()
-    if name not in known:
-        near = nearest(name, known)
-        hint = f" (did you mean {near!r}?)" if near else ""
-        raise ValueError(f"a sampler of optuna.samplers: {', '.join(known)}{hint}")
-    return name
+Sampler = Literal[
+    "BruteForceSampler",
+    "CmaEsSampler",
+    "GPSampler",
+    "GridSampler",
+    "NSGAIIISampler",
+    "NSGAIISampler",
+    "PartialFixedSampler",
+    "QMCSampler",
+    "RandomSampler",
+    "TPESampler",
+]
+"""The classes of `optuna.samplers`, by name, because importing Optuna is slow."""
 
 
 def _without_seed(args: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -63,9 +63,7 @@ class OptunaExploration(Group):
 
     copies_only: ClassVar[bool] = True
     kind: Literal["optuna"] = setting("optuna", "A sampler of Optuna proposes values for copies.")
-    sampler: Annotated[str, AfterValidator(_known)] = setting(
-        "TPESampler", "A class of `optuna.samplers`."
-    )
+    sampler: Sampler = setting("TPESampler", "A class of `optuna.samplers`.")
     args: Annotated[PlainMapping, AfterValidator(_without_seed)] = setting(
         meaning="Keyword arguments of the sampler, for instance `{n_startup_trials: 8}`.",
         factory=dict,
@@ -83,7 +81,7 @@ class OptunaExploration(Group):
             EngineUnavailable: The sampler needs a package that is not installed.
         """
         hparams = candidate.hparams
-        space = dict(parts(hparams, hp_config))
+        space = dict(parts(hparams, hp_config.parameters))
         if not candidate.copied or not space:
             return hparams, {}
         proposed = self._propose(space, candidate.trials, int(rng.integers(2**31)))
@@ -98,12 +96,12 @@ class OptunaExploration(Group):
         rng = generator(0, "check")
         drawn = [sample_hparams(first, hp_config, rng) for _ in range(_TRIALS)]
         trials = [Trial(hparams, float(number), 0) for number, hparams in enumerate(drawn)]
-        self.explore(Candidate(first, copied=True, trials=trials), hp_config, rng)
+        self.explore(Candidate(first, copied=True, trials=trials), hp_config.mutating(), rng)
 
     def _propose(
         self, space: Mapping[str, RLParameter], trials: Sequence[Trial], seed: int
     ) -> dict[str, Any]:
-        """Return the proposed value by name, or its distance from 1; see `evolve.distance`."""
+        """Return the proposed value by name, or its distance from 1; see `evolve.ranges`."""
         import optuna  # slow to import, and most runs do not need it
 
         distributions = {n: _distribution(_measure(n, p)) for n, p in space.items()}
@@ -144,26 +142,6 @@ class OptunaExploration(Group):
                 f"evolve.exploration.args: {self.sampler} refuses {self.args}: {error}; see its "
                 "page in Optuna's documentation"
             ) from error
-
-
-@cache
-def _samplers() -> tuple[str, ...]:
-    """Return Optuna's samplers, from its source if possible, because importing it is slow."""
-    found = find_spec("optuna")
-    folders = [] if found is None else found.submodule_search_locations or []
-    for file in (Path(folder) / "samplers" / "__init__.py" for folder in folders):
-        tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                names: list[str] = ast.literal_eval(node.value)
-                return _concrete(names)
-    import optuna
-
-    return _concrete(dir(optuna.samplers))
-
-
-def _concrete(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(n for n in names if n.endswith("Sampler") and n not in _ABSTRACT))
 
 
 def _relative(trials: Sequence[Trial]) -> list[tuple[Hparams, float]]:

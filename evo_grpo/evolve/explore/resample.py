@@ -4,9 +4,9 @@
 
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
-from evo_grpo.evolve.explore.protocol import Candidate, Changes
-from evo_grpo.evolve.explore.step import in_order, parts, put, step
-from evo_grpo.evolve.start import draw_value
+from evo_grpo.evolve.explore.step import in_order, put, step
+from evo_grpo.evolve.protocols import Candidate, Changes
+from evo_grpo.evolve.ranges import draw_value, parts
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.hparams import Hparams
 
@@ -45,7 +45,7 @@ class Resample(Group):
         changes: Changes = {}
         if not candidate.copied:
             return hparams, changes
-        for name, parameter in parts(hparams, hp_config):
+        for name, parameter in parts(hparams, hp_config.parameters):
             anew = rng.random() < self.probability
             value = draw_value(name, parameter, rng) if anew else None
             if value is not None and in_order(hparams, name, value):

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, final
 
 from pydantic import AfterValidator, BeforeValidator
 
-from evo_grpo.evolve.explore.protocol import Candidate, Changes
-from evo_grpo.evolve.explore.step import parts, put_all
+from evo_grpo.evolve.explore.step import put_all
+from evo_grpo.evolve.protocols import Candidate, Changes
+from evo_grpo.evolve.ranges import parts
 from evo_grpo.evolve.start import with_values
 from evo_grpo.schema.group import Group, plain, setting
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.search_space import outside
+from evo_grpo.schema.search_space import outside
+from evo_grpo.schema.problems import Problem, Problems, below, refuse
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,8 +58,7 @@ def _in_order(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for name, value in entry.items()
             if value is None and name != ROUND
         ]
-    if found:
-        raise Problems(*found)
+    refuse(found)
     return entries
 
 
@@ -70,7 +72,7 @@ class ScheduleExploration(Group):
     `evo-grpo recipe` writes such a schedule, that of the winner of an earlier run.
     """
 
-    decides_always: ClassVar[bool] = True  # entries may begin at any round
+    scheduled: ClassVar[bool] = True
     kind: Literal["schedule"] = setting(
         "schedule", "All agents take given values from given rounds on."
     )
@@ -86,7 +88,7 @@ class ScheduleExploration(Group):
         """Set those values of the agent's next round that have a range; nothing is drawn."""
         del rng
         hparams = candidate.hparams
-        space = dict(parts(hparams, hp_config))
+        space = dict(parts(hparams, hp_config.parameters))
         return put_all(hparams, self.values_of(candidate.round), space, hp_config.names())
 
     def values_of(self, round: int) -> dict[str, Any]:
@@ -94,13 +96,17 @@ class ScheduleExploration(Group):
         entries = (entry for entry in self.rounds if entry[ROUND] == round + 1)
         return {name: value for entry in entries for name, value in entry.items() if name != ROUND}
 
+    def check(self, first: Hparams, hp_config: "HyperparameterConfig") -> None:
+        """Raise ConfigError for values that no agent of a run can take."""
+        refuse(below(self.problems(first, hp_config), "exploration"))
+
     def problems(self, first: Hparams, hp_config: "HyperparameterConfig") -> Iterator[Problem]:
         """Yield values that no agent of a run can take, with their paths below the strategy."""
         hparams = first
         for index, entry in enumerate(self.rounds):
             values = {name: value for name, value in entry.items() if name != ROUND}
             here = ("rounds", index)
-            space = dict(parts(hparams, hp_config))
+            space = dict(parts(hparams, hp_config.parameters))
             for name in values.keys() - space.keys():
                 text = (
                     f"expected one of {', '.join(space) or 'none'}, since only what has a range "

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from evo_grpo.evolve.distance import distance_range, end_of_distance, from_distance
-from evo_grpo.evolve.start import placed, share_of, with_values
+from evo_grpo.evolve.ranges import distance_range, from_distance, placed, share_of
+from evo_grpo.evolve.start import with_values
 from evo_grpo.schema.hparams import CLIP_ENDS, LEAST_LR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from evo_grpo.evolve.explore.protocol import Changes
+    from evo_grpo.evolve.protocols import Changes
     from evo_grpo.schema.hparams import Hparams, Value
     from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 _SAME = 1e-6
 """Values closer than this share of their range are the same."""
-
-
-def parts(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[tuple[str, RLParameter]]:
-    """Yield each hyperparameter that may mutate with its range; a clip pair as its two ends."""
-    for name in hp_config.names():
-        if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
-            yield from ((end, end_of_distance(end, hp_config[name])) for end in CLIP_ENDS)
-        else:
-            yield name, hp_config[name]
 
 
 def value_of(hparams: Hparams, name: str, parameter: RLParameter) -> Value:
@@ -90,7 +81,7 @@ def between(
 
     It lies between the middles of the two gaps beside the present value, at `share` in (0, 1]. On a
     side without a tried value, the gap reaches to the end of the range. Distances are logarithmic
-    if the range begins above 0, as in `evolve.start.value_at`. So values move far while few are
+    if the range begins above 0, as in `evolve.ranges.value_at`. So values move far while few are
     known.
 
     `tried` are hyperparameters that agents have trained with.

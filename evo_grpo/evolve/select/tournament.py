@@ -5,8 +5,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
-from evo_grpo.evolve.select.protocol import Offspring
-from evo_grpo.evolve.select.rank import rank
+from evo_grpo.evolve.protocols import Offspring, rank
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.types import Position, Score
 

@@ -1,14 +1,9 @@
-"""Fetches the small files of a hub model: its config.json and what a chat template needs.
-
-The hub's client retries a failed request for almost a minute. Requests run in a thread, so that a
-check can stop waiting after `SECONDS`.
-"""
+"""Fetches the small files of a hub model: its config.json and what a chat template needs."""
 
 from __future__ import annotations
 
 import os
 from functools import partial
-from threading import Thread
 from typing import Any
 
 from evo_grpo.errors import ModelError
@@ -23,8 +18,8 @@ WEIGHTS = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-#: Seconds for all files together.
-SECONDS = 8.0
+#: Seconds in which the hub has to answer the first request.
+SECONDS = 4.0
 
 
 def fetch_small_files(name: str) -> str | None:
@@ -40,23 +35,11 @@ def fetch_small_files(name: str) -> str | None:
     source = resolve(name)
     if source.local:
         return None
-    outcome: list[Exception | None] = []
-
-    def work() -> None:
-        try:
-            _download(source.path)
-        except Exception as error:  # the hub's client has changed the library of its requests
-            outcome.append(error)
-        else:
-            outcome.append(None)
-
-    # A daemon: a request that hangs must not keep the process alive.
-    thread = Thread(target=work, name="hub-files", daemon=True)
-    thread.start()
-    thread.join(SECONDS)
-    if not outcome:
-        return f"{_endpoint()} gives no answer within {SECONDS:g} s"
-    return None if outcome[0] is None else _reason(name, outcome[0])
+    try:
+        _download(source.path)
+    except Exception as error:  # the hub's client has changed the library of its requests
+        return _reason(name, error)
+    return None
 
 
 def check_available(name: str) -> None:
@@ -92,8 +75,8 @@ def _download(repository: str) -> None:
             super().__init__(*given, **{**keywords, "disable": True})
 
     own = os.environ.get("HF_ENDPOINT")
-    # Unlike a download, this request is not repeated, so that a missing network shows at once.
-    get_hf_file_metadata(hf_hub_url(repository, CONFIG, endpoint=own), timeout=SECONDS / 2)
+    # A download repeats a failed request for almost a minute; this shows a missing network at once.
+    get_hf_file_metadata(hf_hub_url(repository, CONFIG, endpoint=own), timeout=SECONDS)
     get = partial(hf_hub_download, repository, endpoint=own, tqdm_class=Silent)
     get(CONFIG)
     for file in OTHERS:

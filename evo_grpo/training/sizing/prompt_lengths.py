@@ -1,4 +1,4 @@
-"""Reads the lengths of a task's prompts with a model's tokenizer.json, without transformers."""
+"""Reads a model's chat template, and the lengths of a task's prompts, without transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 from evo_grpo.envs.data.tables import place_of
 from evo_grpo.envs.prompts import RenderedPrompts, Template, fitting_rows
@@ -18,9 +18,8 @@ from evo_grpo.envs.task import SPLITS, DatasetRow, LazyRows, Split, Task
 from evo_grpo.envs.template_keywords import dropped_sentence, rendered_chat
 from evo_grpo.errors import ModelError
 from evo_grpo.escaping import shorten
-from evo_grpo.model.files import config_file, read_object
-from evo_grpo.sources import resolve
-from evo_grpo.training.sizing.chat_template import CONFIG, OWN_FILE, chat_template_of
+from evo_grpo.model.files import config_file, gguf_header, read_object
+from evo_grpo.sources import Source, resolve
 
 MOST_READ = 10_000
 """Most rows whose prompts are read; of more, a sample."""
@@ -31,6 +30,11 @@ MOST_MEMORY = 100 * 2**20
 MOST_SECONDS = 5
 """Seconds that a chat template may take for one prompt."""
 _NO_LIMIT = 2**62
+_CONFIG = "tokenizer_config.json"
+#: This file takes precedence over the key in `_CONFIG`.
+_TEMPLATE = "chat_template.jinja"
+#: Folder of further templates.
+_TEMPLATES = "additional_chat_templates"
 
 
 class PromptLengths(NamedTuple):
@@ -158,11 +162,11 @@ class FileTokenizer:
     """
 
     def __init__(self, model: str) -> None:
-        file, config = (_file(model, name) for name in ("tokenizer.json", CONFIG))
+        file, config = (_file(model, name) for name in ("tokenizer.json", _CONFIG))
         self.backend: Any = None if file is None else _backend(model, file)
         found = chat_template_of(model) or ""
         named = found if isinstance(found, dict) else {"default": found}
-        self.chat_template = named.get(Path(OWN_FILE).stem) or named.get("default")
+        self.chat_template = named.get(Path(_TEMPLATE).stem) or named.get("default")
         self._special: dict[str, str] = {}
         for name, value in ({} if config is None else read_object(model, config)).items():
             text = value.get("content") if isinstance(value, dict) else value
@@ -268,3 +272,67 @@ def _backend(model: str, file: Path) -> Any:  # noqa: ANN401 -- the package has 
         raise ModelError(
             f"model {model!r}: {file} cannot be read: {shorten(str(error))}; fetch it anew"
         ) from error
+
+
+def has_chat_template(name: str) -> bool | None:
+    """Return whether a model's tokenizer has a chat template; see `chat_template_of`."""
+    template = chat_template_of(name)
+    return None if template is None else bool(template)
+
+
+def chat_template_of(name: str) -> str | dict[str, str] | None:
+    """Return a model's chat template, or several by name; "" if it has none, None if unknown.
+
+    Raises:
+        ModelError: The model does not exist, or its files are damaged.
+        EngineUnavailable: See `sources.resolve`.
+    """
+    source = resolve(name)
+    if source.gguf_file is not None:
+        file = Path(source.path) / source.gguf_file
+        return _template_in(gguf_header(name, file).values.get("tokenizer.chat_template"))
+    return (
+        _templates_in_folder(name, Path(source.path))
+        if source.local
+        else _template_in_cache(source)
+    )
+
+
+def _templates_in_folder(name: str, folder: Path) -> str | dict[str, str] | None:
+    files = [folder / _TEMPLATE, *sorted((folder / _TEMPLATES).glob("*.jinja"))]
+    found = {file.stem: _text_of(name, file) for file in files if file.is_file()}
+    if found:
+        return found
+    file = folder / _CONFIG
+    return _template_in(read_object(name, file).get("chat_template")) if file.is_file() else None
+
+
+def _template_in(value: object) -> str | dict[str, str]:
+    """Return the chat template in a file of a tokenizer; a list has several, each with a name."""
+    if isinstance(value, list):
+        entries = [one for one in cast("list[object]", value) if isinstance(one, dict)]
+        return {str(one.get("name")): str(one.get("template")) for one in entries}
+    return value if isinstance(value, str) else ""
+
+
+def _text_of(name: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"model: {name!r}: {file} cannot be read: {error}") from error
+
+
+def _template_in_cache(source: Source) -> str | dict[str, str] | None:
+    """Look for the chat template of a hub model, of which the cache may hold only some files."""
+    # Imported here: only a hub id needs it; it is a dependency of transformers.
+    from huggingface_hub import try_to_load_from_cache
+
+    config, own = (try_to_load_from_cache(source.path, file) for file in (_CONFIG, _TEMPLATE))
+    if isinstance(own, str):
+        return _text_of(source.name, Path(own))
+    if not isinstance(config, str):
+        return None
+    if found := _template_in(read_object(source.name, Path(config)).get("chat_template")):
+        return found
+    # None: the file was never requested; otherwise the cache records that it does not exist.
+    return None if own is None else ""

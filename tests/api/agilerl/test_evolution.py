@@ -11,7 +11,7 @@ from selector_contract import history
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.mutate import Mutations as Strategy
-from evo_grpo.evolve.explore.protocol import Candidate
+from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.evolve.select.tournament import TournamentSelection as Tournament
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 

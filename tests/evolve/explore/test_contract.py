@@ -10,10 +10,9 @@ from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
 from evo_grpo.evolve.explore.optuna import OptunaExploration
-from evo_grpo.evolve.explore.registry import Exploration
 from evo_grpo.evolve.explore.resample import Resample
 from evo_grpo.evolve.explore.schedule import ScheduleExploration
-from evo_grpo.evolve.kinds import OwnStrategy
+from evo_grpo.evolve.kinds import Exploration, OwnStrategy
 
 #: Many explorations of each kind. A new strategy has a line here, and passes.
 EXPLORATIONS = {

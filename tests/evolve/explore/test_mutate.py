@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.protocol import Candidate, Trial
+from evo_grpo.evolve.protocols import Candidate, Trial
 from evo_grpo.schema.hparams import MUTABLE
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 

@@ -4,7 +4,7 @@ import numpy as np
 from explorer_contract import INSIDE, RANGES
 
 from evo_grpo.evolve.explore.none import NoExploration
-from evo_grpo.evolve.explore.protocol import Candidate
+from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.schema.search_space import HyperparameterConfig
 
 

@@ -6,7 +6,7 @@ from explorer_contract import INSIDE, RANGES
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
-from evo_grpo.evolve.explore.protocol import Candidate
+from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.settings import from_dict
 

@@ -9,7 +9,7 @@ from explorer_contract import INSIDE
 
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.evolve.explore.optuna import OptunaExploration
-from evo_grpo.evolve.explore.protocol import Candidate, Trial
+from evo_grpo.evolve.protocols import Candidate, Trial
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.settings import from_dict
 

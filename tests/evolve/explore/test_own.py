@@ -6,10 +6,10 @@ from explorer_contract import INSIDE, ExplorerContract
 from hypothesis import strategies as st
 
 from evo_grpo.errors import ConfigError, ShapeError
+from evo_grpo.evolve.checked import CheckedExplorer
 from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.own import CheckedExplorer
-from evo_grpo.evolve.explore.protocol import Candidate
 from evo_grpo.evolve.kinds import OwnStrategy
+from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import from_dict
 

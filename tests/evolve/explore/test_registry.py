@@ -5,7 +5,7 @@ import pytest
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
-from evo_grpo.evolve.explore.registry import Exploration
+from evo_grpo.evolve.kinds import Exploration
 from evo_grpo.schema.group import Group, setting
 
 

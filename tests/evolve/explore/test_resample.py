@@ -8,8 +8,8 @@ from explorer_contract import INSIDE, PROPERTY, RANGES
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evo_grpo.evolve.explore.protocol import Candidate
 from evo_grpo.evolve.explore.resample import Resample
+from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.settings import from_dict
 

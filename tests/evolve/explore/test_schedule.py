@@ -6,8 +6,8 @@ from small_run import small
 
 from evo_grpo import run
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.explore.protocol import Candidate
 from evo_grpo.evolve.explore.schedule import ScheduleExploration
+from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter

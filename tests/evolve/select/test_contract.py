@@ -6,11 +6,9 @@ import pytest
 from hypothesis import strategies as st
 from selector_contract import SelectorContract
 
-from evo_grpo.evolve.kinds import OwnStrategy
-from evo_grpo.evolve.select.halving import HalvingSelection
-from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.kinds import OwnStrategy, Selection
+from evo_grpo.evolve.select.halving import HalvingSelection, NoSelection
 from evo_grpo.evolve.select.pareto import ParetoSelection
-from evo_grpo.evolve.select.registry import Selection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.select.truncation import TruncationSelection
 

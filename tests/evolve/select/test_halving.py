@@ -5,10 +5,8 @@ import pytest
 from hypothesis import given
 from selector_contract import PROPERTY, history, rounds
 
-from evo_grpo.evolve.select.halving import HalvingSelection
-from evo_grpo.evolve.select.none import NoSelection
-from evo_grpo.evolve.select.protocol import Offspring
-from evo_grpo.evolve.select.rank import rank
+from evo_grpo.evolve.protocols import Offspring, rank
+from evo_grpo.evolve.select.halving import HalvingSelection, NoSelection
 from evo_grpo.settings import from_dict
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from selector_contract import history
 
-from evo_grpo.evolve.select.none import NoSelection
-from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.protocols import Offspring
+from evo_grpo.evolve.select.halving import NoSelection
 
 
 def plan(places):

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from selector_contract import SelectorContract, history
 
 from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
+from evo_grpo.evolve.checked import CheckedSelector
 from evo_grpo.evolve.kinds import OwnStrategy
-from evo_grpo.evolve.select.own import CheckedSelector
-from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.protocols import Offspring
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.settings import from_dict
 

@@ -4,7 +4,7 @@ import math
 
 from selector_contract import history
 
-from evo_grpo.evolve.select.rank import rank
+from evo_grpo.evolve.protocols import rank
 
 
 def test_all_scores_given_are_averaged():

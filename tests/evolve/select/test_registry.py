@@ -3,8 +3,8 @@
 import pytest
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.select.none import NoSelection
-from evo_grpo.evolve.select.registry import Selection
+from evo_grpo.evolve.kinds import Selection
+from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.schema.group import Group, setting
 

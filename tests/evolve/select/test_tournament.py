@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from selector_contract import PROPERTY, history, rounds
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.select.protocol import Offspring
-from evo_grpo.evolve.select.rank import rank
+from evo_grpo.evolve.protocols import Offspring, rank
 from evo_grpo.evolve.select.tournament import TournamentSelection, _winners
 
 TOURNAMENTS = st.builds(TournamentSelection, size=st.integers(1, 14), elitism=st.booleans())

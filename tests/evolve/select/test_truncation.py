@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from selector_contract import PROPERTY, history, rounds
 
-from evo_grpo.evolve.select.rank import rank
+from evo_grpo.evolve.protocols import rank
 from evo_grpo.evolve.select.truncation import TruncationSelection
 from evo_grpo.settings import from_dict
 

@@ -20,7 +20,7 @@ from tiny_cohort import (
 
 from evo_grpo.errors import ConfigError, PromptTooLongError
 from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.protocol import Candidate
+from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.schema.hparams import DRAWN_AT_START, MUTABLE
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from evo_grpo.errors import ModelError
 from evo_grpo.sources import embedded_models
-from evo_grpo.training.sizing.chat_template import has_chat_template
+from evo_grpo.training.sizing.prompt_lengths import has_chat_template
 
 TEMPLATE = "{{ messages[0]['content'] }}"
 

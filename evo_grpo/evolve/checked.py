@@ -1,20 +1,65 @@
-"""A user-defined exploration, whose results are checked."""
+"""User-defined strategies, whose plans and values are checked before they take effect."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, final
 
-from evo_grpo.errors import ConfigError, ShapeError
-from evo_grpo.evolve.explore.protocol import Candidate, Changes, Explorer
+from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
+from evo_grpo.evolve.generation import check_plan
+from evo_grpo.evolve.protocols import Candidate, Changes, Explorer, Offspring, Selector
 from evo_grpo.evolve.start import with_values
 from evo_grpo.schema.hparams import MUTABLE, Hparams, has_no_order, type_of
 from evo_grpo.schema.validation import is_number, is_whole, shown
+from evo_grpo.types import Position, Score
 
 if TYPE_CHECKING:
     import numpy as np
 
     from evo_grpo.schema.search_space import HyperparameterConfig
+
+
+@final
+class CheckedSelector:
+    """Checks the plans of a user-defined `selector` before an adapter is overwritten."""
+
+    def __init__(self, selector: Selector) -> None:
+        self.selector = selector
+        self.name = type(selector).__name__
+
+    def __repr__(self) -> str:
+        return f"CheckedSelector({self.selector!r})"
+
+    def plan(
+        self, histories: Sequence[Sequence[Score]], places: int, rng: np.random.Generator
+    ) -> tuple[Offspring, ...]:
+        """Plan the next round, and check the plan."""
+        try:
+            plan: object = self.selector.plan(histories, places, rng)
+        except RunFailedError:
+            raise
+        except Exception as error:  # the class is the user's code and may raise anything
+            raise ConfigError(
+                f"evolve.selection: {self.name}.plan raised {type(error).__name__}: {error}; it is "
+                "called with the scores of each agent, the places of the next round and a generator"
+            ) from error
+        return _checked_plan(self.name, plan, len(histories), places)
+
+
+def _checked_plan(name: str, plan: object, size: int, places: int) -> tuple[Offspring, ...]:
+    entries = list(cast("Iterable[object]", plan)) if isinstance(plan, Iterable) else [plan]
+    wrong = [entry for entry in entries if not isinstance(entry, Offspring)]
+    if wrong or not isinstance(plan, Iterable):
+        raise ShapeError(
+            f"{name}.plan: expected a sequence of evo_grpo.Offspring, got {shown(plan)}; return "
+            "one for each agent that goes on"
+        )
+    offspring = cast("list[Offspring]", entries)
+    check_plan(f"{name}.plan", offspring, size, places)
+    return tuple(
+        Offspring(Position(int(one.position)), Position(int(one.parent)), bool(one.elite))
+        for one in offspring
+    )
 
 
 @final
@@ -39,10 +84,10 @@ class CheckedExplorer:
                 f"evolve.exploration: {self.name}.explore raised {type(error).__name__}: {error}; "
                 "it is called with an evo_grpo.Candidate, the ranges and a generator"
             ) from error
-        return _checked(self.name, found, candidate.hparams, hp_config)
+        return _checked_values(self.name, found, candidate.hparams, hp_config)
 
 
-def _checked(
+def _checked_values(
     name: str, found: object, before: Hparams, hp_config: HyperparameterConfig
 ) -> tuple[Hparams, Changes]:
     """Return the result of an exploration after checking that the changes lead to the values."""

@@ -1,0 +1,152 @@
+"""What a selection and an exploration are: their protocols, arguments and results."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from evo_grpo.errors import RunFailedError
+from evo_grpo.schema.hparams import Value
+from evo_grpo.types import Position
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from evo_grpo.schema.hparams import Hparams
+    from evo_grpo.schema.search_space import HyperparameterConfig
+    from evo_grpo.types import Score
+
+
+@dataclass(frozen=True)
+class Offspring:
+    """One agent of the next round.
+
+    Attributes:
+        position: The position that it takes.
+        parent: Position of the agent it comes from; equal to `position` for a survivor.
+        elite: Whether it is the best agent, which stays independently of all draws.
+    """
+
+    position: Position
+    parent: Position
+    elite: bool = False
+
+
+class Selector(Protocol):
+    """Plans the next round from the fitness of this one.
+
+    A class may also declare `copies = False` if it copies no agent, `selects = False` if all stay,
+    `by_lot = True` if it draws, and a method `at(significance)` that returns a selector with tests
+    at the level `evolve.significance`. A field `size` is the number of agents of a tournament.
+
+    A plan refers to agents by their positions in this round, 0 to len(histories) - 1. Parents must
+    survive at their positions, so that copies can be made in any order. An agent whose position no
+    offspring takes leaves the population.
+    """
+
+    def plan(
+        self, histories: Sequence[Sequence[Score]], places: int, rng: np.random.Generator
+    ) -> tuple[Offspring, ...]:
+        """Return the agents of the next round, in ascending order of position.
+
+        Args:
+            histories: Per position the scores that count, latest last; empty for a failed agent.
+            places: Agents that the next round has room for, 1 to len(histories). A plan may leave
+                places empty.
+            rng: Stream of all draws: equal streams give equal plans.
+
+        Raises:
+            RunFailedError: Every agent has failed.
+        """
+        ...
+
+
+def rank(histories: Sequence[Sequence[Score]]) -> list[Position]:
+    """Return the positions of the agents that have not failed by mean score, best first.
+
+    Ties are ordered by position. An agent without a finite score counts as failed.
+    """
+    means: dict[Position, float] = {}
+    for position, history in enumerate(histories):
+        scores = [score.mean for score in history]
+        if scores and all(math.isfinite(score) for score in scores):
+            means[Position(position)] = math.fsum(scores) / len(scores)
+    if not means:
+        raise RunFailedError(
+            "selection: expected at least one agent with a finite fitness, got none of "
+            f"{len(histories)}; look at the reasons in rounds.jsonl (often lr or beta is too high) "
+            "and start again with a smaller range"
+        )
+    return sorted(means, key=lambda position: (-means[position], position))
+
+
+def best(histories: Sequence[Sequence[Score]], places: int) -> list[Position]:
+    """Return the positions of the `places` best agents, failed ones last, in ascending order."""
+    ranking = rank(histories)
+    failed = sorted({Position(position) for position in range(len(histories))} - set(ranking))
+    return sorted([*ranking, *failed][:places])
+
+
+Changes = dict[str, tuple[Value, Value]]
+"""Name of a hyperparameter -> (old, new)."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The hyperparameters of one agent in one finished round (0-based), and its fitness after it.
+
+    The fitness is the mean evaluation reward; NaN for a failed agent.
+    """
+
+    hparams: Hparams
+    fitness: float
+    round: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One agent of the next round, before its hyperparameters vary.
+
+    Attributes:
+        hparams: Hyperparameters of the agent it comes from.
+        copied: Whether it is a copy of another agent; otherwise it survived.
+        elite: Whether it is the best agent, which stays independently of all draws.
+        trials: All agents of all finished rounds so far, for an exploration that learns from them.
+        round: The round that the agent plays next (0-based).
+        twin: Whether another agent of the next round keeps the same hyperparameters, so that this
+            one is free to try others; always true for a copy.
+        shares: Numbers in (0, 1], one for each hyperparameter that may change, spread evenly over
+            the twins of one agent (a Latin hypercube); empty for an agent without twins.
+    """
+
+    hparams: Hparams
+    copied: bool = False
+    elite: bool = False
+    trials: Sequence[Trial] = ()
+    round: int = 0
+    twin: bool = False
+    shares: Sequence[float] = ()
+
+
+class Explorer(Protocol):
+    """Varies the hyperparameters of the agents that a selection planned.
+
+    A class may also declare `copies_only = True` if survivors keep their values, `scheduled = True`
+    if its values apply from given rounds on, and a method `check(first, hp_config)` that raises
+    ConfigError, before a run, for what `explore` would refuse.
+    """
+
+    def explore(
+        self, candidate: Candidate, hp_config: HyperparameterConfig, rng: np.random.Generator
+    ) -> tuple[Hparams, Changes]:
+        """Return an agent's new hyperparameters, and their changes as `{name: (old, new)}`.
+
+        Args:
+            candidate: The agent.
+            hp_config: Hyperparameters that may change, with their ranges.
+            rng: Stream of all draws: equal streams give equal values.
+        """
+        ...
