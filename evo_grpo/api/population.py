@@ -122,7 +122,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return f"Population({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        from evo_grpo.readers.report.tables import as_html
+        from evo_grpo.readers.report.run_page import as_html
 
         return as_html(self, repr(self))
 

@@ -25,7 +25,7 @@ class RunFolder(type(Path())):
     """The path of a run folder, which a notebook shows as the result of the run."""
 
     def _repr_html_(self) -> str | None:
-        from evo_grpo.readers.report.tables import as_html
+        from evo_grpo.readers.report.run_page import as_html
 
         try:
             return as_html(view_of(Path(self)), f"run folder: {self}")

@@ -18,7 +18,7 @@ from evo_grpo.analysis.export.contents import BaseModel, Contents
 from evo_grpo.analysis.export.export import Use, card
 from evo_grpo.cli import events
 from evo_grpo.readers.dashboard import study_note
-from evo_grpo.readers.report.tables import as_html
+from evo_grpo.readers.report.run_page import as_html
 from evo_grpo.readers.terminal.result import family_tree, leaderboard_markdown, show_ending
 from evo_grpo.record.choice import ChosenAgent
 from evo_grpo.record.family import best_ever, leading_agent
