@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from evo_grpo.readers.follow import follow as follow
     from evo_grpo.readers.follow import study_of as study_of
     from evo_grpo.readers.report.figures.diagnostics import plot_diagnostics as plot_diagnostics
-    from evo_grpo.readers.report.figures.fitness import plot_fitness as plot_fitness
     from evo_grpo.readers.report.figures.lineage import plot_lineage as plot_lineage
-    from evo_grpo.readers.report.figures.schedules import plot_schedules as plot_schedules
+    from evo_grpo.readers.report.figures.rounds import plot_fitness as plot_fitness
+    from evo_grpo.readers.report.figures.rounds import plot_schedules as plot_schedules
     from evo_grpo.readers.report.run_page import write_report as write_report
     from evo_grpo.readers.trackers.in_process import Tracker as Tracker
     from evo_grpo.record.history import history as history
@@ -102,9 +102,9 @@ _HOME = {
     "history": "evo_grpo.record.history",
     "leaderboard": "evo_grpo.record.leaderboard",
     "plot_diagnostics": "evo_grpo.readers.report.figures.diagnostics",
-    "plot_fitness": "evo_grpo.readers.report.figures.fitness",
+    "plot_fitness": "evo_grpo.readers.report.figures.rounds",
     "plot_lineage": "evo_grpo.readers.report.figures.lineage",
-    "plot_schedules": "evo_grpo.readers.report.figures.schedules",
+    "plot_schedules": "evo_grpo.readers.report.figures.rounds",
     "read_metrics": "evo_grpo.record.history",
     "recipe": "evo_grpo.analysis.recipe",
     "replay": "evo_grpo.analysis.arms",

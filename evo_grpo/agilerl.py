@@ -7,11 +7,12 @@ from evo_grpo.api.agilerl.agent import CISPO, GRPO, GSPO
 from evo_grpo.api.agilerl.arguments import CosineLRScheduleConfig, VLLMConfig
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.api.agilerl.finetune import (
+    HuggingFaceGym,
+    ReasoningGym,
     finetune_llm_multiturn,
     finetune_llm_reasoning,
     save_llm_checkpoint,
 )
-from evo_grpo.api.agilerl.gym import HuggingFaceGym, ReasoningGym
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter

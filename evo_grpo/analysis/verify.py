@@ -86,8 +86,8 @@ class Findings:
 
     def compare(self, folder: Path, files: Mapping[str, str], recorded: str) -> None:
         """Add files with other digests to the damage; `recorded` is, e.g., "round 1 recorded"."""
-        found = self.read(lambda: list(damaged(folder, files)), len(files))
-        for name, digest in found or ():
+        differing = self.read(lambda: list(damaged(folder, files)), len(files))
+        for name, digest in differing or ():
             what = "is missing, but" if digest is None else "has changed since"
             self.damage.append(f"{folder / name}: {what} {recorded} it")
 
@@ -99,20 +99,20 @@ def verify(run: str | Path) -> Findings:
         RunNotFoundError: `run` is no run folder.
     """
     folder = expect_run(run)
-    found = _look(folder)
-    if found.damage:
+    findings = _check_folder(folder)
+    if findings.damage:
         # A run in progress writes and removes files meanwhile: report damage only if found twice.
-        first, found = found, _look(folder)
-        found.damage = [text for text in found.damage if text in first.damage]
-    return found
+        first, findings = findings, _check_folder(folder)
+        findings.damage = [text for text in findings.damage if text in first.damage]
+    return findings
 
 
 @dataclass(frozen=True)
 class _Records:
     """The records of a run folder.
 
-    `config` are the settings of population.yaml. `inputs` is None if the run was stopped before it
-    recorded them. `finished` is true if there is a summary, even a damaged one.
+    `inputs` is None if the run was stopped before it recorded them. `finished` is true if there is
+    a summary, even a damaged one.
     """
 
     folder: Path
@@ -128,96 +128,96 @@ class _Records:
             return []
         # None if the run began with a version that kept every checkpoint.
         earlier = [
-            (one["round"], one["from"])
-            for one in self.inputs.changes
-            if one["name"] == _RETENTION and one["from"] is not None
+            (change["round"], change["from"])
+            for change in self.inputs.changes
+            if change["name"] == _RETENTION and change["from"] is not None
         ]
         # population.yaml may have been changed for the next resume.
         present = self.inputs.settings.get(_RETENTION, self.config.record.checkpoints)
         return [*earlier, (len(self.rounds), present)]
 
 
-def _look(folder: Path) -> Findings:
-    found = Findings()
-    found.read(lambda: refuse_links_in_run(folder))
-    if found.damage:
-        return found  # files behind a link are not read
-    records = _read_records(folder, found)
+def _check_folder(folder: Path) -> Findings:
+    findings = Findings()
+    findings.read(lambda: refuse_links_in_run(folder))
+    if findings.damage:
+        return findings  # files behind a link are not read
+    records = _read_records(folder, findings)
     if records is not None:
-        _check_settings(records, found)
-        _check_end(records, found)
-        _check_checkpoints(records, found)
-        _check_answers(records, found)
-        _check_results(folder, found)
-    return found
+        _check_settings(records, findings)
+        _check_end(records, findings)
+        _check_checkpoints(records, findings)
+        _check_answers(records, findings)
+        _check_results(folder, findings)
+    return findings
 
 
-def _read_records(folder: Path, found: Findings) -> _Records | None:
+def _read_records(folder: Path, findings: Findings) -> _Records | None:
     """Read the records of a run folder; None if they are too damaged for further checks."""
     finished = os.path.lexists(folder / SUMMARY)
-    summary = found.read(lambda: read_summary(folder))
-    config = found.read(lambda: read_config(folder))
+    summary = findings.read(lambda: read_summary(folder))
+    config = findings.read(lambda: read_config(folder))
     file, inputs = folder / ROUNDS, None
-    parsed = found.read(lambda: (parse_rounds(file), file.stat().st_size))
+    parsed = findings.read(lambda: (parse_rounds(file), file.stat().st_size))
     if parsed is None:
         return None
     (rounds, length, _), size = parsed
-    found.rounds = len(rounds)
+    findings.rounds = len(rounds)
     if finished and size > length:  # else a stop left it
-        found.damage.append(f"{file}: ends in {size - length} bytes of an incomplete line")
+        findings.damage.append(f"{file}: ends in {size - length} bytes of an incomplete line")
     if rounds or finished or os.path.lexists(folder / INPUTS):
-        inputs = found.read(lambda: read_inputs_of(folder))
+        inputs = findings.read(lambda: read_inputs_of(folder))
         if inputs is None:
             return None
     return None if config is None else _Records(folder, config, inputs, rounds, summary, finished)
 
 
-def _check_settings(records: _Records, found: Findings) -> None:
+def _check_settings(records: _Records, findings: Findings) -> None:
     """Compare population.yaml with the settings in inputs.json."""
     folder, inputs = records.folder, records.inputs
     if inputs is None or config_text(folder).startswith(RECORDED_IN_PYTHON):
         return
-    found.read(lambda: check_whole(folder, inputs))
+    findings.read(lambda: check_whole(folder, inputs))
     changed = {name for name, _, _ in changed_settings(inputs, settings_of(records.config))}
     if inputs.changes_of_rounds(len(records.rounds)):  # stopped before it wrote population.yaml
         changed.discard(PLANNED)
     refused = sorted(name for name in changed if records.finished or not may_change(name))
     if refused:
-        found.damage.append(
+        findings.damage.append(
             f"{folder / CONFIG}: expected the settings that {INPUTS} records, got others for "
             f"{', '.join(refused[:3])}; put the file back as it was"
         )
 
 
-def _check_end(records: _Records, found: Findings) -> None:
+def _check_end(records: _Records, findings: Findings) -> None:
     """Check the number of rounds and the files in the summary of a run."""
     folder, rounds, summary = records.folder, records.rounds, records.summary
     if not records.finished:
-        found.read(lambda: refuse_lost_lines(folder, rounds))
+        findings.read(lambda: refuse_lost_lines(folder, rounds))
         left = [one for part in (COMPLETIONS, METRICS) for one in round_entries(folder / part)]
         later = [path for number, path in left if number > len(rounds)]
-        found.damage += [f"{path}: is there, but {ROUNDS} has no line of it" for path in later]
+        findings.damage += [f"{path}: is there, but {ROUNDS} has no line of it" for path in later]
     if not records.finished or (records.inputs and records.inputs.changes_of_rounds(len(rounds))):
-        found.notes.append(
+        findings.notes.append(
             f"{folder}: is not finished after {count(len(rounds), 'round')}; unless it trains now, "
             f"go on with: {continuing(folder)}"
         )
     for path in sorted(folder.glob("summary.rounds-*.json")):
-        found.read(partial(read_summary_of, path))
+        findings.read(partial(read_summary_of, path))
     if summary is None:
         return
     if summary["rounds"] != len(rounds):
-        found.damage.append(
+        findings.damage.append(
             f"{folder}: {SUMMARY} is of {summary['rounds']} rounds, {ROUNDS} has {len(rounds)}"
         )
-    found.compare(folder, summary.get("files", {}), f"{SUMMARY} recorded")
+    findings.compare(folder, summary.get("files", {}), f"{SUMMARY} recorded")
     for end in summary.get("earlier", ()):
         file = folder / f"summary.rounds-{end['rounds']}.json"
         if not os.path.lexists(file):
-            found.damage.append(f"{file}: is missing, but {SUMMARY} names this end of the run")
+            findings.damage.append(f"{file}: is missing, but {SUMMARY} names this end of the run")
 
 
-def _check_checkpoints(records: _Records, found: Findings) -> None:
+def _check_checkpoints(records: _Records, findings: Findings) -> None:
     """Compare the files of rounds with their digests, except those that retention removed."""
     folder, rounds = records.folder, records.rounds
     kept = kept_throughout(rounds, records.policies())
@@ -228,51 +228,35 @@ def _check_checkpoints(records: _Records, found: Findings) -> None:
             if not name.startswith(f"{CHECKPOINTS}/")
             or not kept.isdisjoint(map(str, PurePosixPath(name).parents))
         }
-        found.compare(folder, expected, f"round {record.round + 1} recorded")
+        findings.compare(folder, expected, f"round {record.round + 1} recorded")
     best = best_ever(rounds)
     apart = records.config.record.keeps_best_apart(archive=records.config.evolve.keeps_archive)
-    if not apart or best is None or best.checkpoint is None:
-        return
-    files = rounds[best.round].files_of(best.checkpoint)
-    # A stop may leave it missing or of an earlier round: a resume then copies it again.
-    if records.finished or not _is_same(folder / best.checkpoint, files) or not _is_behind(records):
-        found.compare(folder / BEST, files, f"round {best.round + 1} recorded")
+    # Before the end, a stop may leave it missing or of an earlier round: a resume copies it again.
+    if records.finished and apart and best is not None and best.checkpoint is not None:
+        files = rounds[best.round].files_of(best.checkpoint)
+        findings.compare(folder / BEST, files, f"round {best.round + 1} recorded")
 
 
-def _is_behind(records: _Records) -> bool:
-    """Return whether checkpoints/best is missing or has the best agent of earlier rounds."""
-    place, rounds = records.folder / BEST, records.rounds
-    bests = filter(None, (best_ever(rounds[:number]) for number in range(len(rounds))))
-    earlier = (rounds[one.round].files_of(str(one.checkpoint)) for one in bests)
-    return not place.exists() or any(_is_same(place, files) for files in earlier)
-
-
-def _is_same(folder: Path, files: Mapping[str, str]) -> bool:
-    found = Findings()
-    found.compare(folder, files, "")
-    return bool(files) and not found.damage
-
-
-def _check_answers(records: _Records, found: Findings) -> None:
+def _check_answers(records: _Records, findings: Findings) -> None:
     """Check the seal of each answer of a judge, and their number in the summary."""
     number = 0
     for file in answer_files(records.folder / JUDGED):
-        read = found.read(partial(read_answers, file))
+        read = findings.read(partial(read_answers, file))
         if read is None:
             return
         number += len(read.answers)
         if read.damaged or (records.finished and read.cut_off):  # else a stop cut it off
             broken = read.damaged + bool(read.cut_off)
-            found.damage.append(f"{file}: {count(broken, 'answer')} of the judge changed")
+            findings.damage.append(f"{file}: {count(broken, 'answer')} of the judge changed")
     expected = int(((records.summary or {}).get("judge") or {}).get("answers", 0))
     if number < expected:
-        found.damage.append(
+        findings.damage.append(
             f"{records.folder / JUDGED}: expected the {expected} answers of the judge that "
             f"{SUMMARY} counts, got {number}"
         )
 
 
-def _check_results(run: Path, found: Findings) -> None:
+def _check_results(run: Path, findings: Findings) -> None:
     """Check comparisons and replays, including those from before an extension of the run."""
     continued = {COMPARE: f"resume {run} --compare", REPLAY: f"replay {run}"}
     for path in sorted(run.iterdir()):
@@ -281,20 +265,22 @@ def _check_results(run: Path, found: Findings) -> None:
             continue
         file = path / f"{kind}.json"
         if kind == COMPARE:
-            _check_arms(path, found.read(partial(read_comparison, run, file)), found)
-        elif (replay := found.read(partial(read_replay, run, file))) is not None:
-            found.compare(path, replay.files, f"{file.name} recorded")
+            _check_arms(path, findings.read(partial(read_comparison, run, file)), findings)
+        elif (replay := findings.read(partial(read_replay, run, file))) is not None:
+            findings.compare(path, replay.files, f"{file.name} recorded")
         if path.name == kind and not os.path.lexists(file):
-            found.notes.append(f"{path}: is not finished; go on with: evo-grpo {continued[kind]}")
+            findings.notes.append(
+                f"{path}: is not finished; go on with: evo-grpo {continued[kind]}"
+            )
 
 
-def _check_arms(path: Path, result: Mapping[str, Any] | None, found: Findings) -> None:
+def _check_arms(path: Path, result: Mapping[str, Any] | None, findings: Findings) -> None:
     """Check the run folders of a comparison; those in its result must exist and be finished."""
     for arm in (path / name for name in COMPARED if is_run(path / name)):
-        part = _look(arm)
-        found.files += part.files
-        found.damage += part.damage
+        part = _check_folder(arm)
+        findings.files += part.files
+        findings.damage += part.damage
     names = [] if result is None else [arm["name"] for arm in result["arms"]]
     for end in (path / name / SUMMARY for name in names if name != EVOLVED):
         if not os.path.lexists(end):
-            found.damage.append(f"{end}: is missing, but the result of the comparison names it")
+            findings.damage.append(f"{end}: is missing, but the result of the comparison names it")

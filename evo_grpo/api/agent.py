@@ -152,11 +152,7 @@ class Agent(ABC):
         return self.state.steps
 
     def clone(self, index: int | None = None) -> Self:
-        """Return a new agent over the same base, with equal weights, moments and hyperparameters.
-
-        Args:
-            index: Index of the clone; None copies the index.
-        """
+        """Return a new agent of the same base, with equal weights, moments and hyperparameters."""
         state = self.cohort.add(self.hparams)
         self.cohort.copy(self.slot, state.slot)
         number = self.index if index is None else index
@@ -164,13 +160,7 @@ class Agent(ABC):
 
     @staticmethod
     def copy_attributes(agent: Agent, clone: Any) -> Any:  # noqa: ANN401 -- returns what it was given
-        """Copy hyperparameters, step count, fitness history, last metrics and training mode.
-
-        Weights and optimizer are not copied.
-
-        Returns:
-            `clone`.
-        """
+        """Copy hyperparameters, steps, fitness and mode, without weights; return `clone`."""
         clone.cohort.set_hparams(clone.slot, agent.hparams)
         clone.state.counters = agent.state.counters
         clone.state.history = list(agent.state.history)
@@ -260,10 +250,6 @@ class Agent(ABC):
             path: The folder.
             lora_only: Omit the base, which all agents share; False writes it to `base/`.
             save_optimizer: Write AdamW's moments too.
-
-        Raises:
-            CheckpointError: `path` is a file.
-            ConfigError: `path` is not a path.
         """
         folder = check_folder("save_checkpoint: path", path)
         for name, value in (("lora_only", lora_only), ("save_optimizer", save_optimizer)):

@@ -37,8 +37,9 @@ def separated(given: Mapping[str, Any], kind: str) -> tuple[AgentSettings, Objec
         given: Keywords of a constructor by the names of `AGENT_KEYWORDS`, and `tokenizer`.
         kind: The algorithm: "grpo", "gspo" or "cispo".
     """
-    own: dict[str, Any] = {**given}
-    tokenizer, model, lora = own.pop("tokenizer", None), own.get("model"), own.get("lora")
+    keywords: dict[str, Any] = {**given}
+    tokenizer = keywords.pop("tokenizer", None)
+    model, lora = keywords.get("model"), keywords.get("lora")
     if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
         raise _problem(
             "tokenizer",
@@ -48,15 +49,15 @@ def separated(given: Mapping[str, Any], kind: str) -> tuple[AgentSettings, Objec
     peft = lora if isinstance(lora, LoraConfig) else None
     if peft is not None:
         # The adapter's adapter_config.json stores PEFT's object.
-        del own["lora"]
+        del keywords["lora"]
     if isinstance(model, ModelConfig):
-        own.update({**dict(model), "model": model.name})
-        del own["name"]
+        keywords.update({**dict(model), "model": model.name})
+        del keywords["name"]
     if model is None or isinstance(model, str | ModelConfig):
-        return _checked(agent_settings(own, kind=kind), Objects(None, tokenizer, peft))
-    _check_module(model, own)
-    own = {n: v for n, v in own.items() if n not in ("model", "lora", *_NAMED_MODEL_ONLY)}
-    settings = agent_settings(own, kind=kind)
+        return _checked(agent_settings(keywords, kind=kind), Objects(None, tokenizer, peft))
+    _check_module(model, keywords)
+    dropped = ("model", "lora", *_NAMED_MODEL_ONLY)
+    settings = agent_settings({n: v for n, v in keywords.items() if n not in dropped}, kind=kind)
     if peft is None and lora is not None:
         # Validate `lora` as for a named model; a module needs PEFT's object.
         named: dict[str, Any] = {"name": "object", "lora": lora}

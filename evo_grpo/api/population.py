@@ -120,7 +120,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return f"Population({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        from evo_grpo.readers.report.tables import as_html
+        from evo_grpo.readers.report.run_page import as_html
 
         return as_html(self, repr(self))
 
@@ -152,14 +152,12 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     ) -> list[RoundRecord]:
         """Train and evolve the agents for some rounds; another call continues after the last round.
 
-        A call does not select after its last round. The next call makes that selection before its
-        first round, with its own settings and the fitness of that round, so that several calls give
-        the same result as one. If agents were changed in between (weights, moments, hyperparameters
-        or their number), it warns and does not select. A call of `apply` replaces the selection.
+        A call does not select after its last round: the next call does, with its own settings, so
+        that several calls give the same result as one. It warns and does not select if agents were
+        changed in between. A call of `apply` replaces the selection.
 
         Args:
-            env: The name of a task such as "sums", the settings of a task as under `env` in YAML,
-                or an environment.
+            env: The name of a task, its settings as under `env` in YAML, or an environment.
             out: Run folder for records and checkpoints; None keeps only the records, in memory.
             force: Replace an existing run in `out`.
             observer: An `Observer`, called while the population trains.
@@ -174,8 +172,8 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             ConfigError: An argument is invalid, or `out` is given after the first call.
             RunFailedError: No agent is left that can be ranked.
         """
-        given = {"env": env, "out": out, "force": force, "observer": observer, "progress": progress}
-        return self._train({**given, **settings})
+        own = {"env": env, "out": out, "force": force, "observer": observer, "progress": progress}
+        return self._train({**own, **settings})
 
     def _train(self, given: dict[str, Any]) -> list[RoundRecord]:
         # Include agents that have left: the others have taken over their completions.
@@ -246,11 +244,13 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     def make_up(self, *, inherit_optimizer: bool) -> None:
         """Carry out the plan that the last round recorded; see `evo_grpo.api.unapplied`."""
         if not self.rounds:  # rounds of another population do not count
-            return unapplied.withdraw(self.cohort, self.slots)
+            unapplied.withdraw(self.cohort, self.slots)
+            return
         last = self.rounds[-1]
         record = unapplied.make_up(self.cohort, self.slots, inherit_optimizer=inherit_optimizer)
         self.rounds[-1] = record or replace(last, went_on=bool(last.stopped), plan=None)
-        return None if record is None else self.keep(next_slots(record))
+        if record is not None:
+            self.keep(next_slots(record))
 
     def _record(
         self,
@@ -262,7 +262,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     ) -> tuple[Slot, ...]:
         """Train, write a run folder, and evaluate the best agent at the end.
 
-        `given` are the keywords of `train`, `own` the strategies among them that are objects.
+        `given` are the keywords of `train`; `own` has the user's strategies among them.
         """
         config = recorded_config(prepared, str(given["name"]), given["env"])
         check_storage(config.record.storage)
@@ -305,18 +305,16 @@ class Population(Sequence[AgentT], Generic[AgentT]):
 
         Args:
             out: The run folder.
-            env: The environment as it was given to `train`, if it was an object.
-            model: The model, if the population was built from an object.
-            tokenizer: The tokenizer, if the population was built from an object.
-            lora: PEFT's LoraConfig, if the population was built from one; the checkpoints of a
-                finished round have it too.
-            selection: The selection, if it was an object.
-            exploration: The exploration, if it was an object.
+            env: The environment, if it was an object; so for the next five.
+            model: See `env`.
+            tokenizer: See `env`.
+            lora: See `env`; the checkpoints of a finished round have it too.
+            selection: See `env`.
+            exploration: See `env`.
             rounds: Rounds of the whole run, in place of the recorded number.
             allow: Files of yours, and parts of the objects, that may have changed since the run
-                began, by the names that the error gives which a change raises without this.
-            code: A folder in which the files and modules that the run names are found too; None
-                looks in the working folder only.
+                began, named as in the error message.
+            code: A further folder for the files and modules that the run names.
             observer: Gets the progress.
             progress: As for `train`.
 
@@ -345,9 +343,10 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             )
         cohort, played = prepared.cohort, read_rounds(folder)
         first = [a.agent for a in played[0].agents]
-        known = [slot for slot in first if slot in cohort.agents]
         kind = HANDLES[cohort.settings.algorithm.kind]
-        handles = [kind.on(cohort, slot, first.index(slot)) for slot in known]
+        handles = [
+            kind.on(cohort, slot, i) for i, slot in enumerate(first) if slot in cohort.agents
+        ]
         population = Population(cohort, handles)
         population.rounds, population.summary = played, read_summary(folder)
         population._after_rounds(slots, prepared.round_settings.population.rounds)
@@ -356,11 +355,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return population
 
     def save(self, path: str | Path) -> None:
-        """Write all agents and the records of their rounds; `load` reads them.
-
-        Args:
-            path: The folder; the checkpoint of each agent is in `agent-NN/`.
-        """
+        """Write all agents, in `agent-NN/`, and the records of their rounds; `load` reads them."""
         folder = check_folder("save: path", path)
         for slot in self.slots:
             save_agent(self.cohort, slot, folder / f"agent-{slot:02d}")
@@ -459,20 +454,14 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         Args:
             env: The environment, or the name of a task such as "sums".
             loop: Completions or episodes per start, >= 1. All agents have the same draws.
-
-        Returns:
-            One score per agent.
         """
         return [result.score for result in tested(self.cohort, env, self.slots, loop)]
 
     def learn(self, batches: Sequence[AgentBatch]) -> list[dict[str, float]]:
         """Take one GRPO step for every agent with a batch, in one fused forward and backward.
 
-        Args:
-            batches: At most one batch per agent.
-
         Returns:
-            The learner's metrics, one mapping per batch.
+            The learner's metrics, one mapping per batch; there is at most one batch per agent.
 
         Raises:
             ShapeError: The rows of an agent have no generated token.
@@ -486,12 +475,12 @@ class Population(Sequence[AgentT], Generic[AgentT]):
 def tested(cohort: Cohort, env: object, slots: Sequence[Slot], loop: int) -> list[Evaluation]:
     """Evaluate agents on the test split at temperature 1, in one generation call."""
     whole(1).check("loop", loop)
-    world = environment_for(cohort, env)
+    environment = environment_for(cohort, env)
     return evaluate(
         cohort,
-        world,
+        environment,
         slots,
-        world.prompts("test", None),
+        environment.prompts("test", None),
         samples=loop,
         temperature=1.0,
         stream=("test", cohort.next_call()),

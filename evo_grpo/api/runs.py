@@ -25,7 +25,7 @@ class RunFolder(type(Path())):
     """The path of a run folder, which a notebook shows as the result of the run."""
 
     def _repr_html_(self) -> str | None:
-        from evo_grpo.readers.report.tables import as_html
+        from evo_grpo.readers.report.run_page import as_html
 
         try:
             return as_html(view_of(Path(self)), f"run folder: {self}")
@@ -102,10 +102,9 @@ def resume(
         rounds: Rounds of the whole run, in place of population.rounds. A finished run continues
             up to this number, to the result of a run that had it from the start. The summary keeps
             the earlier end.
-        allow: Files of yours that may have changed since the run began, by the names that the error
-            gives which a change raises without this, such as "env.reward: my_rewards:score".
-        code: A folder in which the files and modules that the run names are found too; None looks
-            in the working folder only.
+        allow: Files of yours that may have changed since the run began, named as in the error
+            message, such as "env.reward: my_rewards:score".
+        code: A further folder for the files and modules that the run names.
         observer: Gets the progress.
         progress: As for `run`.
 

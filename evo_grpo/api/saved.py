@@ -32,13 +32,7 @@ ARCHIVE = "archive"
 
 
 class Saved(Group):
-    """The contents of population.json.
-
-    Attributes:
-        format: Version of the file.
-        agents: Slots of the agents, each with a checkpoint.
-        rounds: Records of their rounds.
-    """
+    """The contents of population.json: the agents by their slots, and records of their rounds."""
 
     format: Literal[4]
     agents: list[Annotated[int, Field(ge=0, lt=MOST_SLOTS)]] = Field(min_length=1)
@@ -64,8 +58,7 @@ def load_one(
 ) -> tuple[Cohort, Slot]:
     """Build an agent of an algorithm from a checkpoint, over a new base; see `Agent.load`.
 
-    `zero` is the stage of DeepSpeed for further training, None for AdamW of torch. `accelerator`
-    is the user's accelerator with that stage; None creates one.
+    `zero` is the stage of DeepSpeed for further training, None for AdamW of torch.
     """
     folder = Path(path)
     attributes = read_attributes(folder)
@@ -86,19 +79,15 @@ def load(
         The slots and rounds in population.json, the name of the algorithm, and the cohort.
     """
     file = folder / POPULATION
-    if not file.is_file():
-        raise CheckpointError(
-            f"{folder}: expected a folder written by Population.save, but {POPULATION} is missing"
-        )
     try:
         saved = Saved(**json.loads(read_plain(file, MAX_LOG_BYTES)))
         slots, rounds = [Slot(slot) for slot in saved.agents], [*map(round_from_json, saved.rounds)]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: expected a file of Population.save, but {error}; restore it from a copy"
         ) from error
-    places = {slot: inside(folder, f"agent-{slot:02d}") for slot in slots}
-    first = places[slots[0]]
+    checkpoints = {slot: inside(folder, f"agent-{slot:02d}") for slot in slots}
+    first = checkpoints[slots[0]]
     attributes = read_attributes(first)
     kind = str(attributes["settings"]["algorithm"]["kind"])
     made = recipe(first, attributes, kind, device, trust_remote_code=trust_remote_code)
@@ -107,12 +96,12 @@ def load(
     for slot in add_agents(cohort, max(slots) + 1, "same"):
         if slot not in slots:
             cohort.remove(slot)
-    for slot, place in places.items():
-        _load_agent(cohort, slot, place)
+    for slot, checkpoint in checkpoints.items():
+        _load_agent(cohort, slot, checkpoint)
     archive = inside(folder, ARCHIVE)
     if archive.is_dir():
-        one = cohort.agents[slots[0]]
-        cohort.archive = cohort.add_spare(one.member, one.hparams)
+        any_agent = cohort.agents[slots[0]]
+        cohort.archive = cohort.add_spare(any_agent.member, any_agent.hparams)
         _load_agent(cohort, cohort.archive.slot, archive)
     cohort.reserve_members(next_member_id(rounds))
     return slots, rounds, kind, cohort

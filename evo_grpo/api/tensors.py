@@ -29,16 +29,13 @@ def to_prompts(
     tokenizer: Any,  # noqa: ANN401 -- slow or fast, which share no typed base
     vocabulary: int | None = None,
 ) -> list[Prompt]:
-    """Convert observations into prompts.
+    """Convert observations into prompts, one each.
 
     Args:
         observations: One or more of: a `Prompt`; a mapping with `input_ids` (T,) or (1, T) and
             optionally `attention_mask`; or a string.
         tokenizer: Tokenizer for strings.
         vocabulary: Upper bound of ids, exclusive; None does not check ids.
-
-    Returns:
-        One prompt per observation.
     """
     prompts = [_to_prompt(i, item, tokenizer) for i, item in enumerate(_listed(observations))]
     for i, prompt in enumerate(prompts):
@@ -78,12 +75,12 @@ def _to_prompt(
             f"input_ids, got {type(item)}"
         )
     table = torch.as_tensor(item["input_ids"])
-    if table.ndim not in (1, 2) or (table.ndim == 2 and len(table) != 1):
+    ids = table.reshape(-1)
+    if table.shape[-1:] != ids.shape:
         raise ShapeError(
             f"get_action: observation {index}: expected input_ids of one prompt, (T,) or (1, T), "
             f"got {tuple(table.shape)}; give a list with one mapping per prompt"
         )
-    ids = table.reshape(-1)
     if item.get("attention_mask") is not None:
         ids = ids[torch.as_tensor(item["attention_mask"]).reshape(-1).bool()]
     columns = {k: v for k, v in item.items() if k not in ("input_ids", "attention_mask", "text")}
@@ -132,25 +129,17 @@ def to_batch(
 ) -> tuple[list[Row], float]:
     """Convert the experiences of `learn` into rows with advantages.
 
-    Args:
-        experiences: Ids (G, T) and action masks (G, T - 1) per group, and rewards (P, G) or
-            (P * G,).
-        scale: See `group_advantages`.
-        vocabulary: Upper bound of ids, exclusive.
-
     Returns:
         The rows, and the share of groups whose rewards are all equal.
     """
     ids, masks, rewards = experiences
     values = as_floats(rewards, "learn: rewards").reshape(-1)
-    if len(ids) != len(masks):
-        raise ShapeError(f"learn: expected masks for {len(ids)} groups of ids, got {len(masks)}")
-    groups = enumerate(zip(ids, masks, strict=True))
+    groups = enumerate(zip(ids, masks, strict=False))
     sizes = [_size(number, group, mask, vocabulary) for number, (group, mask) in groups]
-    if len(values) != sum(sizes):
+    if len(ids) != len(masks) or len(values) != sum(sizes):
         raise ShapeError(
-            f"learn: expected one reward per completion, {sum(sizes)} for groups of {sizes}, "
-            f"got {len(values)}"
+            f"learn: expected one mask per group and one reward per completion, {sum(sizes)} for "
+            f"groups of {sizes}, got {len(ids)} ids, {len(masks)} masks and {len(values)} rewards"
         )
     size = sizes[0] if len(set(sizes)) == 1 else sizes
     rows = to_rows(ids, masks, group_advantages(values, size, scale=scale))

@@ -49,20 +49,20 @@ def note(cohort: Cohort, record: RoundRecord) -> None:
 
 def find(cohort: Cohort, slots: Sequence[Slot]) -> RoundRecord | None:
     """Return the round of these agents whose plan is not carried out, or None."""
-    found = _find(cohort, slots)
-    return None if found is None else found.record
+    unapplied = _find(cohort, slots)
+    return None if unapplied is None else unapplied.record
 
 
 def withdraw(cohort: Cohort, slots: Sequence[Slot]) -> None:
     """Drop the plan for these agents, if there is one: the user has made another."""
-    if (found := _find(cohort, slots)) is not None:
-        cohort.unapplied.remove(found)
+    if (unapplied := _find(cohort, slots)) is not None:
+        cohort.unapplied.remove(unapplied)
 
 
 def is_unchanged(cohort: Cohort, slots: Sequence[Slot]) -> bool:
     """Return whether there is a plan for these agents, and none was changed since it was made."""
-    found = _find(cohort, slots)
-    return found is not None and not _changed(cohort, slots, found)
+    unapplied = _find(cohort, slots)
+    return unapplied is not None and not _changed(cohort, slots, unapplied)
 
 
 def make_up(
@@ -70,37 +70,36 @@ def make_up(
 ) -> RoundRecord | None:
     """Carry out the plan for these agents, if there is one and none of them was changed.
 
-    Returns:
-        The record of the last round after which its plan was carried out; None if it was not.
+    Returns the record of the last round after its plan was carried out; None if it was not.
     """
-    found = _find(cohort, slots)
-    if found is None:
+    unapplied = _find(cohort, slots)
+    if unapplied is None:
         return None
-    cohort.unapplied.remove(found)
-    why = "the round ended without a plan" if found.record.plan is None else ""
-    if changed := _changed(cohort, slots, found):
+    cohort.unapplied.remove(unapplied)
+    why = "the round ended without a plan" if unapplied.record.plan is None else ""
+    if changed := _changed(cohort, slots, unapplied):
         why = f"agents were changed ({', '.join(map(str, changed))})"
     if why:
         warnings.warn(
-            f"the selection after round {found.record.round + 1} is skipped, since {why}: the "
+            f"the selection after round {unapplied.record.round + 1} is skipped, since {why}: the "
             "agents continue unchanged. To have agents selected, change them after the next round",
             UserWarning,
             stacklevel=4,
         )
         return None
-    record = found.record.extended()
+    record = unapplied.record.extended()
     generation = recorded_generation(cohort, slots, record)
     apply(cohort, slots, generation, inherit_optimizer=inherit_optimizer)
     return record
 
 
 def _find(cohort: Cohort, slots: Sequence[Slot]) -> Unapplied | None:
-    known = (one for one in cohort.unapplied if isinstance(one, Unapplied))
-    return next((one for one in known if not one.marks.keys().isdisjoint(slots)), None)
+    plans = (plan for plan in cohort.unapplied if isinstance(plan, Unapplied))
+    return next((plan for plan in plans if not plan.marks.keys().isdisjoint(slots)), None)
 
 
-def _changed(cohort: Cohort, slots: Sequence[Slot], found: Unapplied) -> list[Slot]:
+def _changed(cohort: Cohort, slots: Sequence[Slot], unapplied: Unapplied) -> list[Slot]:
     """Return the agents that were changed since the last round; all if they are others now."""
-    if list(slots) != list(found.marks):
+    if list(slots) != list(unapplied.marks):
         return list(slots)
-    return [slot for slot, mark in found.marks.items() if _mark(cohort, slot) != mark]
+    return [slot for slot, mark in unapplied.marks.items() if _mark(cohort, slot) != mark]

@@ -100,8 +100,7 @@ def play(job: Mapping[str, Any]) -> dict[str, Any]:
     from rich.console import Console
 
     from evo_grpo import run
-    from evo_grpo.readers.terminal.live import LiveTable
-    from evo_grpo.readers.terminal.progress import RunProgress
+    from evo_grpo.readers.terminal.progress import LiveTable, RunProgress
     from evo_grpo.record.observer import Observer, ObserverList
 
     now = [0]

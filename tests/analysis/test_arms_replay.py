@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import shown_replay
-from safetensors.torch import load_file
 from small_run import Told, small
 
 import evo_grpo
@@ -122,31 +121,6 @@ def test_all_are_judged_on_the_same_prompts_with_the_same_draws(replayed):
     scores = [result.score for result in results]
     assert scores == [*(one.tests[0] for one in found.trained), found.winner]
     assert any(one.tests[0] != one.tests[1] for one in found.trained)
-
-
-def test_the_winner_is_judged_with_its_weights_and_each_kind_with_its_counts(copy, monkeypatch):
-    seen = {}
-
-    def trained(*arguments, **given):
-        seen["tallies"] = train(*arguments, **given)
-        return seen["tallies"]
-
-    def judged(cohort, env, slots, *arguments, **given):
-        name = cohort.agents[slots[-1]].adapter
-        seen["winner"] = [p.detach().clone() for p in cohort.slots.parameters(name)]
-        return evaluate(cohort, env, slots, *arguments, **given)
-
-    monkeypatch.setattr("evo_grpo.analysis.arms.train", trained)
-    monkeypatch.setattr("evo_grpo.analysis.arms.evaluate", judged)
-    found = replay(copy, repeats=2)
-    saved = load_file(copy / found.schedule.checkpoint / "actor" / "adapter_model.safetensors")
-    assert sum(map(float, (p.abs().sum() for p in seen["winner"]))) == pytest.approx(
-        sum(float(tensor.abs().sum()) for tensor in saved.values()), rel=1e-6
-    )
-    for number, one in enumerate(found.trained):
-        tallies = seen["tallies"][2 * number : 2 * number + 2]
-        assert one.tokens == round(sum(tally.tokens for tally in tallies) / 2)
-        assert [sum(m["rows"] for m in tally.metrics) for tally in tallies] == [one.rows] * 2
 
 
 @pytest.mark.slow
@@ -311,14 +285,6 @@ def test_an_unfinished_run_is_left_as_it_is(tmp_path):
     assert digests(tmp_path / "run") == before
 
 
-def test_a_new_run_in_the_folder_has_no_replay(replayed, tmp_path):
-    shutil.copytree(replayed[1], tmp_path / "run")
-    (tmp_path / "run" / "replay" / "mine.txt").write_text("mine")
-    run(small(population__rounds=1), out=tmp_path / "run", force=True)
-    assert read_replay(tmp_path / "run") is None
-    assert [p.name for p in (tmp_path / "run" / "replay").iterdir()] == ["mine.txt"]
-
-
 def test_a_disk_that_is_full_names_the_command(copy, monkeypatch):
     def full(*arguments, **given):
         raise OSError(28, "No space left on device")
@@ -331,11 +297,6 @@ def test_a_disk_that_is_full_names_the_command(copy, monkeypatch):
 def test_repeats_are_counted(copy):
     with pytest.raises(ConfigError, match=r"repeats: expected an integer >= 1, got 0"):
         replay(copy, repeats=0)
-
-
-def test_an_observer_that_is_none_is_refused(copy):
-    with pytest.raises(ConfigError, match="observer"):
-        replay(copy, observer=object())
 
 
 @pytest.mark.slow

@@ -13,10 +13,7 @@ from evo_grpo.analysis import verify as looking
 from evo_grpo.analysis.arms import compare
 from evo_grpo.analysis.verify import verify
 from evo_grpo.errors import ConfigError, RunNotFoundError
-from evo_grpo.record.arms import read_comparison
-from evo_grpo.record.family import best_ever
 from evo_grpo.record.files import seal, unseal
-from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import INPUTS, REPLAYED
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.training.recorded_inputs import read_inputs_of
@@ -90,43 +87,38 @@ def test_a_result_of_an_earlier_version_has_no_seal(added, name):
     sound(added)
 
 
-ADDED = [
-    "compare/guess/completions/round-0000.jsonl",
-    "compare/random/checkpoints/round-0000/agent-01/optimizer.safetensors",
-    "compare/guess/population.yaml",
-    "compare/random/inputs.json",
-    "compare/random/summary.json",
-    "compare/compare.json",
-    "replay/constant-run/actor/adapter_model.safetensors",
-    "replay/schedule-run/attributes.json",
-    "replay/replay.json",
-]
-WRITTEN_LAST = ("compare/compare.json", "replay/replay.json")
-
-
 @pytest.mark.parametrize(
-    ("name", "damage"),
+    "names",
     [
-        *((name, flip) for name in ADDED),
-        *((name, delete) for name in ("compare/random/summary.json", *WRITTEN_LAST)),
+        (
+            "compare/guess/completions/round-0000.jsonl",
+            "compare/random/checkpoints/round-0000/agent-01/optimizer.safetensors",
+            "replay/constant-run/actor/adapter_model.safetensors",
+        ),
+        (
+            "compare/guess/population.yaml",
+            "compare/random/summary.json",
+            "replay/schedule-run/attributes.json",
+        ),
+        ("compare/random/inputs.json", "compare/compare.json", "replay/replay.json"),
     ],
 )
-def test_any_file_of_what_was_added_is_looked_at(added, name, damage):
-    file = added / name
-    before = file.read_bytes()
-    damage(file)
-    if not file.exists() and name in WRITTEN_LAST:
-        # What is written last is written anew by the command that was stopped.
-        found = verify(added)
-        assert found.damage == []
-        (text,) = found.notes
-        assert "is not finished; go on with: evo-grpo" in text
-    elif file.exists() and before[-1:] == b"\n" and name != "replay/schedule-run/attributes.json":
-        # A last byte that is no line end any more: what says the same is the same.
-        file.write_bytes(before[: len(before) // 2])
-        assert any(name.partition("/")[0] in text for text in verify(added).damage)
-    else:
-        assert any(name.partition("/")[0] in text for text in verify(added).damage)
+def test_any_file_of_what_was_added_is_looked_at(added, names):
+    for name in names:
+        data = (added / name).read_bytes()
+        (added / name).write_bytes(data[: len(data) // 2])
+    damage = "\n".join(verify(added).damage)
+    for name in names:
+        assert str(added / name) in damage
+
+
+def test_a_result_that_was_not_written_is_noted_with_the_command_that_writes_it(added):
+    for name in ("compare/compare.json", "replay/replay.json"):
+        delete(added / name)
+    found = verify(added)
+    assert found.damage == []
+    assert all("is not finished; go on with: evo-grpo" in text for text in found.notes)
+    assert len(found.notes) == 2
 
 
 def test_a_population_of_a_comparison_is_missing(added):
@@ -144,14 +136,6 @@ def test_a_comparison_that_was_stopped_is_noted(added):
     assert f"evo-grpo resume {added} --compare" in text
     compare(added)
     sound(added)
-
-
-def test_a_comparison_that_is_trained_again_has_no_result_meanwhile(added):
-    """Else a stop would leave the result of populations that are not trained."""
-    with pytest.raises(KeyboardInterrupt):
-        compare(added, force=True, observer=Told(("learn", 0)))
-    assert read_comparison(added) is None
-    assert verify(added).damage == []
 
 
 def test_what_was_added_to_an_earlier_end_is_looked_at(added):
@@ -221,11 +205,10 @@ def extend_inputs(folder, rounds):
         record_changes(opened, compare_inputs(opened, config, rounds=rounds))
 
 
-@pytest.mark.parametrize("first", ["inputs", "both"])
-def test_an_extension_that_was_stopped_early_goes_on(finished, first):
+def test_an_extension_that_was_stopped_early_goes_on(finished):
     extend_inputs(finished, rounds=4)
-    if first == "both":
-        edit(finished, "  rounds: 3", "  rounds: 4")
+    assert verify(finished).damage == []
+    edit(finished, "  rounds: 3", "  rounds: 4")  # written after inputs.json
     found = verify(finished)
     assert found.damage == []
     (text,) = found.notes
@@ -237,11 +220,17 @@ def test_an_extension_that_was_stopped_early_goes_on(finished, first):
 # --- completions and checkpoints -----------------------------------------------------------------
 
 
-@pytest.fixture
-def since_all(stopped):
+@pytest.fixture(scope="session")
+def since_all_once(made):
     """A run that kept its last round alone, and was resumed to keep all from then on."""
-    edit(stopped, "checkpoints: last", "checkpoints: all")
-    return resume(stopped)
+    folder = shutil.copytree(made / "stopped", made / "since-all")
+    edit(folder, "checkpoints: last", "checkpoints: all")
+    return resume(folder)
+
+
+@pytest.fixture
+def since_all(since_all_once, tmp_path):
+    return shutil.copytree(since_all_once, tmp_path / "run")
 
 
 def test_what_an_earlier_policy_dropped_need_not_be_there(since_all):
@@ -279,51 +268,11 @@ def test_a_policy_that_a_later_version_filled_in_dropped_nothing(since_all):
     assert any("round-0000" in text and "is missing" in text for text in verify(since_all).damage)
 
 
-def of_the_round_before(folder, made):
-    """As a kill between the line of a round and the copy of its best leaves checkpoints/best."""
-    first = best_ever(read_rounds(folder)[:1])
-    shutil.rmtree(folder / BEST)
-    shutil.copytree(made / "early" / first.checkpoint, folder / BEST)
-
-
-@pytest.fixture(scope="session")
-def early(made):
-    """The stopped run with the checkpoints of its first round, which it dropped."""
-    config = configuration.load(made / "stopped/population.yaml")
-    every = config.replace(record=config.record.replace(checkpoints="all"))
-    with pytest.raises(KeyboardInterrupt):
-        run(every, out=made / "early", observer=Told(("learn", 2)))
-    return made
-
-
-def absent(folder, made):
-    shutil.rmtree(folder / BEST)
-
-
-def half_way(folder, made):
-    (folder / BEST).rename(folder / "checkpoints/.best-old")
-    (folder / "checkpoints/.best-new").mkdir()
-
-
-@pytest.mark.parametrize("state", [of_the_round_before, absent, half_way])
-def test_a_best_that_a_resume_brings_up_to_the_rounds_is_no_damage(stopped, early, state):
-    state(stopped, early)
-    assert verify(stopped).damage == []
-    resume(stopped)
-    sound(stopped)
-
-
-@pytest.mark.parametrize("state", [of_the_round_before, absent, half_way])
-def test_a_best_that_nothing_brings_back_is_damage(stopped, early, state):
-    last = best_ever(read_rounds(stopped)).checkpoint
-    state(stopped, early)
-    (stopped / last / "attributes.json").write_text("{}")
-    assert any(BEST in text for text in verify(stopped).damage)
-
-
-def test_the_best_of_a_finished_run_is_there(finished, early):
-    of_the_round_before(finished, early)
-    assert any(BEST in text for text in verify(finished).damage)
+def test_the_best_of_a_finished_run_is_there(finished, stopped):
+    for folder in (finished, stopped):
+        flip(folder / BEST / "optimizer.safetensors")
+    assert f"{BEST}/optimizer.safetensors: has changed since" in the_damage(finished)
+    assert verify(stopped).damage == []  # a resume may write it again
 
 
 def test_the_round_that_was_interrupted_is_no_damage(stopped):
@@ -336,14 +285,12 @@ def test_the_round_that_was_interrupted_is_no_damage(stopped):
 # --- settings and inputs -------------------------------------------------------------------------
 
 
-def test_a_run_that_was_stopped_before_it_recorded_its_inputs_goes_on(tmp_path):
+def test_a_run_that_was_stopped_before_it_recorded_its_inputs_is_sound(tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         run(small(population__rounds=1), out=folder, observer=Told(("learn", 0)))
     (folder / "inputs.json").unlink()
     assert verify(folder).damage == []
-    resume(folder)
-    sound(folder)
 
 
 @pytest.mark.parametrize("which", ["stopped", "finished"])
@@ -477,29 +424,23 @@ def test_a_link_is_named_and_nothing_behind_it_is_looked_at(stopped, tmp_path):
     assert "a link to" in the_damage(stopped)
 
 
+@pytest.mark.parametrize("change", ["damaged", "deleted"])
+def test_what_is_made_from_the_rounds_is_not_looked_at_and_made_anew(
+    stopped, finished, made, change
+):
+    names = ("journal.log", "leaderboard.csv")
+    for file in (folder / name for folder in (stopped, finished) for name in names):
+        if change == "damaged":
+            file.write_bytes(b"{}\n")
+        else:
+            file.unlink(missing_ok=True)  # a stopped run has no journal
+    assert verify(stopped).damage == verify(finished).damage == []
+    resume(stopped)
+    for name in names:
+        lines = (stopped / name).read_bytes().count(b"\n")
+        assert lines == (made / "finished" / name).read_bytes().count(b"\n")
+
+
 def test_no_run_folder_is_refused(tmp_path):
     with pytest.raises(RunNotFoundError):
         verify(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["journal.log", "leaderboard.csv"])
-@pytest.mark.parametrize("change", ["damaged", "deleted"])
-def test_what_is_made_from_the_rounds_is_not_looked_at_and_made_anew(
-    stopped, finished, made, name, change
-):
-    for folder in (stopped, finished):
-        if change == "damaged":
-            (folder / name).write_bytes(b"{}\n")
-        else:
-            (folder / name).unlink(missing_ok=True)  # a stopped run has no journal
-        assert verify(folder).damage == []
-    resume(stopped)
-    assert (stopped / name).read_bytes().count(b"\n") == (
-        (made / "finished" / name).read_bytes().count(b"\n")
-    )
-
-
-def test_a_best_that_a_resume_leaves_as_it_is_is_damage(stopped):
-    file = stopped / BEST / "optimizer.safetensors"
-    flip(file)
-    assert the_damage(stopped) == f"{file}: has changed since round 2 recorded it"

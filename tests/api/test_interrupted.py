@@ -108,17 +108,3 @@ def test_an_interrupted_test_leaves_the_population_at_its_last_round(uninterrupt
     assert len(population.rounds) == 1
     population.train(SUMS, rounds=2, **ROUND)  # with the selection that the first call left out
     assert_equal(population, uninterrupted[3])
-
-
-def test_an_error_of_a_reward_leaves_the_population_whole_too(uninterrupted):
-    population = make()
-
-    class Failing(Told):
-        def stage(self, round, name, done, total):
-            if (name, round) == ("evaluate", 1):
-                raise ValueError("of the user's code")
-
-    with pytest.raises(ValueError, match="of the user's code"):
-        population.train(SUMS, rounds=3, observer=Failing(), **ROUND)
-    population.train(SUMS, rounds=2, **ROUND)
-    assert_equal(population, uninterrupted[3])

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from peft import LoraConfig
-from tiny_cohort import distance, fresh, make_rows, moments, same, weights
+from tiny_cohort import fresh, make_rows, moments, same, weights
 
 from evo_grpo import (
     GRPO,
@@ -85,16 +85,6 @@ def test_a_gpu_that_torch_does_not_see_is_warned_of_where_the_cpu_is_taken(monke
         make(size=1, device="auto")
 
 
-def test_it_is_a_sequence_of_agents():
-    population = make()
-    assert isinstance(population, Population)
-    assert len(population) == 3
-    assert [agent.index for agent in population] == [0, 1, 2]
-    assert population[1] is list(population)[1]
-    assert population[-1] in population
-    assert population[1:] == list(population)[1:]
-
-
 def test_training_plays_rounds_and_ranks_all_agents():
     population = make()
     records = population.train("sums", rounds=2, **ROUND)
@@ -119,18 +109,6 @@ def test_two_populations_of_one_seed_are_alike_and_of_another_are_not():
         tables.append(population.leaderboard().drop(columns="wall_seconds"))
     pd.testing.assert_frame_equal(tables[0], tables[1])
     assert not tables[0].equals(tables[2])
-
-
-@pytest.mark.slow
-def test_a_second_call_goes_on():
-    population = make()
-    first = population.train("sums", rounds=1, **ROUND)
-    second = population.train("sums", rounds=2, **ROUND)
-    assert [r.round for r in first + second] == [0, 1, 2]
-    assert [r.round for r in population.rounds] == [0, 1, 2]
-    # Nothing was selected after what was then the last round.
-    assert [m.id for m in first[0].members] == [0, 1, 2]
-    assert all(agent.steps >= 2 for agent in population)
 
 
 def test_a_task_by_name_needs_a_tokenizer():
@@ -185,21 +163,6 @@ def test_mutation_spares_the_elite_and_begins_new_members():
     members = [agent.state.member for agent in population]
     assert [m.parent for m in members] == [0, 1, None]
     assert members[0].mutation.changes["lr"] == (1e-3, population[0].hparams.lr)
-
-
-def test_select_mutate_learn_by_hand():
-    population = make()
-    teach(population)
-    selection, mutations = TournamentSelection(2, True, 3), Mutations(rand_seed=1)
-    for step in range(3):
-        give_scores(population, np.random.default_rng(step).random(3))
-        selection.select(population)
-        mutations.mutation(population)
-        before = [weights(population.cohort, a.slot) for a in population]
-        teach(population)
-        for agent, old in zip(population, before, strict=True):
-            assert distance(weights(population.cohort, agent.slot), old) > 0
-    assert len({agent.state.member.id for agent in population}) == 3
 
 
 @pytest.mark.slow
@@ -276,7 +239,7 @@ def test_a_population_is_saved_and_loaded(tmp_path):
         assert other.state.member == one.state.member
         assert other.hparams == one.hparams
     assert repr(loaded) == repr(population)
-    with pytest.raises(CheckpointError, match=r"population.json is missing"):
+    with pytest.raises(CheckpointError, match=r"population.json: expected a file of Pop"):
         Population.load(tmp_path)
 
 
@@ -331,17 +294,6 @@ def test_agents_that_leave_are_no_longer_in_the_population():
     assert sorted(population.leaderboard()["agent"]) == [0, 1, 2]
     assert population.histories() == [agent.state.history]
     assert population[0] is agent
-
-
-def test_a_plan_that_leaves_agents_out_is_carried_out():
-    population = make(3)
-    give_scores(population, [0.1, 0.9, 0.2])
-    with pytest.raises(ShapeError, match=r"^plan: position 0 copies position 1"):
-        population.apply((Offspring(0, 1),))
-    population.apply((Offspring(1, 2), Offspring(2, 2, elite=True)))
-    assert population.slots == [1, 2]
-    assert population.elite == 1
-    assert [m.state.member.agent for m in population] == [1, 2]
 
 
 def test_members_are_known_by_the_numbers_of_their_agents(tmp_path):

@@ -83,7 +83,7 @@ def learn(agents, steps=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_an_agent_of_other_modules_is_cloned_trained_archived_saved_and_loaded(seed, tmp_path):
     agents, there = merged(seed, tmp_path / "other")
     one = agents[1]
@@ -106,7 +106,7 @@ def test_an_agent_of_other_modules_is_cloned_trained_archived_saved_and_loaded(s
     learn(again)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_padded_ranks_and_added_modules_learn(seed, tmp_path):
     agents, _ = merged(seed, tmp_path)
     learn(agents, steps=3)

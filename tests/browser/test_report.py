@@ -218,7 +218,7 @@ def test_a_reader_chooses_the_theme(opened, run):
 def test_the_page_of_an_unfinished_run_loads_what_was_written_meanwhile(
     opened, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("evo_grpo.readers.report.page.build.REFRESH", 1)
+    monkeypatch.setattr("evo_grpo.readers.report.page.REFRESH", 1)
     folder = shown_run.run_folder(str(tmp_path / "run"), rounds=1, summary=False)
     page = opened(write_report(folder))
     assert page.locator("#refresh").is_checked()

@@ -15,10 +15,10 @@ from rich.console import Console
 from shown_run import SUMMARY, run_folder
 
 from evo_grpo.analysis.export.contents import BaseModel, Contents
-from evo_grpo.analysis.export.export import Use, card
+from evo_grpo.analysis.export.export import ExampleCode, card
 from evo_grpo.cli import events
 from evo_grpo.readers.dashboard import study_note
-from evo_grpo.readers.report.tables import as_html
+from evo_grpo.readers.report.run_page import as_html
 from evo_grpo.readers.terminal.result import family_tree, leaderboard_markdown, show_ending
 from evo_grpo.record.choice import ChosenAgent
 from evo_grpo.record.family import best_ever, leading_agent
@@ -96,7 +96,7 @@ def displays(view: RunView) -> dict[str, str]:
         base = BaseModel("tiny-sums", None, "tiny-sums")
         choice = ChosenAgent(_empty_folder(), view, view.winner, {})
         config = from_dict({"model": "tiny-sums", "env": "sums"})
-        use = Use.of(base, Contents({}), config)
+        use = ExampleCode.of(base, Contents({}), config)
         text["card"] = card(choice, config, use, "digest")
     return text
 

@@ -12,14 +12,12 @@ from small_run import small
 
 from evo_grpo import history, run
 from evo_grpo.readers.dashboard import trial_note
-from evo_grpo.readers.report.figures.fitness import plot_fitness
 from evo_grpo.readers.report.figures.lineage import plot_lineage
-from evo_grpo.readers.report.figures.schedules import plot_improvement
-from evo_grpo.readers.report.run_page import report_html
+from evo_grpo.readers.report.figures.rounds import plot_fitness, plot_improvement
+from evo_grpo.readers.report.run_page import headline, report_html
 from evo_grpo.readers.report.side_by_side import plot_progress, side_by_side
-from evo_grpo.readers.report.tables import headline
-from evo_grpo.readers.terminal.live import LiveTable
 from evo_grpo.readers.terminal.plain import PlainLines
+from evo_grpo.readers.terminal.progress import LiveTable
 from evo_grpo.readers.terminal.result import family_tree, show_ending
 from evo_grpo.readers.trackers.base import values_of
 from evo_grpo.record.arms import tokens_to_train

@@ -11,7 +11,7 @@ from steered_runs import OPERATIONS, Steers, steered_outcome, tensors
 from evo_grpo import resume, run
 from evo_grpo.analysis.verify import verify
 from evo_grpo.errors import ConfigError, RunDirError
-from evo_grpo.readers.report.figures.schedules import drawn_names
+from evo_grpo.readers.report.figures.rounds import drawn_names
 from evo_grpo.record.folder import is_trained, read_rounds
 from evo_grpo.record.history import history
 from evo_grpo.record.leaderboard import leaderboard

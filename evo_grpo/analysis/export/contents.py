@@ -1,4 +1,7 @@
-"""The contents of an export, and how they are written."""
+"""The contents of an export, and how they are written.
+
+The adapter, its tokenizer, and a base that has no other source; or one merged model.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ from evo_grpo.errors import (
     RunDirError,
 )
 from evo_grpo.record.files import create_folder, sync_names, sync_tree
+from evo_grpo.record.plain import check_digests, sha256_of
+from evo_grpo.record.files import create_folder, load_json, sync_names, sync_tree
 from evo_grpo.record.folder import listed_objects
 from evo_grpo.record.names import ATTRIBUTES
 from evo_grpo.record.plain import (
@@ -246,19 +251,26 @@ class Contents:
     notes: Sequence[str] = field(default_factory=tuple[str, ...])
 
 
+def checked_adapter(choice: ChosenAgent) -> Path:
+    """Return the PEFT folder of an agent of a run, after checking its recorded digests."""
+    files = {name: one for name, one in choice.files.items() if name.startswith("actor/")}
+    if not choice.checkpoint or not {f"actor/{WEIGHTS}", f"actor/{ADAPTER}"} <= files.keys():
+        raise CheckpointError(
+            f"{choice.run}: its records name no checkpoint of {choice.name}, or not all of its "
+            "files; put rounds.jsonl and summary.json back as they were"
+        )
+    folder = inside(choice.run, f"{choice.checkpoint}/actor")
+    check_digests(folder.parent, files, "the run recorded", "or repeat the run")
+    return folder
+
+
 def read_adapter_files(choice: ChosenAgent) -> dict[str, bytes]:
     """Read the two files of an agent's adapter, and check their recorded digests."""
-    read: dict[str, bytes] = {}
-    for name in (WEIGHTS, ADAPTER):
-        expected = choice.files.get(f"actor/{name}")
-        if not choice.checkpoint or expected is None:
-            raise CheckpointError(
-                f"{choice.run}: its records name no {name} of the best agent, "
-                f"{choice.checkpoint or None}; put rounds.jsonl and summary.json back as they were"
-            )
-        file = inside(choice.run, f"{choice.checkpoint}/actor/{name}")
-        read[name] = _checked(file, expected, "the run recorded", "repeat the run")
-    return read
+    folder = checked_adapter(choice)
+    return {
+        WEIGHTS: read_plain(folder / WEIGHTS, MAX_WEIGHT_BYTES),
+        ADAPTER: read_plain(folder / ADAPTER, MAX_JSON_BYTES),
+    }
 
 
 def find_base(
@@ -313,22 +325,19 @@ def adapter_contents(
 
 def merged_contents(choice: ChosenAgent, base: BaseModel, adapter: Mapping[str, bytes]) -> Contents:
     """Return the merged model of a base and an adapter, with its tokenizer."""
-    remedy = "export without --merge"
-    if base.source is None:
+    why = (
+        "it was given as an object, or is not found"
+        if base.source is None
+        else f"the adapter was trained over it in {base.quantization} (engine.quantization), whose "
+        "rounding would swallow the adapter's changes"
+        if base.quantization is not None
+        else "it comes with Python of its own (trust_remote_code), which an export does not run"
+        if base.own_code
+        else ""
+    )
+    if base.source is None or why:
         raise ModelError(
-            f"model {base.name!r}: expected a base that can be loaded by its name to merge an "
-            f"adapter into, got one that was given as an object or is not found; {remedy}"
-        )
-    if base.quantization is not None:
-        raise ModelError(
-            f"engine.quantization: the adapter was trained over a base in {base.quantization}; "
-            "merged into other weights it would be another model, and merged into those its "
-            f"changes would be lost in their rounding; {remedy}, and load the base quantised"
-        )
-    if base.own_code:
-        raise ModelError(
-            f"model {base.name!r}: it comes with Python of its own (trust_remote_code), which an "
-            f"export does not run; {remedy}, and merge it with PEFT's merge_and_unload"
+            f"model {base.name!r}: cannot be merged with the adapter: {why}; export without --merge"
         )
     from evo_grpo.model.exporting import stored_dtype, write_merged
 
@@ -407,14 +416,12 @@ def _objects(choice: ChosenAgent, attributes: Mapping[str, Any]) -> list[str]:
 
 def _json(data: bytes, name: str) -> dict[str, Any]:
     try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        found: Any = load_json(data)
+        return {**found}
+    except (ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{name}: expected JSON of the run, but it is not JSON ({error}); repeat the run"
+            f"{name}: expected a JSON mapping of the run ({error}); repeat the run"
         ) from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{name}: expected a mapping, got {found!r:.60}; repeat the run")
-    return cast("dict[str, Any]", found)
 
 
 def _rank(config: Mapping[str, Any]) -> int:

@@ -1,10 +1,4 @@
-"""Exports an agent as a PEFT folder with its model card.
-
-choice    record/choice.py: the agent, as it was after a round
-contents  contents.py: its adapter, its tokenizer, and a base that has no other source; or a model
-card      card.py, card.md.jinja: the agent, its scores and schedule, and code that runs as printed
-writing   writing.py: writes a folder completely, or nothing that loads
-pushing   here: in one commit with the files of the export, and no others
+"""Exports an agent as a PEFT folder with its model card, and pushes it in one commit.
 
 The code on the card runs without this package.
 """
@@ -26,6 +20,7 @@ from evo_grpo.analysis.export.contents import (
     OF_ANSWERS,
     WEIGHTS,
     BaseModel,
+    Contents,
     adapter_contents,
     check_target,
     find_base,
@@ -51,8 +46,6 @@ from evo_grpo.schema.search_space import plain_choice
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 
 if TYPE_CHECKING:
-    from evo_grpo.analysis.export.contents import BaseModel, Contents
-    from evo_grpo.record.choice import ChosenAgent
     from evo_grpo.schema.hparams import Value
     from evo_grpo.settings import RunConfig
     from evo_grpo.types import Mutation, Score
@@ -68,7 +61,7 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
-class Use:
+class ExampleCode:
     """The values for the example code on the card of an export.
 
     Attributes:
@@ -98,7 +91,7 @@ class Use:
         config: RunConfig,
         pushed: str | None = None,
         own: Hparams | None = None,
-    ) -> Use:
+    ) -> ExampleCode:
         """Return the values from the run's settings and the agent's own hyperparameters."""
         own = own or Hparams()
         try:
@@ -172,7 +165,7 @@ def _filled(text: str) -> str:
     return literal(text.replace("{{", "{").replace("}}", "}"))
 
 
-def _row(use: Use) -> dict[str, Any]:
+def _row(use: ExampleCode) -> dict[str, Any]:
     """Return values that fill the template and that Python can print."""
     row: dict[str, Any] = {}
     chats = use.template.conversations
@@ -187,7 +180,7 @@ def _row(use: Use) -> dict[str, Any]:
     return row
 
 
-def card(choice: ChosenAgent, config: RunConfig, use: Use, digest: str) -> str:
+def card(choice: ChosenAgent, config: RunConfig, use: ExampleCode, digest: str) -> str:
     """Return the README.md of an export; `digest` is the SHA-256 of the adapter's tensors."""
     # Imported here: it takes a second.
     from huggingface_hub import ModelCard, ModelCardData
@@ -346,7 +339,7 @@ def export_choice(
         )
     contents = (merged_contents if merge else adapter_contents)(choice, base, adapter)
     digest = choice.files[f"actor/{WEIGHTS}"]
-    use = Use.of(base, contents, config, push, choice.agent.record.hparams)
+    use = ExampleCode.of(base, contents, config, push, choice.agent.record.hparams)
     files = {CARD: card(choice, config, use, digest).encode(), **contents.files}
     with writing(target, "export"):
         check_target(target, force=force)  # the base took its time to load
@@ -382,18 +375,17 @@ def check_push(repository: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
+    wrong = "" if repository.count("/") == 1 else "it has no owner"
     try:
         validate_repo_id(repository)
-        if repository.count("/") != 1:
-            raise HFValidationError(f"expected owner/name, got {repository!r}")
     except HFValidationError as error:
+        wrong = shorten(str(error))
+    if wrong or not _token():
         raise ConfigError(
             f"push: expected a repository of the Hub as owner/name, got "
-            f"{shorten(repository)!r}: {shorten(str(error))}"
-        ) from error
-    if not _token():
-        raise ConfigError(
-            f"push: expected a token of the Hub with write access in the environment, as "
+            f"{shorten(repository)!r}: {wrong}"
+            if wrong
+            else "push: expected a token of the Hub with write access in the environment, as "
             f"{TOKEN}, got none; make one on huggingface.co/settings/tokens"
         )
 

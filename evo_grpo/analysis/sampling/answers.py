@@ -10,6 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
+from rich.console import Console
+
 from evo_grpo.analysis.sampling.policy import (
     Policy,
     adapter_of,
@@ -28,8 +30,11 @@ from evo_grpo.places import looking_in
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
+from evo_grpo.readers.terminal.console import say
 from evo_grpo.record.choice import ChosenAgent, choose_of
 from evo_grpo.record.folder import code_folder
+from evo_grpo.record.folder import code_folder
+from evo_grpo.record.wording import number
 from evo_grpo.schema.validation import shown, whole
 from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
@@ -248,3 +253,21 @@ def _row(text: str, columns: Sequence[str]) -> dict[str, Any]:
             "the prompt as it is with --raw"
         )
     return cast("dict[str, Any]", row)
+
+
+def show_sampled(console: Console, sampled: Sequence[Sampled]) -> None:
+    """Print a prompt and the answers to it, each with its own line breaks."""
+    for line in sampled[0].prompt.split("\n"):
+        say(console, f"> {line}", "bold", wrap=True)
+    for one in sampled:
+        say(console, f"{one.who}:", "dim")
+        for text, reward, ended in zip(one.texts, one.rewards, one.ended, strict=True):
+            said = "" if reward is None else f"  [reward {number(reward, 2)}]"
+            show_answer(console, text, ("" if ended else " ...") + said)
+    console.print()
+
+
+def show_answer(console: Console, text: str, after: str) -> None:
+    """Print an answer as an item of a list, with its own line breaks."""
+    for place, line in enumerate((text + after).split("\n")):
+        say(console, f"{'    ' if place else '  - '}{line}", wrap=True)

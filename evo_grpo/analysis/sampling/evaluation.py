@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.console import Console
+
 from evo_grpo.analysis.export.contents import exported_values
 from evo_grpo.analysis.sampling.policy import (
     adapter_of,
@@ -28,9 +30,13 @@ from evo_grpo.places import looking_in
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.evaluate import Evaluation, evaluate
 from evo_grpo.population.evaluate import pass_at as pass_at_k
+from evo_grpo.readers.terminal.console import safe, say
 from evo_grpo.record.choice import choose_of
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import beside, code_folder, is_run
+from evo_grpo.record.folder import is_run
+from evo_grpo.record.wording import claim_text, count
+from evo_grpo.record.wording import number as shown_number
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.validation import number, whole
 from evo_grpo.settings import FitnessConfig, RunConfig
@@ -288,3 +294,38 @@ def _found(
             stacklevel=3,
         )
     return str(adapter), adapter, given, exported_values(adapter)
+
+
+def show_judged(console: Console, judged: Judged) -> None:
+    """Print the mean reward of an adapter, that of its base, and the difference."""
+    each = count(judged.samples, "sample")
+    where = f"{count(judged.own.n, judged.split + ' prompt')} of {judged.task}"
+    how = f"{each} each at temperature {judged.temperature:g}"
+    if not judged.temperature:
+        how = "decoded greedily"
+    say(console, f"{judged.adapter}: {_mean(judged.own)} on {where}, {how}", wrap=True)
+    if judged.base is not None:
+        say(console, f"base: {_mean(judged.base)}")
+    _show_gain(console, judged)
+    if judged.sign is not None:
+        say(console, claim_text("adapter", judged.sign))
+    for one in judged.passes:
+        base = "" if one.base is None else f", base {_mean(one.base)}"
+        say(console, f"pass@{one.k}: {_mean(one.own)}{base}")
+        _show_gain(console, one)
+    if judged.passes:
+        say(console, f"correct: a reward of at least {judged.correct:g}", "dim")
+
+
+def _show_gain(console: Console, found: Judged) -> None:
+    if found.gain is None or found.interval is None:
+        return
+    low, high = found.interval
+    error = shown_number(found.gain_se, 4)
+    between = "" if low != low else f", 95% interval {low:+.4f} to {high:+.4f}"
+    say(console, safe(f"gain: {found.gain:+.4f} ± {error}{between}", "bold"))
+
+
+def _mean(result: Score) -> str:
+    error = shown_number(result.se, 4)
+    return shown_number(result.mean, 4) + ("" if error == "-" else f" ± {error}")

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from evo_grpo.analysis.sampling.answers import show_answer
 from evo_grpo.analysis.sampling.policy import check_answers, played_out, start_of
 from evo_grpo.envs.protocol import Environment, Experience, starts_under
 from evo_grpo.envs.resolve import environment_of, named_task
@@ -24,10 +27,12 @@ from evo_grpo.places import looking_in
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
+from evo_grpo.readers.terminal.console import say
 from evo_grpo.readers.terminal.plain import clock
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import beside, code_folder
 from evo_grpo.record.wording import count
+from evo_grpo.record.wording import count, number
 from evo_grpo.schema.validation import whole
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
@@ -372,3 +377,19 @@ def _tried(
         prompts.append(TriedPrompt(str(text), len(ids), tuple(group), bool(signal)))
     weights = dict(zip(values[0], env.weights.tolist(), strict=True))
     return Tried(env.name, tuple(prompts), weights, sampling, scoring)
+
+
+def show_tried(console: Console, tried: Tried) -> None:
+    """Print prompts, answers and rewards before training, and the conclusions from them."""
+    for prompt in tried.prompts:
+        say(console, f"prompt of {count(prompt.tokens, 'token')}, as the model gets it:", "dim")
+        for line in prompt.prompt.split("\n"):
+            say(console, f"> {line}", "bold", wrap=True)
+        for answer in prompt.answers:
+            values = ", ".join(f"{name} {number(x, 2)}" for name, x in answer.rewards.items())
+            total = "" if len(answer.rewards) < 2 else f", sum {number(answer.reward, 2)}"
+            cut = "" if answer.ended else " ... (cut off)"
+            show_answer(console, answer.text or answer.error, f"{cut}  [{values}{total}]")
+        console.print()
+    for line in tried.sentences():
+        say(console, line, wrap=True)

@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evo_grpo.analysis.export.contents import checked_adapter
 from evo_grpo.envs.protocol import Environment, Play
 from evo_grpo.envs.task import Split, Task
-from evo_grpo.errors import CheckpointError, ConfigError, RunDirError, RunFailedError
+from evo_grpo.errors import ConfigError, RunDirError, RunFailedError
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.record.choice import ChosenAgent
 from evo_grpo.record.folder import read_config, recorded_objects
 from evo_grpo.record.plain import check_digests, inside
+from evo_grpo.record.folder import read_config
+from evo_grpo.record.folder import recorded_objects
+from evo_grpo.record.plain import inside
 from evo_grpo.schema.hparams import LORA, Hparams
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.model import LoraSettings
@@ -143,17 +147,9 @@ def config_of(
 
 
 def adapter_of(choice: ChosenAgent) -> Path:
-    """Return the PEFT folder of an agent of a run, after checking its recorded digests."""
-    folder = inside(choice.run, choice.checkpoint or ".")
-    files = {n: d for n, d in choice.files.items() if n.startswith("actor/")}
-    if not choice.checkpoint or not files:
-        raise CheckpointError(
-            f"{choice.run}: expected a recorded checkpoint of {choice.name}, got none; restore "
-            "rounds.jsonl and summary.json"
-        )
-    refuse_foreign_files(folder)
-    check_digests(folder, files, "the run recorded")
-    return folder / "actor"
+    """Return the PEFT folder of an agent of a run, after checking its files."""
+    refuse_foreign_files(inside(choice.run, choice.checkpoint or "."))
+    return checked_adapter(choice)
 
 
 def played_out(play: Play, sampler: PopulationSampler) -> Play:

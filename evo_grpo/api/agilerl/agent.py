@@ -95,11 +95,7 @@ class AgileRLAgent(Agent, ABC):
         return super().clone(index)
 
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
-        """Return the policy, a PeftModel with this agent's adapter active, and its optimizer.
-
-        Args:
-            networks_only: Omit the optimizer.
-        """
+        """Return the policy, a PeftModel with this agent's adapter active, and its optimizer."""
         networks: dict[str, Any] = {POLICY: self.get_policy()}
         return networks if networks_only else {**networks, OPTIMIZER: self.state.optimizer}
 
@@ -112,10 +108,8 @@ class AgileRLAgent(Agent, ABC):
     def inspect_attributes(agent: Agent, input_args_only: bool = False) -> dict[str, Any]:
         """Return the agent's attributes under AgileRL's names, without networks and optimizers.
 
-        Args:
-            agent: The agent.
-            input_args_only: Return only the constructor's arguments, with the current
-                hyperparameters; arguments without effect have their defaults.
+        With `input_args_only`, these are the constructor's arguments, with the current
+        hyperparameters; arguments without effect have their defaults.
         """
         cohort, state, settings = agent.cohort, agent.state, agent.settings
         known = agent.hparams.to_dict()
@@ -210,9 +204,6 @@ class AgileRLAgent(Agent, ABC):
 
         Args:
             adapter_name: "actor", or "reference" if the reference is an adapter.
-
-        Raises:
-            ConfigError: The agent has no such adapter.
         """
         state = self.state
         adapters = {POLICY: state.adapter, "reference": self.cohort.references.of(state)}
@@ -237,13 +228,8 @@ class AgileRLAgent(Agent, ABC):
         """Make the present policy the reference if the tracker is greater than at the last call.
 
         An agent whose reference was the base or the common start adapter gets a frozen reference
-        adapter of its own, since an adapter is never merged into the shared base.
-
-        Args:
-            reference_update_tracker: A counter, for example of passes over the data.
-
-        Raises:
-            ConfigError: The counter is not an integer.
+        adapter of its own, since an adapter is never merged into the shared base. The tracker is an
+        integer, for example the number of passes over the data.
         """
         whole().check("reference_update_tracker", reference_update_tracker)
         if reference_update_tracker > self.reference_update_tracker:
@@ -266,24 +252,17 @@ class AgileRLAgent(Agent, ABC):
         accelerator: object = None,
         scheduler_config: CosineLRScheduleConfig | None = None,
     ) -> tuple[object, LambdaLR | None]:
-        """Set an optimizer's learning rate.
+        """Set an optimizer's learning rate; return the accelerator and a scheduler or None.
 
         For the optimizer of an agent, this also changes the agent's hyperparameter lr: `learn` uses
         it from the next step on, with the factor of the agent's schedule.
 
         Args:
             optimizer: Any optimizer, or that of an agent (`evolvable_attributes()["optimizer"]`).
-            lr: The new rate.
+            lr: The new rate, > 0.
             accelerator: Returned unchanged.
-            scheduler_config: Configuration of a scheduler for your own training loop. With the
-                optimizer of an agent this warns, because `learn` follows the
-                `cosine_lr_schedule_config` of the agent's constructor.
-
-        Returns:
-            (accelerator, scheduler): the scheduler is None without a config.
-
-        Raises:
-            ConfigError: The rate is no finite number > 0.
+            scheduler_config: Configuration of a scheduler for your own training loop; `learn`
+                follows the `cosine_lr_schedule_config` of the agent's constructor alone.
         """
         rate = Hparams(lr=lr).lr
         for group in optimizer.param_groups:
@@ -302,8 +281,6 @@ class AgileRLAgent(Agent, ABC):
 
     def register_mutation_hook(self, hook: Callable[[], object]) -> None:
         """Register a function to be called after a mutation of this agent's hyperparameters."""
-        if not callable(hook):
-            raise ConfigError(f"register_mutation_hook: expected a callable, got {hook!r}")
         self.state.hooks.append(hook)
 
     def register_network_group(self, group: object) -> None:
@@ -364,11 +341,9 @@ def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 -- any nest
 
 
 def _space_dim(space: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- any gymnasium space, or TextSpace
-    """Return the size of a gymnasium-like space.
+    """Return the size of a gymnasium-like space: its shape, or (n,) of a Discrete.
 
-    It is the shape of a Box, (n,) of a Discrete, the sizes of a MultiDiscrete in one row, (n,) or
-    the shape of a MultiBinary, one entry per part of a Dict, a Tuple or a list of spaces, and the
-    vocabulary of a text space.
+    A Dict, a Tuple or a list has one entry per part, and a text space its vocabulary.
     """
     parts = getattr(space, "spaces", space)
     if isinstance(parts, dict | list | tuple):
@@ -376,6 +351,4 @@ def _space_dim(space: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- any gymnasium 
     for name in ("vocab_size", "nvec", "n"):
         if hasattr(space, name):
             return tuple(int(n) for n in np.ravel(getattr(space, name)))
-    if getattr(space, "shape", None) is not None:
-        return tuple(space.shape)
-    raise ConfigError(f"space: expected a gymnasium space or a text space, got {space!r}")
+    return tuple(space.shape)

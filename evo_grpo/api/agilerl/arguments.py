@@ -33,28 +33,15 @@ class VLLMConfig:
 
     In AgileRL every agent has an engine; here one engine serves all agents. So AgileRL's defaults
     of `max_num_seqs`, `max_loras` and `max_lora_rank` mean as many as the agents need. Other
-    numbers act unchanged.
+    numbers act unchanged. docs/engines.md describes the settings; those of another name are:
 
     Attributes:
-        tensor_parallel_size: Devices that the engine is spread over.
-        gpu_memory_utilization: Share of a device's memory that the engine may take.
         max_num_seqs: Sequences decoded at once.
-        max_num_batched_tokens: Tokens computed in one pass; None leaves it to vLLM.
-        enforce_eager: No CUDA graphs; None does so on a CPU alone.
         sleep_mode: Free the engine's memory while the agents learn; also for a population.
         sleep_mode_level: 1 keeps the base in the memory of the CPU, 2 loads it again.
-        dtype: Weights of the base in vLLM; None takes those of the trainer.
-        quantization: vLLM's name of a quantisation.
         vllm_model_name_or_path: The base as vLLM is to load it; None takes the trainer's.
-        kv_cache_dtype: vLLM's name of the keys' and values' dtype.
-        max_lora_rank: Largest rank of an adapter.
-        max_loras: Adapters in one batch.
         stop_sequences: Strings that end a completion.
-        presence_penalty: Subtracted from the logit of a token that was sampled already.
-        frequency_penalty: The same, once for each time that it was sampled.
-        kv_cache_memory_bytes: Bytes for keys and values.
         lora_staging_dir: Folder in which adapters are handed to vLLM.
-        python: The Python that runs vLLM; None takes this one. Not AgileRL's.
     """
 
     tensor_parallel_size: int = 1
@@ -94,12 +81,7 @@ class VLLMConfig:
 
     @classmethod
     def of(cls, engine: EngineConfig, stop: Sequence[str | int] = ()) -> Self | None:
-        """Return the settings of vLLM under AgileRL's names; None if vLLM is not selected.
-
-        Args:
-            engine: The settings of the engine.
-            stop: `algorithm.stop`.
-        """
+        """Return the settings of vLLM under AgileRL's names; None if vLLM is not selected."""
         vllm = engine.rollout_settings
         if not isinstance(vllm, VLLMSettings):
             return None
@@ -133,9 +115,6 @@ class CosineLRScheduleConfig:
     Attributes:
         num_epochs: GRPO steps until the end, >= 1.
         warmup_proportion: Share of them that warms up, in [0, 1).
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     num_epochs: int

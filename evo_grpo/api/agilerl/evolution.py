@@ -34,9 +34,6 @@ class TournamentSelection:
         population_size: Agents in the population; not used, the population has its size.
         eval_loop: Number of a member's latest scores that are averaged; 100 are kept.
         rand_seed: Seed of the draws of `select`; None is 0. `plan` gets a generator instead.
-
-    Raises:
-        ConfigError: For a value out of range.
     """
 
     tournament_size: int
@@ -55,18 +52,11 @@ class TournamentSelection:
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: np.random.Generator
     ) -> tuple[Offspring, ...]:
-        """Plan the next round from each member's latest `eval_loop` scores; see `Selector`.
-
-        Raises:
-            RunFailedError: When every agent has failed.
-        """
+        """Plan the next round from each member's latest `eval_loop` scores; see `Selector`."""
         return self.strategy.plan(self._window(histories), places, rng)
 
     def select(self, population: Population[Any]) -> tuple[Any, Population[Any]]:
-        """Plan a selection, apply it, and return the best agent and the population.
-
-        Args:
-            population: The agents; changed in place.
+        """Select agents of a population in place.
 
         Returns:
             The best surviving agent (the elite, when elitism is on), and the same population.
@@ -100,10 +90,6 @@ class Mutations:
         new_layer_prob: See `architecture`.
         parameters: See `architecture`.
         activation: See `architecture`.
-
-    Raises:
-        ConfigError: For a weight that is negative or not finite, two weights of 0, or a probability
-            of another kind of mutation above 0.
     """
 
     no_mutation: float = 0.2
@@ -141,14 +127,7 @@ class Mutations:
         return self.strategy.explore(candidate, hp_config, rng)
 
     def mutation(self, population: Population[Any]) -> Population[Any]:
-        """Mutate every agent of a population, except the elite unless `mutate_elite`.
-
-        Args:
-            population: The agents; changed in place.
-
-        Returns:
-            The same population.
-        """
+        """Mutate agents in place, except the elite unless `mutate_elite`; return the population."""
         space = population.hp_config.mutating()
         warn_if_nothing_mutates(self.rl_hp, space)
         call, self._calls = self._calls, self._calls + 1

@@ -1,6 +1,6 @@
-"""finetune_llm_reasoning and finetune_llm_multiturn: train agents in one call.
+"""AgileRL's ReasoningGym, and the functions that train agents in one call.
 
-Both play the same rounds as `run(config)`, until a budget is spent.
+The functions play the same rounds as `run(config)`, until a budget is spent.
 """
 
 # No annotations from __future__ here: see `evo_grpo.schema.group`.
@@ -9,16 +9,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, final
 
 from evo_grpo.api import unapplied
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.api.population import Population
 from evo_grpo.api.train_call import shown_progress, warn_of_inert_mutations
+from evo_grpo.envs import single_turn
+from evo_grpo.envs.data.dataset import Rewards
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
+from evo_grpo.envs.prompts import Messages
 from evo_grpo.envs.protocol import Environment
-from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.halving import NoSelection
@@ -41,10 +43,67 @@ from evo_grpo.settings import (
 )
 from evo_grpo.types import Score, Slot
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
+
 PopT = TypeVar("PopT")
 
 DEFAULT_MAX_STEPS = 32768
 """Completions of a multi-turn call without max_steps."""
+
+
+@dataclass(frozen=True)
+class TextSpace:
+    """Input or output of a language model, for scripts that pass spaces on."""
+
+    vocab_size: int
+    max_tokens: int | None
+
+
+@final
+class ReasoningGym(single_turn.ReasoningGym):
+    """`evo_grpo.ReasoningGym` with AgileRL's argument names; the other arguments are the same.
+
+    `data_batch_size_per_gpu`, >= 1, is the number of prompts per step and process; times the
+    processes of `accelerator` it is the `batch_size` of `evo_grpo.ReasoningGym`. Every process gets
+    all prompts of a step, and the agents divide them.
+    """
+
+    def __init__(
+        self,
+        train_dataset: object,
+        test_dataset: object,
+        tokenizer: "PreTrainedTokenizerBase",
+        reward_fn: Rewards,
+        conversation_template: str | Messages,
+        data_batch_size_per_gpu: int = 8,
+        *,
+        accelerator: object = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(
+            train_dataset,
+            test_dataset,
+            tokenizer,
+            reward_fn,
+            conversation_template,
+            batch_size=data_batch_size_per_gpu * getattr(accelerator, "num_processes", 1),
+            **others,
+        )
+
+    @property
+    def observation_space(self) -> TextSpace:
+        """Prompts."""
+        return TextSpace(len(self.tokenizer), self.max_context_length)
+
+    @property
+    def action_space(self) -> TextSpace:
+        """Completions."""
+        return TextSpace(len(self.tokenizer), self.max_output_tokens)
+
+
+#: The name of earlier AgileRL versions.
+HuggingFaceGym = ReasoningGym
 
 
 class FinetuneSettings(Group):
@@ -149,11 +208,9 @@ class Budget:
 
 @dataclass
 class Checkpoints(RunWriter):
-    """Writes all agents every `every` steps.
+    """Writes all agents into `folder`, if there is one, every `every` GRPO steps.
 
     Attributes:
-        folder: Folder of the checkpoints, None for no checkpoints.
-        every: GRPO steps between two checkpoints.
         budget: Counts the steps taken.
         saved: Steps at the last checkpoint.
     """
@@ -194,10 +251,9 @@ def as_population(pop: object) -> Population[Any]:
         )
     bases = len({id(agent.cohort) for agent in agents})
     if bases > 1 or len({agent.slot for agent in agents}) < len(agents):
-        got = f"agents over {bases} bases" if bases > 1 else "the same agent twice"
         raise ConfigError(
-            f"pop: expected different agents over one base, got {got}; make them with "
-            "GRPO.population(size=...) or agent.clone()"
+            f"pop: expected different agents over one base, got {len(agents)} over {bases} bases, "
+            "or one of them twice; make them with GRPO.population(size=...) or agent.clone()"
         )
     return Population(agents[0].cohort, agents)
 
@@ -292,9 +348,9 @@ def _round_settings(
 
 def finetune_llm_reasoning(
     pop: PopT,
-    env: ReasoningGym | None = None,
+    env: single_turn.ReasoningGym | None = None,
     *,
-    env_fn: Callable[[], ReasoningGym] | None = None,
+    env_fn: Callable[[], single_turn.ReasoningGym] | None = None,
     **settings: Any,
 ) -> PopT:
     """Finetune agents on prompts with a reward: one turn each.
@@ -309,19 +365,13 @@ def finetune_llm_reasoning(
 
     Returns:
         `pop` itself, trained.
-
-    Raises:
-        ConfigError: For a wrong argument.
-        RunFailedError: When no agent is left that can be ranked.
     """
     chosen = FinetuneSettings.of(settings)
-    if (env is None) == (env_fn is None):
-        raise ConfigError("env: expected exactly one of env= and env_fn=")
     prompts = env_fn() if env_fn is not None else env
-    if not isinstance(prompts, ReasoningGym):
+    if (env is None) == (env_fn is None) or not isinstance(prompts, single_turn.ReasoningGym):
         raise ConfigError(
-            f"env: expected a ReasoningGym, got {type(prompts).__name__}; episodes of several "
-            "turns are for finetune_llm_multiturn"
+            f"env: expected a ReasoningGym as exactly one of env= and env_fn=, got "
+            f"{type(prompts).__name__}; episodes of several turns are for finetune_llm_multiturn"
         )
     steps = None
     if chosen.num_epochs is not None or chosen.max_steps is None:
@@ -349,10 +399,6 @@ def finetune_llm_multiturn(
 
     Returns:
         `pop` itself, trained.
-
-    Raises:
-        ConfigError: For a wrong argument.
-        RunFailedError: When every episode of a step was dropped, or no agent can be ranked.
     """
     chosen = FinetuneSettings.of({"evaluation_interval": 50, "eval_prompts": 32, **settings})
     if chosen.num_epochs is not None:
@@ -375,12 +421,7 @@ def finetune_llm_multiturn(
 
 
 def save_llm_checkpoint(agent: Any, path: str | Path) -> None:  # noqa: ANN401 -- GRPO, GSPO or CISPO
-    """Write an agent to a folder; `PeftModel.from_pretrained(base, path / "actor")` loads it.
-
-    Args:
-        agent: The agent.
-        path: The folder.
-    """
+    """Write an agent to a folder; `PeftModel.from_pretrained(base, path / "actor")` loads it."""
     agent.save_checkpoint(path)
 
 

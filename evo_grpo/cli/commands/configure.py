@@ -147,8 +147,7 @@ def try_(  # noqa: PLR0913 -- each is an option of the command
     loaded = config.load(file, settings or ())
     with looking_in(beside(file)), warnings_to(warn):
         say(f"loading {loaded.model.name} ...", err=True)
-        from evo_grpo.analysis.sampling.first_step import try_config
-        from evo_grpo.analysis.sampling.show import show_tried
+        from evo_grpo.analysis.sampling.first_step import show_tried, try_config
         from evo_grpo.record.files import to_line
 
         tried = try_config(

@@ -26,7 +26,7 @@ from evo_grpo.readers.report.figures.axes import (
     look_of,
     new_figure,
 )
-from evo_grpo.readers.report.page.build import Page, Table, sortable, text
+from evo_grpo.readers.report.page import Page, Table, sortable, text
 from evo_grpo.readers.terminal.result import difference_rows
 from evo_grpo.record.arms import (
     Arms,

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from rich.console import Console
 
@@ -25,11 +25,6 @@ from evo_grpo.record.wording import (
 from evo_grpo.schema.hparams import Value
 from evo_grpo.schema.problems import short_name
 from evo_grpo.types import Slot
-
-if TYPE_CHECKING:
-    from evo_grpo.record.records import RoundRecord
-    from evo_grpo.types import Slot
-
 
 RECENT = 3
 """The number of latest rounds whose mean time estimates the next: rounds may grow or shrink."""

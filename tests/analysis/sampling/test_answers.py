@@ -1,5 +1,6 @@
 """What an agent answers: through the template of its task, with its stops, beside its base."""
 
+import io
 import json
 import math
 import shutil
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 from small_run import Told, small
 
 from evo_grpo import run
-from evo_grpo.analysis.sampling.answers import sample
+from evo_grpo.analysis.sampling.answers import Sampled, sample, show_sampled
 from evo_grpo.envs.registry import build_task
 from evo_grpo.errors import (
     CheckpointError,
@@ -242,3 +244,22 @@ def test_an_agent_that_is_not_finite_answers_nothing(finished, asked, monkeypatc
     monkeypatch.setattr(PopulationSampler, "sample", broken)
     with pytest.raises(RunFailedError, match=r"agent \d.*: expected finite log-probabilities, got"):
         sample(finished, **asked, n=2)
+
+
+def test_a_prompt_with_its_answers():
+    prompt, texts = "first\nsecond", ("a\nb", "\x1b[31m[red]")
+    own = Sampled(prompt, "agent 1, member 4", texts, (1.0, None), (True, False))
+    base = Sampled(prompt, "base", ("c",), (0.5,), (True,))
+    console = Console(file=io.StringIO(), width=80)
+    show_sampled(console, [own, base])
+    assert console.file.getvalue().splitlines() == [
+        "> first",
+        "> second",
+        "agent 1, member 4:",
+        "  - a",
+        "    b  [reward 1.00]",
+        r"  - \x1b[31m[red] ...",
+        "base:",
+        "  - c  [reward 0.50]",
+        "",
+    ]

@@ -1,5 +1,6 @@
 """An adapter judged as a run judges its winner, to the digit."""
 
+import io
 import json
 import math
 import shutil
@@ -9,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from small_run import small
 from transformers import AutoModelForCausalLM
@@ -16,12 +18,13 @@ from typer.testing import CliRunner
 
 from evo_grpo import run
 from evo_grpo.analysis.export.export import export
-from evo_grpo.analysis.sampling.evaluation import evaluate_adapter
+from evo_grpo.analysis.sampling.evaluation import Judged, evaluate_adapter, show_judged
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import CheckpointError, ConfigError, RunFailedError
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import load
 from evo_grpo.sources import resolve
+from evo_grpo.types import Score
 
 
 @pytest.fixture(scope="module")
@@ -213,3 +216,36 @@ def test_rewards_that_all_abstain_are_an_error(finished, tmp_path, monkeypatch):
         pytest.raises(RunFailedError, match="every reward function abstained on every"),
     ):
         evaluate_adapter(finished, config, prompts=2)
+
+
+def shown(result):
+    console = Console(file=io.StringIO(), width=80)
+    show_judged(console, result)
+    return console.file.getvalue()
+
+
+def test_a_result_with_its_base():
+    judged = Judged(
+        "best", "sums", "test", 2, 1.0, Score(0.75, 0.05, 64), Score(0.5, 0.06, 64), 0.25, 0.04,
+        (0.17, 0.33), sign=1,
+    )  # fmt: skip
+    assert shown(judged).splitlines() == [
+        "best: 0.7500 ± 0.0500 on 64 test prompts of sums, 2 samples each at temperature 1",
+        "base: 0.5000 ± 0.0600",
+        "gain: +0.2500 ± 0.0400, 95% interval +0.1700 to +0.3300",
+        "adapter ahead on these prompts",
+    ]
+    chance = replace(judged, sign=0)
+    assert shown(chance).splitlines()[-1] == "no difference shown"
+
+
+def test_a_result_alone_and_of_a_single_prompt():
+    alone = Judged("best", "sums", "test", 1, 0.5, Score(1.0, math.nan, 1))
+    assert shown(alone).splitlines() == [
+        "best: 1.0000 on 1 test prompt of sums, 1 sample each at temperature 0.5"
+    ]
+    single = Judged(
+        "best", "sums", "test", 1, 1.0, Score(1.0, math.nan, 1), Score(0.0, math.nan, 1), 1.0,
+        math.nan, (math.nan, math.nan),
+    )  # fmt: skip
+    assert shown(single).splitlines()[-1] == "gain: +1.0000 ± -"

@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig
 from tiny_cohort import build_model
 
+from evo_grpo import agilerl
 from evo_grpo.agilerl import (
     CISPO,
     GRPO,
@@ -19,6 +20,8 @@ from evo_grpo.agilerl import (
 )
 from evo_grpo.api.agilerl.arguments import ARGUMENTS, KEYWORDS, Arguments, without_spaces
 from evo_grpo.errors import ConfigError, EngineUnavailable, ModelError
+from evo_grpo.learn.objective.lr_schedule import lr_factor
+from evo_grpo.settings import LRSchedule
 from evo_grpo.settings.keywords import AGENT_KEYWORDS
 
 LORA = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -51,11 +54,22 @@ class Box:
         ),
         ({"pad_token_id": "<pad>"}, "pad_token_id: expected an integer >= 0, or None, got '<pad>'"),
         ({"bogus": 1}, "the constructor: unknown argument 'bogus'. Expected one of pad_token_id, "),
+        ({"group_sise": 4}, ".*unknown argument 'group_sise'. Did you mean 'group_size'"),
+        ({"accelerator": object()}, "accelerator: expected an accelerate.Accelerator"),
+        ({"actor_network": None}, ".*exactly one of model_name= and actor_network="),
+        ({"model_name": "tiny-sums"}, ".*exactly one of model_name= and actor_network="),
+        ({"model_config": {"a": 1}}, "model_config: expected only with the name of a model"),
+        ({"loss_type": "grop"}, "loss_type: .*'grpo'.* did you mean 'grpo'"),
     ],
 )
 def test_what_an_argument_cannot_be_is_named(given, message):
     with pytest.raises(ConfigError, match=f"(?s)^{message}"):
         make(**{"actor_network": build_model(), **given})
+
+
+def test_vllm_that_is_not_installed_is_named():
+    with pytest.raises(EngineUnavailable, match="needs the package vllm, and this Python"):
+        make(actor_network=build_model(), use_vllm=True)
 
 
 def test_a_cuda_device_that_is_not_there_is_named(monkeypatch):
@@ -88,13 +102,6 @@ def test_a_cuda_device_that_is_not_there_is_named(monkeypatch):
 def test_what_cannot_act_warns(given, message):
     with pytest.warns(UserWarning, match=message):
         make(actor_network=build_model(), **given)
-
-
-def test_kl_shaping_is_no_dead_setting_where_beta_may_mutate():
-    ranges = HyperparameterConfig(beta=RLParameter(min=0.0, max=0.1))
-    given = {"actor_network": build_model(), "use_kl_advantage_shaping": True, "beta": 0.0}
-    agent = make(**given, hp_config=ranges)  # a warning is an error
-    assert agent.settings.algorithm.kl_shaping is True
 
 
 def test_numbers_of_numpy_and_devices_of_torch_are_as_good(tmp_path):
@@ -147,11 +154,6 @@ def test_positions_are_those_of_the_documented_signatures():
     assert without_spaces((), {"observation_space": 1, "action_space": 2}) == ((), {})
 
 
-def test_an_argument_that_is_given_twice_is_refused():
-    with pytest.raises(TypeError, match="multiple values for argument 'model_name'"):
-        make(0, "<pad>", "tiny-sums", model_name="x")
-
-
 def test_a_network_in_the_first_position_is_not_taken_for_a_space():
     with pytest.raises(ConfigError, match="pad_token_id: expected an integer >= 0, or None, got L"):
         make(build_model(), model_name="tiny-sums")
@@ -170,11 +172,6 @@ def test_a_population_takes_its_wrapper_in_either_way():
     given = {"actor_network": build_model(), "lora_config": LORA}
     (alone,) = GRPO.population(1, wrapper_cls=Wrapper, **given)
     assert alone.mark is None
-
-
-def test_a_population_has_a_whole_number_of_agents():
-    with pytest.raises(ConfigError, match=r"population: size: expected an integer >= 1, got 2.5"):
-        GRPO.population(2.5)
 
 
 @pytest.mark.parametrize("cls", [GRPO, GSPO, CISPO])
@@ -264,38 +261,6 @@ def test_all_arguments_come_back_from_the_agent():
     assert seen["lora_config"].r == 2
 
 
-def test_one_row_at_a_time_has_an_older_spelling():
-    agent = make(actor_network=build_model(), reduce_memory_peak=True)
-    assert agent.settings.engine.max_rows_per_microbatch == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"use_vllm": True}, EngineUnavailable, "needs the package vllm, and this Python"),
-        ({"accelerator": object()}, ConfigError, "accelerator: expected an accelerate.Accelerator"),
-        ({"critic_lr": 1}, ConfigError, "unknown argument 'critic_lr'"),
-        (
-            {"group_sise": 4},
-            ConfigError,
-            "unknown argument 'group_sise'. Did you mean 'group_size'",
-        ),
-        ({"actor_network": None}, ConfigError, "exactly one of model_name= and actor_network="),
-        ({"model_name": "tiny-sums"}, ConfigError, "exactly one of model_name= and actor_network="),
-        (
-            {"model_config": {"a": 1}},
-            ConfigError,
-            "^model_config: expected only with the name of a model",
-        ),
-        ({"adv_norm": "std"}, ConfigError, "adv_norm: expected 'mean_std'"),
-        ({"loss_type": "grop"}, ConfigError, "loss_type: .*'grpo'.* did you mean 'grpo'"),
-    ],
-)
-def test_what_is_not_available_or_contradicts_is_refused(given, error, message):
-    with pytest.raises(error, match=f"(?s){message}"):
-        make(**{"actor_network": build_model(), **given})
-
-
 def test_a_model_config_that_no_settings_can_hold_is_refused():
     with pytest.raises(ConfigError, match=r"^model_config: expected strings, numbers, .*object"):
         make(model_name="tiny-sums", model_config={"quantization_config": object()})
@@ -340,3 +305,40 @@ def test_lengths_that_only_warned_do_not_stop_a_load(tmp_path):
     with pytest.warns(UserWarning, match="max_output_tokens: completions are cut"):
         make(model_name="tiny-sums", max_output_tokens=2000).save_checkpoint(tmp_path)
     assert GRPO.load(tmp_path).settings.algorithm.max_output_tokens == 1023
+
+
+NAMES = (
+    *("GRPO", "GSPO", "CISPO", "ReasoningGym", "HuggingFaceGym", "MultiTurnGym"),
+    *("TokenObservationWrapper", "HyperparameterConfig", "RLParameter", "TournamentSelection"),
+    *("Mutations", "CosineLRScheduleConfig", "VLLMConfig", "finetune_llm_reasoning"),
+    *("finetune_llm_multiturn", "save_llm_checkpoint"),
+)
+
+
+def test_every_name_of_the_pages_is_there():
+    assert set(agilerl.__all__) == set(NAMES)
+    assert all(getattr(agilerl, name) is not None for name in NAMES)
+
+
+def test_a_schedule_is_that_of_the_settings():
+    config = CosineLRScheduleConfig(num_epochs=np.int64(8), warmup_proportion=0.25)
+    assert config.schedule() == LRSchedule(steps=8, warmup_proportion=0.25)
+    factors = [config.factor(step) for step in range(9)]
+    assert factors == [lr_factor(config.schedule(), step) for step in range(9)]
+    assert factors[:2] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_epochs": 0}, r"^num_epochs: expected an integer >= 1, got 0"),
+        ({"num_epochs": 2.5}, r"^num_epochs: expected an integer >= 1, got 2.5"),
+        (
+            {"num_epochs": 5, "warmup_proportion": 1.0},
+            r"^warmup_proportion: expected a number in \[0, 1\), got 1.0",
+        ),
+    ],
+)
+def test_values_out_of_range_are_named(given, message):
+    with pytest.raises(ConfigError, match=message):
+        CosineLRScheduleConfig(**given)

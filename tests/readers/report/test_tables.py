@@ -7,8 +7,8 @@ import shown_run
 from random_runs import make_run
 
 from evo_grpo.api.runs import RunFolder
-from evo_grpo.readers.report import tables
-from evo_grpo.readers.report.tables import as_html
+from evo_grpo.readers.report import run_page as tables
+from evo_grpo.readers.report.run_page import as_html
 from evo_grpo.record.view import RunView, view_of
 
 

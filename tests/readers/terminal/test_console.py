@@ -24,9 +24,8 @@ from evo_grpo.readers.terminal.console import (
     show,
     warnings_to,
 )
-from evo_grpo.readers.terminal.live import LiveTable
 from evo_grpo.readers.terminal.plain import PlainLines
-from evo_grpo.readers.terminal.progress import RunProgress
+from evo_grpo.readers.terminal.progress import LiveTable, RunProgress
 from evo_grpo.types import Decision
 from evo_grpo.working import working
 

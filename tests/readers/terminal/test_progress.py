@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.text import Text
 from shown_run import SUMMARY, agent, small_config, two_rounds
 
-from evo_grpo.readers.terminal.live import LiveTable
 from evo_grpo.readers.terminal.plain import PlainLines, round_line
-from evo_grpo.readers.terminal.progress import RunProgress, progress, view_for
+from evo_grpo.readers.terminal.progress import LiveTable, RunProgress, progress, view_for
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.view import RunView, view_of

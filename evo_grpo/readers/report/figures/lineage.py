@@ -24,7 +24,7 @@ from evo_grpo.readers.report.figures.points import (
     measure,
     named,
 )
-from evo_grpo.readers.report.page.build import text
+from evo_grpo.readers.report.page import text
 from evo_grpo.readers.terminal.result import winner_label
 from evo_grpo.record.columns import was_evaluated
 from evo_grpo.record.records import AgentRecord

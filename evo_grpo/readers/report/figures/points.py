@@ -19,7 +19,7 @@ from evo_grpo.readers.report.figures.axes import (
     draw,
     look_of,
 )
-from evo_grpo.readers.report.page.build import text
+from evo_grpo.readers.report.page import text
 from evo_grpo.record.columns import fitness, fitness_se
 from evo_grpo.record.records import AgentRecord
 from evo_grpo.record.view import RunView

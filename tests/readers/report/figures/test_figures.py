@@ -23,10 +23,10 @@ from evo_grpo.readers.report.figures.diagnostics import (
     scale_of_metric,
     thinned,
 )
-from evo_grpo.readers.report.figures.fitness import plot_fitness
 from evo_grpo.readers.report.figures.lineage import plot_lineage
 from evo_grpo.readers.report.figures.points import copies, described, stretches
-from evo_grpo.readers.report.figures.schedules import (
+from evo_grpo.readers.report.figures.rounds import (
+    plot_fitness,
     plot_improvement,
     plot_schedules,
 )
@@ -181,7 +181,7 @@ def test_error_bars_are_those_of_the_records_until_there_are_too_many(monkeypatc
     rounds = make_run(3, 4)
     errors = [t.error_y.array for t in plot_fitness(rounds).data if t.error_y.array is not None]
     assert {e for one in errors for e in one if not math.isnan(e)} == {0.05}
-    monkeypatch.setattr("evo_grpo.readers.report.figures.fitness.ERROR_BARS", 11)
+    monkeypatch.setattr("evo_grpo.readers.report.figures.rounds.ERROR_BARS", 11)
     (line,) = [t for t in plot_fitness(rounds).data if t.error_y.array is not None]
     assert line.name == axes.WINNER
 

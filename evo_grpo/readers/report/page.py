@@ -166,7 +166,7 @@ def _plotly_js() -> str:
 
 
 def _part(name: str) -> str:
-    return (files("evo_grpo.readers.report.page") / name).read_text(encoding="utf-8")
+    return (files("evo_grpo.readers.report") / name).read_text(encoding="utf-8")
 
 
 def _digest(script: str) -> str:

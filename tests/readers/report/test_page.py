@@ -6,7 +6,7 @@ import re
 import pytest
 
 from evo_grpo.readers.report.figures.axes import new_figure
-from evo_grpo.readers.report.page.build import Page, Table, cards, sortable, text
+from evo_grpo.readers.report.page import Page, Table, cards, sortable, text
 
 HOSTILE = (
     '</script><script>document.title="ran"</script><img src=x onerror=alert(1)>\u2028&amp;\x1b[2J'
