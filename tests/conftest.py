@@ -29,16 +29,16 @@ def _embedded_model_compared_once():
     """Compare the fast layers with the embedded model's own once, not in each of many hundred runs.
 
     Bases of other weights, dtypes or configurations are compared each time;
-    tests/model/llama/test_comparison.py tests the comparison itself.
+    tests/model/llama/test_departures.py tests the comparison itself.
     """
     if "torch" not in sys.modules:  # nor is it needed by the tests that were collected
         yield
         return
     import torch
 
-    from evo_grpo.model.llama import choice
+    from evo_grpo.model.llama import departures
 
-    compare, known = choice.find_difference, {}
+    compare, known = departures.find_difference, {}
 
     def once(base, adapted):
         if base.name != "tiny-sums" or base.quantization or base.device.type != "cpu":
@@ -52,7 +52,7 @@ def _embedded_model_compared_once():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "find_difference", once)
+        patch.setattr(departures, "find_difference", once)
         yield
 
 

@@ -26,7 +26,7 @@ THREADS = quiet()
 from jobs import Job, Work, family_base, load_base, population, questions  # noqa: E402 -- threads first
 from shapes import FAMILIES  # noqa: E402
 
-from evo_grpo.model.llama.choice import takes_fast_path  # noqa: E402
+from evo_grpo.model.llama.departures import takes_fast_path  # noqa: E402
 from evo_grpo.types import Prompt  # noqa: E402
 
 RAGGED = (4, 4, 6, 6, 8, 8, 12, 16)

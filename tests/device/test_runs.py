@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 from evo_grpo import GRPO, MultiTurnGym, run
 from evo_grpo.cli.commands import app
 from evo_grpo.model.forward.fused import RowLayout, population_forward
-from evo_grpo.model.llama.choice import takes_fast_path
 from evo_grpo.model.llama.cuda.choice import differs
+from evo_grpo.model.llama.departures import takes_fast_path
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.native.loop import DecodeLoop

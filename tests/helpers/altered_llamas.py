@@ -40,22 +40,8 @@ def another_norm(model, patch):
     layer.input_layernorm = nn.LayerNorm(tiny.HIDDEN)
 
 
-def norm_of_one_plus_weight(model, patch):
-    norm = model.model.layers[1].post_attention_layernorm
-
-    class PlusOne(type(norm)):
-        def forward(self, x):
-            return super().forward(x) * (1 + self.weight) / self.weight
-
-    norm.__class__ = PlusOne
-
-
 def another_epsilon(model, patch):
     model.model.layers[1].input_layernorm.variance_epsilon = 0.3
-
-
-def another_activation(model, patch):
-    model.model.layers[1].mlp.act_fn = nn.GELU()
 
 
 def scaling_of_one_attention(model, patch):
@@ -66,21 +52,12 @@ def hook_on_one_mlp(model, patch):
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 1.5)
 
 
-def hook_before_one_mlp(model, patch):
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
-
-
 def sharper(module, query, key, value, mask, **kwargs):
     return sdpa_attention_forward(module, query * 1.5, key, value, mask, **kwargs)
 
 
 def patched_attention(model, patch):
     patch.setitem(AttentionInterface._global_mapping, "sdpa", sharper)
-
-
-def attention_by_a_name_of_its_own(model, patch):
-    patch.setitem(AttentionInterface._global_mapping, "sharper", sharper)
-    model.config._attn_implementation_internal = "sharper"
 
 
 def forward_of_one_instance(model, patch):
@@ -118,25 +95,8 @@ def late_rotary(model, patch):
     rotary.forward = stretched
 
 
-def late_layer(model, patch):
-    """One layer doubles what it gives from position 40 on."""
-
-    def double(module, args, kwargs, out):
-        return torch.where(kwargs["position_ids"][..., None] >= LATE, out * 2, out)
-
-    model.model.layers[0].register_forward_hook(double, with_kwargs=True)
-
-
 def scaled_head(model, patch):
     model.lm_head.register_forward_hook(lambda module, args, out: out * 0.5)
-
-
-def capped_head(model, patch):
-    class Capped(nn.Linear):
-        def forward(self, x):
-            return 2 * torch.tanh(super().forward(x) / 2)
-
-    model.lm_head.__class__ = Capped
 
 
 def scaled_embedding(model, patch):
@@ -158,31 +118,12 @@ def residual_of_one_layer(model, patch):
     layer.__class__ = Half
 
 
-def normalized_queries_of_one_layer(model, patch):
-    def normalized(module, args, out):
-        heads = out.unflatten(-1, (-1, 8))
-        return (heads / heads.norm(dim=-1, keepdim=True)).flatten(-2)
-
-    model.model.layers[1].self_attn.q_proj.register_forward_hook(normalized)
-
-
 def parametrized_weight(model, patch):
     class Bigger(nn.Module):
         def forward(self, weight):
             return weight * 1.5
 
     parametrize.register_parametrization(model.model.layers[1].mlp.up_proj, "weight", Bigger())
-
-
-def dropout_in_one_mlp(model, patch):
-    """In training it drops out; here it only multiplies, as all models are in evaluation."""
-    mlp = model.model.layers[0].mlp
-
-    class Dropping(type(mlp)):
-        def forward(self, x):
-            return 1.5 * nn.functional.dropout(super().forward(x), 0.5, self.training)
-
-    mlp.__class__ = Dropping
 
 
 def bias_in_one_layer(model, patch):
@@ -223,14 +164,6 @@ def replaced_product_of_attention(model, patch):
     patch.setattr(name, functools.partial(thrice, real))
 
 
-def clamped_linear(model, patch):
-    class Clamped(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).clamp(-0.3, 0.3)
-
-    model.model.layers[1].self_attn.v_proj.__class__ = Clamped
-
-
 def replaced_norm(model, patch):
     """Another of the same class, in the place of the one that was there when agents were made."""
     layer = model.model.layers[1]
@@ -249,51 +182,21 @@ def replaced_weight(model, patch):
 BEFORE = {
     f.__name__: f
     for f in (
-        another_norm,
-        norm_of_one_plus_weight,
-        another_epsilon,
-        another_activation,
-        scaling_of_one_attention,
-        hook_on_one_mlp,
-        hook_before_one_mlp,
-        patched_attention,
-        attention_by_a_name_of_its_own,
-        forward_of_one_instance,
-        late_mask,
-        late_rotary,
-        late_layer,
-        scaled_head,
-        capped_head,
-        scaled_embedding,
-        residual_of_one_layer,
-        normalized_queries_of_one_layer,
-        parametrized_weight,
-        dropout_in_one_mlp,
-        bias_in_one_layer,
-        temperature_by_layer,
-        fewer_layers,
-        pruned_layers,
-        clamped_linear,
+        another_norm, another_epsilon, scaling_of_one_attention, hook_on_one_mlp,
+        patched_attention, forward_of_one_instance, late_mask, late_rotary, scaled_head,
+        scaled_embedding, residual_of_one_layer, parametrized_weight, bias_in_one_layer,
+        temperature_by_layer, fewer_layers, pruned_layers,
     )
-}
+}  # fmt: skip
 #: The same, when they have sampled and learned once.
 AFTER = {
     f.__name__: f
     for f in (
-        hook_on_one_mlp,
-        late_layer,
-        late_rotary,
-        late_mask,
-        scaled_head,
-        forward_of_one_instance,
-        temperature_by_layer,
-        scaling_of_one_attention,
-        bias_in_one_layer,
-        replaced_norm,
-        replaced_weight,
-        replaced_product_of_attention,
+        hook_on_one_mlp, late_rotary, late_mask, scaled_head, forward_of_one_instance,
+        temperature_by_layer, scaling_of_one_attention, bias_in_one_layer, replaced_norm,
+        replaced_weight, replaced_product_of_attention,
     )
-}
+}  # fmt: skip
 
 LENGTHS = (3, 44, 17, 44)
 OUTPUT = 12
@@ -347,9 +250,7 @@ def learned_error(slots):
     rows = [tiny.ids(1, n, seed=n)[0] for n in (56, 20, 56, 33)]
     counts = (1, 3)
     owners = [name for name, count in zip(slots.names, counts, strict=True) for _ in range(count)]
-    own, expected = [], {}
-    for name, row in zip(owners, rows, strict=True):
-        own.append(own_logprobs(slots, name, row, 0.8))
+    own = [own_logprobs(slots, name, row, 0.8) for name, row in zip(owners, rows, strict=True)]
     sum(part.sum() for part in own).backward()
     expected = _gradients(slots)
     columns = max(len(row) for row in rows)
@@ -359,14 +260,13 @@ def learned_error(slots):
     with step.rows(RowLayout(slots.names, counts)):
         hidden = step.hidden_at(ids, where)
         targets = torch.cat([row[1:] for row in rows])
-        found, _ = slots.base.token_logprobs(hidden, targets, torch.full(targets.shape, 0.8))
-        slots.base.backward(found.sum())
+        logprobs, _ = slots.base.token_logprobs(hidden, targets, torch.full(targets.shape, 0.8))
+        slots.base.backward(logprobs.sum())
     step.collect_gradients()
-    gradients = _gradients(slots)
     largest = max(g.abs().max().item() for g in expected)
-    gap = max((a - b).abs().max().item() for a, b in zip(gradients, expected, strict=True))
-    error = (found.detach() - torch.cat(own).detach()).abs().max().item()
-    return isinstance(step, LlamaForward), error, gap / largest
+    gaps = (a - b for a, b in zip(_gradients(slots), expected, strict=True))
+    error = (logprobs.detach() - torch.cat(own).detach()).abs().max().item()
+    return isinstance(step, LlamaForward), error, max(g.abs().max().item() for g in gaps) / largest
 
 
 def _gradients(slots):
@@ -392,38 +292,27 @@ def altered(build, alter, patch):
 
 
 HUB_CODE = """
-from torch import nn
-from transformers.models.{name}.modeling_{name} import {kind}ForCausalLM, {kind}MLP, {kind}Model
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
 
 
-class Louder({kind}MLP):
+class Louder(LlamaMLP):
     def forward(self, x):
         return 2 * super().forward(x)
 
 
-class Model({kind}Model):
+class ForCausalLM(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
-        for layer in self.layers:
+        for layer in self.model.layers:
             layer.mlp = Louder(config)
-        self.post_init()
-
-
-class ForCausalLM({kind}ForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model = Model(config)
         self.post_init()
 """
 
 
-def hub_folder(build, folder):
-    """A folder whose model says its type is the family's, and comes with code of its own."""
-    model = BUILDS[build]()
-    model.save_pretrained(folder)
-    kind = type(model).__name__.removesuffix("ForCausalLM")
-    name = model.config.model_type
-    (folder / "modeling_own.py").write_text(HUB_CODE.format(name=name, kind=kind))
+def hub_folder(folder):
+    """A folder whose model says its type is Llama, and comes with code of its own."""
+    tiny.llama().save_pretrained(folder)
+    (folder / "modeling_own.py").write_text(HUB_CODE)
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.ForCausalLM"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -433,38 +322,20 @@ def hub_folder(build, folder):
     return tiny.population(base, (4, 2))
 
 
-def only_with_a_cache(model, patch):
+def only_with_a_cache(model, patch, *, after=-1):
     """Decoding is another function than training, which no way of computing it can mend."""
     attention = model.model.layers[1].self_attn
     original = attention.forward
 
     def forward(hidden_states, *args, past_key_values=None, **kwargs):
         out, weights = original(hidden_states, *args, past_key_values=past_key_values, **kwargs)
-        return (out if past_key_values is None else out * 1.5), weights
+        altered = past_key_values is not None and past_key_values.get_seq_length() > after
+        return (out * 1.5 if altered else out), weights
 
     attention.forward = forward
 
 
-def only_late_with_a_cache(model, patch):
-    attention = model.model.layers[1].self_attn
-    original = attention.forward
-
-    def forward(hidden_states, *args, past_key_values=None, **kwargs):
-        out, weights = original(hidden_states, *args, past_key_values=past_key_values, **kwargs)
-        late = past_key_values is not None and past_key_values.get_seq_length() > LATE
-        return (out * 1.5 if late else out), weights
-
-    attention.forward = forward
-
-
-def only_in_prefill(model, patch):
-    layer = model.model.layers[0]
-
-    def prefill(module, args, kwargs, out):
-        cache = kwargs.get("past_key_values")
-        return out * 1.5 if cache is not None and out.shape[1] > 1 else out
-
-    layer.register_forward_hook(prefill, with_kwargs=True)
-
-
-CACHE_ALONE = {f.__name__: f for f in (only_with_a_cache, only_late_with_a_cache, only_in_prefill)}
+CACHE_ALONE = {
+    "always": only_with_a_cache,
+    "late": functools.partial(only_with_a_cache, after=LATE),
+}

@@ -1,4 +1,4 @@
-"""What the kernels of a decode step compute, by torch: the reference of their tests and benches.
+"""What the kernels compute, by torch on any device: the reference of their tests and benches.
 
 Numbers are those of `kernels`, with sums in fp32 (float64 for float64). The functions have the
 arguments of the operators.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -326,6 +327,71 @@ def join_parts(more: Tensor, out: Tensor, sums: Tensor, more_sums: Tensor) -> No
     more_sums.copy_(whole)
 
 
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, longest_query: int,
+    longest_key: int, causal: bool, scale: float, window: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """See `attention.flash_forward`; by torch's kernel for a CPU."""
+    out, sums = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+    for own, seen in _segments(queries, keys):
+        mixed, sum_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_dense(q[own], k[seen], v[seen]), 0.0, causal and not window, scale=scale,
+            attn_mask=_mask(q[own], k[seen], window),
+        )  # fmt: skip
+        out[own], sums[:, own] = mixed[0].transpose(0, 1), sum_[0]
+    return out, sums, q.new_empty(0), q.new_empty(0)
+
+
+def flash_backward(
+    grad: Tensor, out: Tensor, sums: Tensor, state: Tensor, unused: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, queries: Tensor, keys: Tensor, longest_query: int, longest_key: int, causal: bool,
+    scale: float, window: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """See `attention.flash_backward`."""
+    made = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for own, seen in _segments(queries, keys):
+        dq, *rest = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _heads_first(grad[own]), *_dense(q[own], k[seen], v[seen]), _heads_first(out[own]),
+            sums[:, own][None].contiguous(), 0.0, causal and not window, scale=scale,
+            attn_mask=_mask(q[own], k[seen], window),
+        )  # fmt: skip
+        made[0][own] = dq[0].transpose(0, 1)
+        for whole, part in zip(made[1:], rest, strict=True):
+            whole[seen] = part[0].unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
+    return made
+
+
+def _mask(q: Tensor, k: Tensor, window: int) -> Tensor | None:
+    """Return the mask (queries, keys) of a window, 0 or -inf; None without one."""
+    if not window:
+        return None
+    last = torch.arange(len(q))[:, None] + len(k) - len(q)
+    places = torch.arange(len(k))
+    seen = (places <= last) & (places > last - window)
+    return torch.where(seen, 0.0, float("-inf")).to(q.dtype)
+
+
+def _segments(queries: Tensor, keys: Tensor) -> list[tuple[slice, slice]]:
+    """Return the queries and keys of the segments that have both."""
+    both = zip(pairwise(queries.tolist()), pairwise(keys.tolist()), strict=True)
+    return [(slice(*q), slice(*k)) for q, k in both if q[0] < q[1] and k[0] < k[1]]
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)[None]
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of a segment as (1, heads, T, D), keys repeated for their groups."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    return _heads_first(q), _heads_first(k), _heads_first(v)
+
+
+#: Attention of torch's own on a card, which Triton does not interpret.
+FLASH = "flash_forward", "flash_backward"
+
+
 def _of_dense(call):
     """The same, given what its kernel takes: tensors without gaps."""
 
@@ -339,12 +405,12 @@ def _of_dense(call):
 
 
 @contextmanager
-def instead():
-    """Let the operators compute by torch what they launch kernels for."""
+def instead(*names):
+    """Let the operators, or those of some names, compute by torch what they launch kernels for."""
     launches = operators.LAUNCHES
     before = dict(launches)
     dense = {project, add_low, outer, norm_backward, glu_backward, qkv_backward, join_parts}
-    known = {name: own for name in launches if (own := globals().get(name))}
+    known = {name: own for name in names or launches if (own := globals().get(name))}
     launches.update({n: _of_dense(own) if own in dense else own for n, own in known.items()})
     try:
         yield

@@ -24,7 +24,7 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
-from evo_grpo.model.llama import choice
+from evo_grpo.model.llama import departures
 from evo_grpo.settings import AgentSettings, EngineConfig, RunConfig
 
 NAME = "rehearsal"
@@ -368,7 +368,7 @@ def known():
         pytest.skip("autograd ran in this process before the device was known: make test-device")
     with pytest.MonkeyPatch.context() as patch:
         # The layers of the Llama family are joined where their weights are plain parameters.
-        patch.setattr(choice, "type", _type, raising=False)
+        patch.setattr(departures, "type", _type, raising=False)
         data = property(torch.Tensor.data.__get__, _set_data)
         patch.setattr(nn.Parameter, "data", data, raising=False)
         groups = (EngineConfig, AgentSettings, RunConfig)

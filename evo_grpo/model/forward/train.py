@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, final
+from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -14,38 +14,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
-from evo_grpo.model.llama.choice import takes_fast_path
 from evo_grpo.model.llama.cuda.choice import open_learner
+from evo_grpo.model.llama.departures import takes_fast_path
+from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.model.lora.slots import AdapterSlots
-
-
-class TrainForward(Protocol):
-    """The base and some adapters for one optimizer step, during which weights do not change."""
-
-    def rows(
-        self, layout: RowLayout, dropout: Sequence[int] | None = None
-    ) -> AbstractContextManager[None]:
-        """Set the layout of the next rows, in a context that must span their backward.
-
-        `dropout` has a seed for the LoRA dropout of each row.
-        """
-        ...
-
-    def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
-        """Return the final hidden states (M, H) at flat positions `where` (M,) of ids (B, T).
-
-        `prefix` has the same rows and positions, split into shared prefixes and rests.
-        """
-        ...
-
-    def collect_gradients(self) -> None:
-        """Write the gradients to the adapters' parameters, after all micro-batches."""
-        ...
 
 
 @final
 class ModuleForward:
-    """Forward of any architecture, by its modules; `recompute` is gradient checkpointing."""
+    """The base and some adapters for one optimizer step, by the modules of any architecture.
+
+    Weights do not change within the step. `recompute` is gradient checkpointing.
+    """
 
     def __init__(self, slots: AdapterSlots, *, recompute: bool = False) -> None:
         self.slots = slots
@@ -53,7 +33,10 @@ class ModuleForward:
 
     @contextmanager
     def rows(self, layout: RowLayout, dropout: Sequence[int] | None = None) -> Generator[None]:
-        """See `TrainForward`."""
+        """Set the layout of the next rows, in a context that must span their backward.
+
+        `dropout` has a seed for the LoRA dropout of each row.
+        """
         with (
             self._checkpointing(),
             population_forward(self.slots.layers, layout.joined(), dropout=dropout),
@@ -61,11 +44,15 @@ class ModuleForward:
             yield
 
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
-        """See `TrainForward`; the modules run whole rows."""
+        """Return the final hidden states (M, H) at flat positions `where` (M,) of ids (B, T).
+
+        `prefix` has the same rows and positions, split into shared prefixes and rests, which
+        `LlamaForward` runs; the modules run whole rows.
+        """
         return self.slots.base.hidden(ids).flatten(0, 1).index_select(0, where)
 
     def collect_gradients(self) -> None:
-        """Do nothing: autograd has written the gradients."""
+        """Write the gradients to the adapters' parameters: here autograd has done so."""
 
     @contextmanager
     def _checkpointing(self) -> Generator[None]:
@@ -85,6 +72,10 @@ class ModuleForward:
         finally:
             for layer in layers:
                 vars(layer).update(gradient_checkpointing=False, training=False)
+
+
+#: The forward of an optimizer step.
+TrainForward: TypeAlias = LlamaForward | ModuleForward
 
 
 def _recomputed(layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 -- what the layer takes and returns

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from evo_grpo.model.forward.prefix import SharedPrefix
-from evo_grpo.model.llama.kernels import Context, Rotate, Span, heads_of, rotate, rotate_back
+from evo_grpo.model.llama.functions import Context, Rotate, Span, heads_of, rotate, rotate_back
 
 #: A row is short if its queries times keys are at most the square of this.
 SHORT = 128

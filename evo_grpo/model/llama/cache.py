@@ -8,7 +8,7 @@ needs nothing from the host and a CUDA graph can hold it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -70,47 +70,12 @@ class Refill:
         return out
 
 
-class KeyValues(Protocol):
-    """The cache of all layers; rows are (agent, prompt, completion) after `expand`."""
-
-    @property
-    def width(self) -> int | None:
-        """Columns that a step attends to, or None if that changes with each step."""
-        ...
-
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Add the next layer's keys and values (NP, kv, Tp, D) of the prompts."""
-        ...
-
-    def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
-        """Copy prompt rows (B,) to completion rows, of up to `columns` columns.
-
-        The mask (B, 1, 1, columns) is False at the columns that a row never attends to.
-        """
-        ...
-
-    def keep(self, rows: Tensor) -> None:
-        """Remove all rows but those at the positions `rows`."""
-        ...
-
-    def reserve(self, columns: int) -> None:
-        """Prepare the next steps, which use at most so many columns."""
-        ...
-
-    def begin(self) -> None:
-        """Take the next column, at the start of a step."""
-        ...
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v (B, kv, D) of the new tokens; return outputs (B, heads * D) of q."""
-        ...
-
-
 @final
 class GrowingCache:
-    """Attends to the columns that are used, by two batched matmuls; see `KeyValues`.
+    """Attends to the columns that are used, by two batched matmuls.
 
-    Keys are stored transposed; the first matmul applies scale and mask.
+    Keys are stored transposed; the first matmul applies scale and mask. Rows are (agent, prompt,
+    completion) after `expand`. `width` is that of `FixedCache`, None where it changes each step.
     """
 
     width = None
@@ -129,30 +94,33 @@ class GrowingCache:
         self._first: dict[int | None, int] = {}
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """See `KeyValues`."""
+        """Add the next layer's keys and values (NP, kv, Tp, D) of the prompts."""
         self.keys.append(keys.transpose(2, 3))
         self.values.append(values)
         self.used = values.shape[2]
 
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
-        """See `KeyValues`."""
+        """Copy prompt rows (B,) to completion rows, of up to `columns` columns.
+
+        The mask (B, 1, 1, columns) is False at the columns that a row never attends to.
+        """
         self._mask = mask[:, 0]
         if self._windows:
             self._padding = int((~self._mask[..., : self.used]).sum(-1).max())
         self._move(source, -(-columns // _BLOCK) * _BLOCK)
 
     def keep(self, rows: Tensor) -> None:
-        """See `KeyValues`."""
+        """Remove all rows but those at the positions `rows`."""
         assert self._mask is not None
         self._mask = self._mask.index_select(0, rows)
         self._move(rows, self.keys[0].shape[-1])
 
     def reserve(self, columns: int) -> None:
-        """Do nothing: there is room for all columns."""
+        """Prepare the next steps, which use at most so many columns: there is room for all."""
         del columns
 
     def begin(self) -> None:
-        """See `KeyValues`."""
+        """Take the next column, at the start of a step."""
         if self._bias is None:
             assert self._mask is not None
             keys = self.keys[0]
@@ -178,7 +146,7 @@ class GrowingCache:
             }
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `KeyValues`."""
+        """Store k and v (B, kv, D) of the new tokens; return outputs (B, heads * D) of q."""
         rows, kv_heads, size = k.shape
         keys, values = self.keys[layer], self.values[layer]
         keys[..., self.used - 1] = k
@@ -215,7 +183,7 @@ class GrowingCache:
 
 @final
 class FixedCache:
-    """Attends to a width that changes seldom, by one fused kernel; see `KeyValues`.
+    """Attends to a width that changes seldom, by one fused kernel; else as `GrowingCache`.
 
     The width doubles, so at most half of the columns that are read are unused.
     """
@@ -232,13 +200,13 @@ class FixedCache:
         self._biases: dict[int | None, Tensor] = {}
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """See `KeyValues`."""
+        """See `GrowingCache`."""
         self.keys.append(keys)
         self.values.append(values)
         self._used = values.shape[2]
 
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
-        """See `KeyValues`."""
+        """See `GrowingCache`."""
         room = -(-columns // _LEAST) * _LEAST
         used = self._used
         for pieces in (self.keys, self.values):
@@ -261,7 +229,7 @@ class FixedCache:
         self.reserve(used + 1)
 
     def keep(self, rows: Tensor) -> None:
-        """See `KeyValues`."""
+        """See `GrowingCache`."""
         for pieces in (self.keys, self.values):
             for i, piece in enumerate(pieces):
                 pieces[i] = piece.index_select(0, rows)
@@ -288,13 +256,13 @@ class FixedCache:
         return end
 
     def reserve(self, columns: int) -> None:
-        """See `KeyValues`."""
+        """See `GrowingCache`."""
         if self.width is None or columns > self.width:
             wanted = max(_LEAST, 1 << (columns - 1).bit_length())
             self.width = min(wanted, self._bias.shape[-1])
 
     def begin(self) -> None:
-        """See `KeyValues`."""
+        """See `GrowingCache`."""
         self.column.add_(1)
         self._bias.index_fill_(3, self.column, 0.0)
         if self._windows:
@@ -305,7 +273,7 @@ class FixedCache:
             )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `KeyValues`."""
+        """See `GrowingCache`."""
         own = self._biases[self._windows[layer]] if self._windows else self._bias
         rows, kv_heads, size = k.shape
         keys, values = self.keys[layer], self.values[layer]
@@ -327,7 +295,7 @@ class FixedCache:
 
 def cache_for(
     device: torch.device, scale: float, windows: tuple[int | None, ...] = ()
-) -> KeyValues:
+) -> GrowingCache | FixedCache:
     """Return the cache that is faster on a device, for scores multiplied by `scale`.
 
     `windows` is each layer's reach in tokens, None for all; empty if no layer has a window.

@@ -8,10 +8,8 @@ with the modules' own forward to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
 import torch
@@ -23,7 +21,7 @@ from evo_grpo.model.llama.adapter_views import Block, JoinedStack
 from evo_grpo.model.llama.attention import attend_prompts
 from evo_grpo.model.llama.cache import FixedCache, Refill, cache_for
 from evo_grpo.model.llama.families import Description
-from evo_grpo.model.llama.kernels import rotate
+from evo_grpo.model.llama.functions import glu, rotate
 from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights, Norm
 
 
@@ -143,8 +141,6 @@ class LlamaDecoder:
             for layer in weights.layers
         ]
         self._layers = [_Layer(layer, d, number) for number, layer in enumerate(weights.layers)]
-        silu, gelu = nn.functional.silu, partial(nn.functional.gelu, approximate="tanh")
-        self._activation: Callable[[Tensor], Tensor] = silu if d.activation == "silu" else gelu
         self._last_norm = _Norm(weights.norm)
         self._chunks: Chunks | None = None
         self._linears: list[list[_Linear]] = []
@@ -238,9 +234,8 @@ class LlamaDecoder:
     def _rest(self, linears: list[_Linear], layer: _Layer, x: Tensor, mixed: Tensor) -> Tensor:
         """Apply output projection, residual, MLP and residual, with their norms; overwrites x."""
         x = self._added(linears[1], mixed, x, layer.after)
-        inner = self._linear(linears[2], x if layer.then is None else layer.then(x))
-        gate, up = inner.chunk(2, dim=-1)
-        return self._added(linears[3], self._activation(gate).mul_(up), x, layer.last)
+        both = self._linear(linears[2], x if layer.then is None else layer.then(x))
+        return self._added(linears[3], glu(both, gelu=self._described.gelu), x, layer.last)
 
     def _added(self, linear: _Linear, inner: Tensor, x: Tensor, norm: _Norm | None) -> Tensor:
         """Return the residual x plus the normalized output of a linear layer; overwrites x."""

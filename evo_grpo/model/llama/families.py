@@ -15,12 +15,8 @@ from typing import Any, Literal
 #: The table of rotary positions of models that have one for all layers.
 ALL_LAYERS = ""
 
-#: Names of the activations of the MLP in configurations, and what they are here.
-_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
+#: Activations of the MLP by their names in configurations: whether each is GELU, not SiLU.
+_IS_GELU = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
 
 
 @dataclass(frozen=True)
@@ -145,7 +141,7 @@ class Description:
 
     Attributes:
         scale: Factor of the attention scores.
-        activation: Activation of the MLP's gate.
+        gelu: Whether the activation of the MLP's gate is GELU by its tanh; else it is SiLU.
         embedding_multiplier: Factor of the embeddings, outside of their module.
         residual_multiplier: Factor of what each half of a layer adds.
     """
@@ -155,7 +151,7 @@ class Description:
     kv_heads: int
     head_dim: int
     scale: float
-    activation: Literal["silu", "gelu_tanh"]
+    gelu: bool
     embedding_multiplier: float
     residual_multiplier: float
     layers: tuple[LayerKind, ...]
@@ -177,9 +173,9 @@ def describe(config: Any) -> Description | None:  # noqa: ANN401 -- a configurat
     family = FAMILIES.get(config.model_type)
     if family is None or getattr(config, "use_bidirectional_attention", False):
         return None
-    activation = _ACTIVATIONS.get(str(getattr(config, family.activation, None)))
+    gelu = _IS_GELU.get(str(getattr(config, family.activation, None)))
     layers = _layers(config, family)
-    if activation is None or layers is None:
+    if gelu is None or layers is None:
         return None
     heads = int(config.num_attention_heads)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -189,7 +185,7 @@ def describe(config: Any) -> Description | None:  # noqa: ANN401 -- a configurat
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_dim=size,
         scale=family.scale(config, size),
-        activation=activation,
+        gelu=gelu,
         embedding_multiplier=float(config.embedding_multiplier) if family.multipliers else 1.0,
         residual_multiplier=float(config.residual_multiplier) if family.multipliers else 1.0,
         layers=layers,

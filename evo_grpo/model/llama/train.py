@@ -22,15 +22,14 @@ from evo_grpo.model.forward.stacks import Chunks, make_chunks
 from evo_grpo.model.llama.adapter_views import adapter_views
 from evo_grpo.model.llama.attention import Attention
 from evo_grpo.model.llama.families import Description, LayerKind
-from evo_grpo.model.llama.kernels import (
+from evo_grpo.model.llama.functions import (
     HeadNorms,
     LoraLinear,
     NormGroup,
     RmsNorm,
     Span,
-    ge_glu,
+    glu,
     linear,
-    swi_glu,
 )
 from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights, Norm
 from evo_grpo.model.lora.slots import AdapterSlots
@@ -68,7 +67,7 @@ class LlamaForward:
         yield
 
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
-        """See `TrainForward`."""
+        """See `ModuleForward.hidden_at`."""
         x = self._run(ids) if prefix is None else self._run_shared(prefix)
         norm = _by_module if self.base.compiled is not None else normalized
         return norm(self.weights.norm, x.index_select(0, where if prefix is None else prefix.where))
@@ -198,7 +197,6 @@ def run_layer(
     input; `heads` is like `normalized_heads`.
     """
     before, after, then, last = layer.norms
-    glu = swi_glu if description.activation == "silu" else ge_glu
 
     def added(base: JoinedLinear, inner: Tensor, x: Tensor, after: Norm | None) -> Tensor:
         if after is None and description.residual_multiplier == 1.0:
@@ -212,7 +210,8 @@ def run_layer(
     if layer.head_norms:
         joined = heads(description, layer, joined)
     x = added(layer.out, attention(joined), x, after)
-    inner = glu(product(layer.gate_up, x if then is None else norm(then, x)))
+    both = product(layer.gate_up, x if then is None else norm(then, x))
+    inner = glu(both, gelu=description.gelu)
     return added(layer.down, inner, x, last)
 
 

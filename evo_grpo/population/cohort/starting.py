@@ -12,7 +12,7 @@ from safetensors.torch import save
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.digest import base_digest, tokenizer_digest
-from evo_grpo.model.llama.choice import departures_of, takes_fast_path
+from evo_grpo.model.llama.departures import departures_of, takes_fast_path
 from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.lora.configs import MERGE
 from evo_grpo.model.lora.files import AdapterCopy

@@ -22,7 +22,7 @@ from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.model.llama.choice import departures_of, find_departures, takes_fast_path
+from evo_grpo.model.llama.departures import departures_of, find_departures, takes_fast_path
 from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.out_of_memory import is_out_of_memory
 from evo_grpo.model.probing import (

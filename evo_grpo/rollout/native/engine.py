@@ -21,11 +21,11 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.ends import Ends
 from evo_grpo.model.forward.fused import FusedForward, RowLayout, population_forward
 from evo_grpo.model.forward.sending import send
-from evo_grpo.model.llama.choice import takes_fast_path
 from evo_grpo.model.llama.cuda.choice import give_up_kernels, open_decoder
 from evo_grpo.model.llama.cuda.decode import KernelDecoder
 from evo_grpo.model.llama.cuda.operators import KernelError
 from evo_grpo.model.llama.decode import LlamaDecoder
+from evo_grpo.model.llama.departures import takes_fast_path
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory

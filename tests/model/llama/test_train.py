@@ -1,7 +1,7 @@
 """The specialized learn pass against PEFT's own forward, one agent after another."""
 
 import math
-from dataclasses import replace
+from functools import partial
 
 import architectures
 import pytest
@@ -23,9 +23,8 @@ from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.forward.train import ModuleForward, open_forward
 from evo_grpo.model.llama import attention
-from evo_grpo.model.llama.choice import departures_of, takes_fast_path
+from evo_grpo.model.llama.departures import departures_of, takes_fast_path
 from evo_grpo.model.llama.train import LlamaForward
-from evo_grpo.model.llama.weights import LlamaWeights
 
 
 def llama_gradients(slots, layout, input_ids, weights, *, recompute=False, pieces=1):
@@ -70,23 +69,18 @@ def test_gradients_equal_those_of_one_agent_at_a_time(batch, recompute):
     compare_with_one_at_a_time(slots, layout, recompute=recompute)
 
 
-@both_lengths
-@pytest.mark.parametrize("counts", [(2, 2), (1, 3)])
-@pytest.mark.parametrize(
-    "build",
-    [tiny.qwen2, lambda: tiny.llama(num_key_value_heads=4), lambda: tiny.llama(mlp_bias=True)],
-    ids=["bias on q k v", "as many key heads", "bias in the MLP"],
-)
-def test_other_members_of_the_family(build, counts):
-    slots = tiny.population(build(), (4, 2))
-    layout = RowLayout(("a0", "a1"), counts)
-    compare_with_one_at_a_time(slots, layout)
+MEMBERS = {
+    "bias on q k v": tiny.qwen2,
+    "as many key heads": partial(tiny.llama, num_key_value_heads=4),
+    "bias in the MLP": partial(tiny.llama, mlp_bias=True),
+    **architectures.FAMILIES,
+}
 
 
 @both_lengths
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("build", architectures.FAMILIES.values(), ids=architectures.FAMILIES)
-def test_families_that_do_more_than_a_llama(build, recompute):
+@pytest.mark.parametrize("build", MEMBERS.values(), ids=MEMBERS)
+def test_members_of_the_family(build, recompute):
     """Ragged rows of unequal ranks, some longer than a window."""
     slots = tiny.population(build(), (4, 2))
     assert not departures_of(slots.base, slots.layers)
@@ -227,15 +221,6 @@ def test_rows_of_an_unknown_adapter_are_refused():
         pass
 
 
-def test_weights_are_joined_once_and_stay_the_modules_own():
-    slots = tiny.population(tiny.llama())
-    joined = LlamaWeights.of(slots.base, slots.layers)
-    assert LlamaWeights.of(slots.base, slots.layers) is joined
-    layer = slots.base.trunk.layers[0]
-    query = layer.self_attn.q_proj.base_layer.weight
-    assert query.data_ptr() == joined.layers[0].qkv.weight.data_ptr()
-
-
 def test_which_step_serves_which_model():
     plain = tiny.population(tiny.llama())
     dropping = tiny.population(tiny.llama(), lora_dropout=0.1)
@@ -278,48 +263,31 @@ def shared_rows(alike):
     return ids, where, prefix, RowLayout(("a0", "a1"), (5, 3))
 
 
-@both_lengths
-@pytest.mark.parametrize(
-    ("ranks", "recompute", "alike"),
-    [((4, 4), False, True), ((2, 8), True, False), ((2, 18), False, True)],
-)
-def test_what_rows_share_is_computed_once_with_the_same_result(ranks, recompute, alike):
-    slots = tiny.population(tiny.llama(), ranks)
-    ids, where, prefix, layout = shared_rows(alike)
-    weights = tiny.noise((len(where), tiny.HIDDEN), 3) / len(where)
-    out = []
-    for step, cut in (
-        (LlamaForward(slots, layout.adapters, recompute=recompute), prefix),
-        (LlamaForward(slots, layout.adapters, recompute=recompute), None),
-        (ModuleForward(slots), prefix),
-    ):
-        with step.rows(layout):
-            hidden = step.hidden_at(ids, where, cut)
-            (hidden * weights).sum().backward()
-        step.collect_gradients()
-        out.append((hidden.detach(), take_gradients(slots, layout.adapters)))
-    for hidden, gradients in out[1:]:
-        torch.testing.assert_close(hidden, out[0][0], atol=1e-5, rtol=1e-5)
-        assert_close(out[0][1], gradients)
+def backward_of(slots, step, given, layout, weights=1.0):
+    """Hidden states and gradients of a step over rows, or over a prefix and rests."""
+    with step.rows(layout):
+        hidden = step.hidden_at(*given)
+        (hidden * weights).sum().backward()
+    step.collect_gradients()
+    return hidden.detach(), take_gradients(slots, layout.adapters)
 
 
 @both_lengths
 @pytest.mark.parametrize("alike", [True, False])
-@pytest.mark.parametrize("build", architectures.FAMILIES.values(), ids=architectures.FAMILIES)
-def test_families_share_what_rows_share(build, alike):
+@pytest.mark.parametrize(
+    "build", [tiny.llama, *architectures.FAMILIES.values()], ids=["llama", *architectures.FAMILIES]
+)
+def test_what_rows_share_is_computed_once_with_the_same_result(build, alike):
     """A rest of a row sees its prefix as far as a window reaches."""
-    slots = tiny.population(build(), (2, 8))
+    slots = tiny.population(build(), (2, 18 if alike else 8))
     ids, where, prefix, layout = shared_rows(alike)
     weights = tiny.noise((len(where), tiny.HIDDEN), 3) / len(where)
-    out = []
+    shared = LlamaForward(slots, layout.adapters, recompute=not alike)
+    hidden, gradients = backward_of(slots, shared, (ids, where, prefix), layout, weights)
     for step in (LlamaForward(slots, layout.adapters), ModuleForward(slots)):
-        with step.rows(layout):
-            hidden = step.hidden_at(ids, where, prefix)
-            (hidden * weights).sum().backward()
-        step.collect_gradients()
-        out.append((hidden.detach(), take_gradients(slots, layout.adapters)))
-    torch.testing.assert_close(out[0][0], out[1][0], atol=1e-5, rtol=1e-5)
-    assert_close(out[0][1], out[1][1])
+        expected, theirs = backward_of(slots, step, (ids, where), layout, weights)
+        torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-5)
+        assert_close(gradients, theirs)
 
 
 @both_lengths
@@ -333,31 +301,8 @@ def test_one_agents_nan_reaches_no_other_through_what_rows_share():
                 for parameter in slots.parameters("a0"):
                     parameter.fill_(math.nan)
         step = LlamaForward(slots, layout.adapters)
-        with step.rows(layout):
-            hidden = step.hidden_at(ids, where, prefix)
-            hidden.sum().backward()
-        step.collect_gradients()
-        out.append((hidden.detach(), take_gradients(slots, layout.adapters)))
+        out.append(backward_of(slots, step, (ids, where, prefix), layout))
     (clean_hidden, clean), (hidden, got) = out
     assert torch.isnan(hidden[:20]).all()
     assert torch.equal(hidden[20:], clean_hidden[20:])
     assert_same_bits(got["a1"], clean["a1"])
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch finds none")
-@pytest.mark.parametrize("alike", [True, False])
-def test_cuda_smoke(alike):
-    slots = tiny.population(tiny.llama().to("cuda"), (4, 4))
-    ids, where, prefix, layout = shared_rows(alike)
-    tensors = ("ids", "source", "rest", "row_lengths", "where")
-    prefix = replace(prefix, **{name: getattr(prefix, name).cuda() for name in tensors})
-    out = []
-    for step, cut in ((LlamaForward(slots, layout.adapters), prefix), (ModuleForward(slots), None)):
-        with step.rows(layout):
-            hidden = step.hidden_at(ids.cuda(), where.cuda(), cut)
-            (hidden.sum() / len(where)).backward()
-        step.collect_gradients()
-        out.append((hidden.detach(), take_gradients(slots, layout.adapters)))
-    torch.testing.assert_close(out[0][0], out[1][0], atol=1e-3, rtol=1e-3)
-    assert_close(out[0][1], out[1][1], atol=1e-3)

@@ -19,7 +19,7 @@ from tiny_cohort import (
 )
 
 from evo_grpo.learn.rows import AgentBatch
-from evo_grpo.model.llama.choice import departures_of
+from evo_grpo.model.llama.departures import departures_of
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.archive import LastWholeRound, put_into_archive

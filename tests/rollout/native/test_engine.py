@@ -12,7 +12,7 @@ from evo_grpo.errors import ModelError, PromptTooLongError
 from evo_grpo.model.forward.fused import RowLayout, population_forward
 from evo_grpo.model.llama import decode
 from evo_grpo.model.llama.cache import FixedCache
-from evo_grpo.model.llama.choice import departures_of
+from evo_grpo.model.llama.departures import departures_of
 from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native import loop

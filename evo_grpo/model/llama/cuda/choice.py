@@ -28,6 +28,9 @@ from evo_grpo.model.out_of_memory import is_out_of_memory
 from evo_grpo.model.probing import own_generator, probe_ids
 from evo_grpo.settings.engine import Kernels
 
+#: Bounds of the kernels.
+MOST_HEAD_DIM, MOST_GROUP, MOST_HIDDEN, MOST_RANK = 256, 16, 16384, 128
+_REFUSED = "kernels refused"
 #: Largest difference over the size of a gradient, and that of each layer. In bf16, roundings of two
 #: ways give a third of the sum or less; a kernel that leaves out its part twice of it or more.
 _MOST, _MOST_OF_A_LAYER = 0.1, 0.01
@@ -39,42 +42,151 @@ _NOISE = 0.02
 _COLUMNS, _PROMPT = 180, 150
 
 
+def open_decoder(
+    weights: LlamaWeights, fused: FusedForward, columns: int, wanted: Kernels
+) -> LlamaDecoder | KernelDecoder:
+    """Return the decoder of a rollout, with kernels if they support the base and its device."""
+    base = weights.base
+    if _expected(base, weights.dtype, wanted):
+        reason = _refusal(base) or _unserved(weights) or _unserved_ranks(fused)
+        if reason is None:
+            return KernelDecoder(weights, fused, columns)
+        _warn(base, f"decodes by torch's operations: {reason}")
+    return LlamaDecoder(weights, fused, columns)
+
+
+def open_learner(
+    slots: AdapterSlots, adapters: Sequence[str | None], *, recompute: bool
+) -> LlamaForward:
+    """Return the forward of an optimizer step, with kernels if they support the base."""
+    base = slots.base
+    weights = LlamaWeights.of(base, slots.layers)
+    if _expected(base, weights.dtype, base.kernels):
+        reason = _refusal(base) or _unlearned(weights) or _unserved(weights)
+        if reason is None and base.device.type == "cuda":
+            reason = differs(slots, adapters)
+        if reason is None:
+            return KernelForward(slots, adapters, recompute=recompute)
+        _warn(base, f"learns by torch's operations: {reason}")
+    return LlamaForward(slots, adapters, recompute=recompute)
+
+
+def serves_head(base: SharedBase) -> bool:
+    """Return whether a kernel serves the head of a base; see `logprobs`."""
+    return _expected(base, base.dtype, base.kernels) and _refusal(base) is None
+
+
+def give_up_kernels(base: SharedBase, error: KernelError) -> None:
+    """Compute by torch's operations from now on: a kernel could not be compiled or launched."""
+    base.derived[FAILED] = True
+    base.head_kernels = False
+    _warn(base, f"computes by torch's operations: a kernel failed ({error})")
+
+
+def _expected(base: SharedBase, dtype: torch.dtype, wanted: Kernels) -> bool:
+    """Return whether kernels are to be tried: by `auto` on CUDA in half precision."""
+    by_itself = base.device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+    return not base.derived.get(FAILED) and (wanted == "on" or (wanted == "auto" and by_itself))
+
+
+def _warn(base: SharedBase, what: str) -> None:
+    """Warn of what a base does without kernels, once for each reason."""
+    warned: set[str] = base.derived.setdefault(_REFUSED, set())
+    if what not in warned:
+        warned.add(what)
+        warnings.warn(f"engine.kernels: model {base.name!r} {what}", UserWarning, stacklevel=3)
+
+
+def _refusal(base: SharedBase) -> str | None:
+    """Return why kernels do not serve a device; None if they may."""
+    kind, device = base.device.type, base.device
+    if kind == "cpu" and not interpreted():
+        return "on a CPU they run in Triton's interpreter alone, TRITON_INTERPRET=1"
+    old = kind == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8,))
+    if kind == "mps" or old:
+        return "they need an NVIDIA GPU of compute capability 8.0 or newer"
+    if kind in ("cpu", "cuda") and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return None
+
+
+def _unserved(weights: LlamaWeights) -> str | None:
+    """Return why kernels do not serve the layers of a base; None if they do."""
+    base, d = weights.base, weights.description
+    if not d.family.kernels:
+        return f"they do not serve {base.model.config.model_type}"
+    if weights.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"they do not serve {weights.dtype}"
+    hidden, group = weights.layers[0].out.weight.shape[0], d.heads // d.kv_heads
+    if d.head_dim > MOST_HEAD_DIM or d.head_dim % 2 or group > MOST_GROUP or hidden > MOST_HIDDEN:
+        return (
+            f"they serve heads of up to {MOST_HEAD_DIM} features, groups of up to {MOST_GROUP} and "
+            f"{MOST_HIDDEN} hidden features, got {d.head_dim}, {group} and {hidden}"
+        )
+    return None
+
+
+def _unserved_ranks(fused: FusedForward) -> str | None:
+    """Return why kernels do not decode with the adapters of a rollout; None if they do."""
+    names = [name for name in fused.layout.adapters if name is not None]
+    rank = max((x.r.get(name, 0) for x in fused.layers.values() for name in names), default=0)
+    return f"they serve ranks of up to {MOST_RANK}, got {rank}" if rank > MOST_RANK else None
+
+
+def _unlearned(weights: LlamaWeights) -> str | None:
+    """Return why kernels decode with a base, and do not learn; None if they may."""
+    base, size = weights.base, weights.description.head_dim
+    if base.compiled is not None:
+        return "engine.compile is set"
+    if base.device.type == "cuda" and (weights.dtype == torch.float32 or size % 8):
+        return f"flash attention does not serve {weights.dtype} with heads of {size} features"
+    return None
+
+
 def differs(slots: AdapterSlots, adapters: Sequence[str | None]) -> str | None:
-    """Return by how much gradients differ, None if rounding explains it; found once per base."""
+    """Return how gradients by kernels differ by more than rounding, or what fails; None if neither.
+
+    They are compared once for a base, on two of the adapters.
+    """
     base = slots.base
     names = [name for name in adapters if name is not None][:2]
     known: dict[object, float] = base.derived.setdefault("kernels compared", {})
     key = base.device, base.dtype
-    if names and key not in known:
-        known[key] = apart(slots, names)
-    found, layers = known.get(key, 0.0), len(layers_of(base))
-    if found <= _MOST + _MOST_OF_A_LAYER * layers:
+    try:
+        if names and key not in known:
+            known[key] = _largest_difference(slots, names)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    difference = known.get(key, 0.0)
+    if difference <= _MOST + _MOST_OF_A_LAYER * len(layers_of(base)):
         return None
-    return f"gradients differ by {found:.0%} from those of torch's operations"
+    return f"gradients differ by {difference:.0%} from those of torch's operations"
 
 
-def apart(slots: AdapterSlots, names: Sequence[str]) -> float:
+def _largest_difference(slots: AdapterSlots, names: Sequence[str]) -> float:
     """Return the largest relative difference of a gradient of two adapters."""
     parameters = [p for name in names for p in slots.parameters(name)]
     before = [(p.detach().clone(), p.grad) for p in parameters]
+    device = slots.base.device
     try:
-        with (
-            own_generator(slots.base.device),
-            torch.autocast(slots.base.device.type, enabled=False),
-        ):
+        with own_generator(device), torch.autocast(device.type, enabled=False):
             generator = torch.Generator().manual_seed(0)
             for p in parameters:
                 noise = torch.randn(p.shape, generator=generator, device="cpu") * _NOISE
                 p.add_(noise.to(p))
-            ways = [_gradients(kind, slots, names) for kind in (KernelForward, LlamaForward)]
+            ours, theirs = (
+                _gradients(kind, slots, names) for kind in (KernelForward, LlamaForward)
+            )
     finally:
         for p, (value, grad) in zip(parameters, before, strict=True):
             p.data.copy_(value)
             p.grad = grad
-    sizes = torch.stack([theirs.norm() for theirs in ways[1]])
-    errors = torch.stack([(a - b).norm() for a, b in zip(*ways, strict=True)])
-    found = (errors / sizes.clamp(min=_LEAST * float(sizes.max()))).max()
-    return float(found.nan_to_num(float("inf")))
+    sizes = torch.stack([grad.norm() for grad in theirs])
+    errors = torch.stack([(a - b).norm() for a, b in zip(ours, theirs, strict=True)])
+    largest = (errors / sizes.clamp(min=_LEAST * float(sizes.max()))).max()
+    return float(largest.nan_to_num(float("inf")))
 
 
 def _gradients(kind: type[LlamaForward], slots: AdapterSlots, names: Sequence[str]) -> list[Tensor]:
@@ -100,126 +212,3 @@ def _gradients(kind: type[LlamaForward], slots: AdapterSlots, names: Sequence[st
     for p in owned:
         p.grad = None
     return [grad.float() for grad in grads]
-
-
-#: Bounds of the kernels.
-MOST_HEAD_DIM, MOST_GROUP, MOST_HIDDEN, MOST_RANK = 256, 16, 16384, 128
-_REFUSED = "kernels refused"
-
-
-def open_decoder(
-    weights: LlamaWeights, fused: FusedForward, columns: int, wanted: Kernels
-) -> LlamaDecoder | KernelDecoder:
-    """Return the decoder of a rollout, with kernels if they support the base and its device."""
-    base = weights.base
-    if not _expected(base, weights.dtype, wanted) or base.derived.get(FAILED):
-        return LlamaDecoder(weights, fused, columns)
-    reason = _refusal(base) or _unserved(weights, fused)
-    if reason is None:
-        return KernelDecoder(weights, fused, columns)
-    _say(base, reason)
-    return LlamaDecoder(weights, fused, columns)
-
-
-def open_learner(
-    slots: AdapterSlots, adapters: Sequence[str | None], *, recompute: bool
-) -> LlamaForward:
-    """Return the forward of an optimizer step, with kernels if they support the base."""
-    base = slots.base
-    weights = LlamaWeights.of(base, slots.layers)
-    if _expected(base, weights.dtype, base.kernels) and not base.derived.get(FAILED):
-        reason = _refusal(base) or _unlearned(weights) or _differs(slots, adapters)
-        if reason is None:
-            return KernelForward(slots, adapters, recompute=recompute)
-        _say(base, reason, "learns")
-    return LlamaForward(slots, adapters, recompute=recompute)
-
-
-def serves_head(base: SharedBase) -> bool:
-    """Return whether a kernel serves the head of a base; see `logprobs`."""
-    return _expected(base, base.dtype, base.kernels) and _refusal(base) is None
-
-
-def _expected(base: SharedBase, dtype: torch.dtype, wanted: Kernels) -> bool:
-    """Return whether kernels are to be tried: by `auto` on CUDA in half precision."""
-    by_itself = base.device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
-    return wanted == "on" or (wanted == "auto" and by_itself)
-
-
-def give_up_kernels(base: SharedBase, error: KernelError) -> None:
-    """Compute by torch's operations from now on: a kernel could not be compiled or launched."""
-    base.derived[FAILED] = True
-    base.head_kernels = False
-    _say(base, f"a kernel failed ({error})", "computes")
-
-
-def _say(base: SharedBase, reason: str, does: str = "decodes") -> None:
-    said: set[str] = base.derived.setdefault(_REFUSED, set())
-    if reason not in said:
-        said.add(reason)
-        warnings.warn(
-            f"engine.kernels: model {base.name!r} {does} by torch's operations: {reason}",
-            UserWarning,
-            stacklevel=3,
-        )
-
-
-def _refusal(base: SharedBase) -> str | None:
-    """Return why kernels do not serve a device; None if they may."""
-    kind, device = base.device.type, base.device
-    if kind == "cpu" and not interpreted():
-        return "on a CPU they run in Triton's interpreter alone, TRITON_INTERPRET=1"
-    old = kind == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8,))
-    if kind == "mps" or old:
-        return "they need an NVIDIA GPU of compute capability 8.0 or newer"
-    if kind in ("cpu", "cuda") and importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    return None
-
-
-def _unserved(weights: LlamaWeights, fused: FusedForward) -> str | None:
-    """Return why kernels do not decode with a base and adapters; None if they do."""
-    reason = _unserved_layers(weights)
-    names = [name for name in fused.layout.adapters if name is not None]
-    rank = max((one.r.get(n, 0) for one in fused.layers.values() for n in names), default=0)
-    if reason is None and rank > MOST_RANK:
-        return f"they serve ranks of up to {MOST_RANK}, got {rank}"
-    return reason
-
-
-def _unlearned(weights: LlamaWeights) -> str | None:
-    """Return why kernels do not learn with a base; None if they do."""
-    base, size = weights.base, weights.description.head_dim
-    if base.compiled is not None:
-        return "engine.compile is set"
-    if base.device.type == "cuda" and (weights.dtype == torch.float32 or size % 8):
-        return f"flash attention does not serve {weights.dtype} with heads of {size} features"
-    return _unserved_layers(weights)
-
-
-def _differs(slots: AdapterSlots, adapters: Sequence[str | None]) -> str | None:
-    """Return why kernels are not used on a GPU: other gradients or a failure; else None."""
-    if slots.base.device.type != "cuda":
-        return None
-    try:
-        return differs(slots, adapters)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-
-
-def _unserved_layers(weights: LlamaWeights) -> str | None:
-    """Return why kernels do not serve the layers of a base; None if they do."""
-    base, d = weights.base, weights.description
-    if not d.family.kernels:
-        return f"they do not serve {base.model.config.model_type}"
-    if weights.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"they do not serve {weights.dtype}"
-    hidden, group = weights.layers[0].out.weight.shape[0], d.heads // d.kv_heads
-    if d.head_dim > MOST_HEAD_DIM or d.head_dim % 2 or group > MOST_GROUP or hidden > MOST_HIDDEN:
-        return (
-            f"they serve heads of up to {MOST_HEAD_DIM} features, groups of up to {MOST_GROUP} and "
-            f"{MOST_HIDDEN} hidden features, got {d.head_dim}, {group} and {hidden}"
-        )
-    return None

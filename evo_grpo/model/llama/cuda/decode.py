@@ -425,8 +425,7 @@ class KernelDecoder:
                 *linears[1].of(attend(i, q)), rows.owners, x, *layer.norms[0], factor
             )
             inner = operators.gate_up(
-                *linears[2].of(normed), rows.tiles, linears[3].weight.shape[1],
-                d.activation != "silu",
+                *linears[2].of(normed), rows.tiles, linears[3].weight.shape[1], d.gelu
             )  # fmt: skip
             x, normed = operators.add_norm(
                 *linears[3].of(inner), rows.owners, x, *layer.norms[1], factor

@@ -138,7 +138,7 @@ class _Kept:
         x: Its input (M, H), and `normed` that normalized.
         joined: q, k and v side by side before their norms; None without norms.
         heads: q, keys and values, and the outputs of the heads.
-        sums: Log-sum-exps (heads, M), of the rests over prefixes too, and states of flash kernels.
+        attention: What `Segments.gradients` needs.
         middle: Input of the second half (M, H), and `middle_normed` that normalized.
         added: Inputs (M, H) of the norms after both halves; empty without such norms.
         both: Gate and up (M, 2 I).
@@ -149,7 +149,7 @@ class _Kept:
     normed: Tensor
     joined: Tensor | None
     heads: tuple[Tensor, Tensor, Tensor]
-    sums: tuple[Tensor, Tensor | None, list[Tensor]]
+    attention: list[Tensor]
     middle: Tensor
     middle_normed: Tensor
     added: list[Tensor]
@@ -181,7 +181,7 @@ class KernelForward(LlamaForward):
         return self._views.joined[base.names]
 
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
-        """See `TrainForward`."""
+        """See `ModuleForward.hidden_at`."""
         columns = ids.shape[1]
         if prefix is not None:
             columns = max(prefix.lengths) + prefix.rest.shape[1]
@@ -324,26 +324,21 @@ class _Batch:
             q,
             *kv,
         )
-        (mixed, sums, *states), more = self.segments[parts.window].attend(q, kv, d.scale)
-        if more:
-            operators.join_parts(more[0], mixed, sums, more[1])
-            states += more[2:]
+        mixed, attention = self.segments[parts.window].attend(q, kv, d.scale)
         y, low_out = out.forward(mixed.flatten(1), tiles)
         factor, unused = d.residual_multiplier, self.positions
         middle, middle_normed = operators.add_norm(
             *_finished(y), unused, x, *parts.norms[0], factor
         )
         both, low_gate_up = gate_up.forward(middle_normed, tiles)
-        inner = operators.gate_up(
-            *_finished(both), self.plain, both.shape[1] // 2, d.activation != "silu"
-        )
+        inner = operators.gate_up(*_finished(both), self.plain, both.shape[1] // 2, d.gelu)
         z, low_down = down.forward(inner, tiles)
         after, following = operators.add_norm(
             *_finished(z), unused, middle, *parts.norms[1], factor
         )
         kept = _Kept(
             x, normed, joined if parts.head_norms[0] is not None else None, (q, kv, mixed),
-            (sums, more[1] if more else None, states), middle, middle_normed,
+            attention, middle, middle_normed,
             [] if parts.norms[0][0] is None else [y, z], both,
             [low_qkv, low_out, low_gate_up, low_down],
         )  # fmt: skip
@@ -373,7 +368,7 @@ class _Batch:
 
         own = of_added(grad, 1)
         inner, d_low = down.gradients(own, tiles)
-        operators.glu_backward(d.activation != "silu", kept.both, inner)
+        operators.glu_backward(d.gelu, kept.both, inner)
         outer(down, d_low, inner, kept.lows[3], own)
         d_normed, d_low = gate_up.gradients(kept.both, tiles)
         outer(gate_up, d_low, kept.middle_normed, kept.lows[2], kept.both)
@@ -383,11 +378,9 @@ class _Batch:
         d_mixed, d_low = out.gradients(own, tiles)
         q, kv, mixed = kept.heads
         outer(out, d_low, mixed.flatten(1), kept.lows[1], own)
-        sums, more_sums, states = kept.sums
-        first, more = self.segments[parts.window].gradients(
-            d_mixed.view_as(mixed), q, kv, mixed, sums, more_sums, states, d.scale
+        (dq, dk, dv), more = self.segments[parts.window].gradients(
+            d_mixed.view_as(mixed), q, kv, mixed, kept.attention, d.scale
         )
-        dq, dk, dv = first
         joined = operators.qkv_backward(
             dq, dk, dv, more, self.places if more else None, kept.joined, self.positions,
             *self.turns[parts.table],

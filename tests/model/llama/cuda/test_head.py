@@ -11,6 +11,7 @@ from evo_grpo.model.llama.cuda import operators
 from evo_grpo.model.logprobs import linear_logprobs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [pytest.mark.kernels] if INTERPRETED else []
 #: Largest difference over the largest number.
 APART = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -41,20 +42,9 @@ def states(rows=7, size=24, vocabulary=300, heat=3.0):
     return hidden, weight, targets, torch.rand(rows, generator=generator) + 0.5
 
 
-@pytest.mark.kernels
-@pytest.mark.parametrize("of_entropies", [True, False])
-@pytest.mark.parametrize("dtype", APART, ids=str)
-def test_the_kernel_gives_what_torch_does(dtype, of_entropies):
-    same(dtype, of_entropies)
-
-
 @pytest.mark.parametrize("of_entropies", [True, False])
 @pytest.mark.parametrize("dtype", APART, ids=str)
 def test_values_and_gradients_are_those_of_torch(dtype, of_entropies):
-    same(dtype, of_entropies)
-
-
-def same(dtype, of_entropies):
     given = states()
     ours = computed(given, dtype, kernels=True, of_entropies=of_entropies)
     # In half precision both have the logits that a product in it gives.

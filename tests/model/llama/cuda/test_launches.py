@@ -62,12 +62,3 @@ def test_one_kernel_and_no_operation_of_torch(name, monkeypatch):
     two = {"draw": ["weigh_blocks", "draw_token"], "attend_splits": ["attend", "join_splits"]}
     assert launched.names == two.get(name, [name])
     assert set(operations.names) <= FREE
-
-
-def test_a_second_operation_is_seen(monkeypatch):
-    launched, operations = Launches(), Operations()
-    monkeypatch.setattr(operators, "_kernels", lambda: launched)
-    launch = operators.LAUNCHES["attend"]
-    monkeypatch.setitem(operators.LAUNCHES, "attend", lambda *args: launch(*args).contiguous() * 2)
-    case_of("attend", 3).run(_Inside(operations))
-    assert not set(operations.names) <= FREE

@@ -130,51 +130,38 @@ class NormGroup:
         return joined[:, self.start : self.stop].unflatten(-1, self.weight.shape)
 
 
-class SwiGlu(torch.autograd.Function):
-    """silu(gate) * up (arXiv:2002.05202) of gate and up side by side."""
+class Glu(torch.autograd.Function):
+    """SiLU or GELU (by its tanh) of gate, times up (arXiv:2002.05202), of both side by side."""
 
     @staticmethod
-    def forward(ctx: Context, both: Tensor) -> Tensor:
+    def forward(ctx: Context, both: Tensor, gelu: bool) -> Tensor:
         """Compute (..., I) from both (..., 2 I)."""
         gate, up = both.chunk(2, dim=-1)
-        active = torch.nn.functional.silu(gate)
-        # Keep the sigmoid: its exponential costs more than the memory; the modules keep it too.
+        active = _activated(gate, gelu)
+        # Keep the activated gate: an exponential costs more than memory; the modules keep it too.
         ctx.save_for_backward(both, active)
+        ctx.gelu = gelu
         return active * up
 
     @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
         """Write both halves of the gradient over the input, which is not used elsewhere."""
         both, active = ctx.saved_tensors
         (grad,) = grads
         gate, up = both.chunk(2, dim=-1)
         d_active = grad * up
         torch.mul(grad, active, out=up)
-        torch.ops.aten.silu_backward.grad_input(d_active, gate, grad_input=gate)
-        return (both,)
+        if ctx.gelu:
+            gate.copy_(torch.ops.aten.gelu_backward(d_active, gate, approximate="tanh"))
+        else:
+            torch.ops.aten.silu_backward.grad_input(d_active, gate, grad_input=gate)
+        return both, None
 
 
-class GeGlu(torch.autograd.Function):
-    """gelu(gate) * up by the tanh of GELU (arXiv:2002.05202), of gate and up side by side."""
-
-    @staticmethod
-    def forward(ctx: Context, both: Tensor) -> Tensor:
-        """Compute (..., I) from both (..., 2 I)."""
-        gate, up = both.chunk(2, dim=-1)
-        active = torch.nn.functional.gelu(gate, approximate="tanh")
-        ctx.save_for_backward(both, active)
-        return active * up
-
-    @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor]:
-        """Write both halves of the gradient over the input, which is not used elsewhere."""
-        both, active = ctx.saved_tensors
-        (grad,) = grads
-        gate, up = both.chunk(2, dim=-1)
-        d_active = grad * up
-        torch.mul(grad, active, out=up)
-        gate.copy_(torch.ops.aten.gelu_backward(d_active, gate, approximate="tanh"))
-        return (both,)
+def _activated(gate: Tensor, gelu: bool, *, in_place: bool = False) -> Tensor:
+    if gelu:
+        return torch.nn.functional.gelu(gate, approximate="tanh")
+    return torch.nn.functional.silu(gate, inplace=in_place)
 
 
 class Rotate(torch.autograd.Function):
@@ -327,20 +314,12 @@ def rms_norm_backward(
     return grad.to(x.dtype) if out is None else out.copy_(grad)
 
 
-def swi_glu(both: Tensor) -> Tensor:
-    """Return silu(gate) * up of (..., 2 I); without a gradient it overwrites the input."""
+def glu(both: Tensor, *, gelu: bool) -> Tensor:
+    """Apply `Glu` to (..., 2 I); without a gradient it may overwrite the input."""
     if both.requires_grad:
-        return SwiGlu.apply(both)
+        return Glu.apply(both, gelu)
     gate, up = both.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate, inplace=True).mul_(up)
-
-
-def ge_glu(both: Tensor) -> Tensor:
-    """Return gelu(gate) * up of (..., 2 I), by the tanh of GELU."""
-    if both.requires_grad:
-        return GeGlu.apply(both)
-    gate, up = both.chunk(2, dim=-1)
-    return torch.nn.functional.gelu(gate, approximate="tanh").mul_(up)
+    return _activated(gate, gelu, in_place=True).mul_(up)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor | None, *, out: Tensor | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """Each function against the plain operations it stands for, values and gradients."""
 
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import tiny
@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from evo_grpo.model.forward.stacks import make_chunks
 from evo_grpo.model.llama.adapter_views import JoinedAdapters, Part
-from evo_grpo.model.llama.kernels import LoraLinear, RmsNorm, Rotate, Span, SwiGlu, linear
+from evo_grpo.model.llama.functions import Glu, LoraLinear, RmsNorm, Rotate, Span
 
 
 def one_part(a, b, scale=None):
@@ -59,10 +59,12 @@ def test_rms_norm_of_a_zero_row_is_zero_and_has_a_finite_gradient():
     assert torch.isfinite(x.grad).all()
 
 
-def test_swiglu():
+@pytest.mark.parametrize("gelu", [False, True])
+def test_glu(gelu):
+    active = partial(functional.gelu, approximate="tanh") if gelu else functional.silu
     compare(
-        SwiGlu.apply,
-        lambda both: functional.silu(both[..., :6]) * both[..., 6:],
+        lambda both: Glu.apply(both, gelu),
+        lambda both: active(both[..., :6]) * both[..., 6:],
         tiny.noise((2, 3, 12), 3),
     )
 
@@ -151,57 +153,6 @@ def test_lora_linear(counts, bias, residual):
     )
 
 
-def test_lora_linear_of_two_spans_is_that_of_each():
-    counts = ((1, 2), (3, 1))
-    weight = tiny.noise((5, 6), 1)
-    a, b = tiny.noise((2, 3, 6), 2), tiny.noise((2, 5, 3), 3)
-    x, grad = tiny.noise((3 * 4 + 4 * 2, 6), 4), tiny.noise((20, 5), 5)
-    first = Span(0, 3, 4, make_chunks(counts[0], 4, 16, CPU), NO_TABLE, NO_TABLE)
-    then = Span(12, 4, 2, make_chunks(counts[1], 2, 16, CPU), NO_TABLE, NO_TABLE)
-    results = []
-    for spans in ((first, then), (first,), (replace(then, start=0),)):
-        part = slice(12, 20) if spans[0].rows == 4 else slice(0, spans[-1].stop)
-        own = [t.clone().requires_grad_() for t in (x[part], a, b)]
-        y = LoraLinear.apply(own[0], None, weight, None, spans, one_part(*own[1:]), *own[1:])
-        (y * grad[part]).sum().backward()
-        results.append([y, *(t.grad for t in own)])
-    both, one, two = results
-    torch.testing.assert_close(both[0], torch.cat([one[0], two[0]]))
-    torch.testing.assert_close(both[1], torch.cat([one[1], two[1]]))
-    for i in (2, 3):
-        torch.testing.assert_close(both[i], one[i] + two[i])
-
-
-# As one product with zeros, and each apart.
-@pytest.mark.parametrize("ranks", [(2, 3), (17, 16)])
-def test_lora_linear_of_joined_parts_is_that_of_each(ranks):
-    span = Span(0, 4, 3, make_chunks((3, 1), 3, 16, CPU), NO_TABLE, NO_TABLE)
-    parts = (Part("one", 0, ranks[0], 0, 5), Part("two", ranks[0], ranks[1], 9, 4))
-    weight, grad = tiny.noise((13, 6), 1), tiny.noise((12, 13), 2)
-    x, a = tiny.noise((12, 6), 3), tiny.noise((2, sum(ranks), 6), 4)
-    b = [tiny.noise((2, part.size, part.rank), 5 + i) for i, part in enumerate(parts)]
-    scale = tiny.noise((2, sum(ranks)), 9)
-    own = [t.clone().requires_grad_() for t in (x, a, *b)]
-    adapters = JoinedAdapters(own[1], tuple(own[2:]), scale, parts, 13)
-    y = LoraLinear.apply(own[0], None, weight, None, (span,), adapters, *own[1:])
-    (y * grad).sum().backward()
-    expected = x @ weight.T
-    d_x = grad @ weight
-    for i, part in enumerate(parts):
-        rows, columns = part.rows, part.columns
-        alone = [t.clone().requires_grad_() for t in (x, a[:, rows].contiguous(), b[i])]
-        lone = one_part(*alone[1:], scale[:, rows])
-        nothing = torch.zeros(part.size, 6)
-        delta = LoraLinear.apply(alone[0], None, nothing, None, (span,), lone, *alone[1:])
-        (delta * grad[:, columns]).sum().backward()
-        expected[:, columns] += delta.detach()
-        d_x = d_x + alone[0].grad
-        torch.testing.assert_close(own[1].grad[:, rows], alone[1].grad)
-        torch.testing.assert_close(own[2 + i].grad, alone[2].grad)
-    torch.testing.assert_close(y.detach(), expected)
-    torch.testing.assert_close(own[0].grad, d_x)
-
-
 def test_lora_linear_leaves_out_the_gradient_nobody_wants():
     spans = (Span(0, 4, 3, make_chunks((2, 2), 3, 16, CPU), NO_TABLE, NO_TABLE),)
     x, weight = tiny.noise((12, 6), 1), tiny.noise((5, 6), 2)
@@ -211,12 +162,3 @@ def test_lora_linear_leaves_out_the_gradient_nobody_wants():
     assert x.grad is None
     assert a.grad is not None
     assert b.grad is not None
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_linear_adds_the_residual(bias):
-    x, old, weight = tiny.noise((6, 4), 1), tiny.noise((6, 5), 2), tiny.noise((5, 4), 3)
-    shift = tiny.noise((5,), 4) if bias else None
-    torch.testing.assert_close(
-        linear(x, old, weight, shift), old + functional.linear(x, weight, shift)
-    )

@@ -33,7 +33,7 @@ from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.stacks import make_chunks
 from evo_grpo.model.llama.attention import Attention
 from evo_grpo.model.llama.families import LayerKind, describe
-from evo_grpo.model.llama.kernels import Span, linear
+from evo_grpo.model.llama.functions import Span, linear
 from evo_grpo.model.llama.train import attention_of, normalized, normalized_heads, run_layer
 from evo_grpo.model.llama.weights import (
     JoinedLayer,
