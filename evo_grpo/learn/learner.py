@@ -127,7 +127,8 @@ class Learner:
                 filtered, without a generated token, or of advantage 0 if no loss term acts without
                 one), failed (1 if a gradient was not finite and its step was not taken).
         """
-        self.base.check_row(max((len(r.token_ids) for b in batches for r in b.rows), default=0))
+        longest = max((len(r.token_ids) for b in batches for r in b.rows), default=0)
+        self.base.row_limit.check(longest)
         given = [len(b.rows) for b in batches]
         batches = [replace(b, rows=filter_and_whiten(b.rows, self.algorithm)) for b in batches]
         for agent, batch in zip(agents, batches, strict=True):
