@@ -121,7 +121,8 @@ class Learner:
             sampler_gap if no row has sampler log-probs; failed is 1 if a gradient was not finite
             and its step was not taken.
         """
-        self.base.check_row(max((len(r.token_ids) for b in batches for r in b.rows), default=0))
+        longest = max((len(r.token_ids) for b in batches for r in b.rows), default=0)
+        self.base.row_limit.check(longest)
         row_counts = [len(b.rows) for b in batches]
         batches = [replace(b, rows=filter_and_whiten(b.rows, self.algorithm)) for b in batches]
         for agent, batch in zip(agents, batches, strict=True):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from evo_grpo.errors import ConfigError, ModelError, ShapeError
+from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs, module_logprobs
 from evo_grpo.model.origin import is_plain_linear
@@ -27,9 +25,7 @@ from evo_grpo.model.quantized import (
     quantization_keywords,
     use_plain_products,
 )
-from evo_grpo.model.refusal import unchanged_if_refused
-from evo_grpo.model.rotary import hold_frequencies, switch_length
-from evo_grpo.model.sparse import beyond, remedy, selection_length
+from evo_grpo.model.row_limit import RowLimit
 from evo_grpo.sources import resolve
 from evo_grpo.working import working
 
@@ -100,8 +96,7 @@ class SharedBase:
         self.entry: Callable[..., Tensor] = self._trunk_states
         #: A context in which the weights are whole; None if one process cannot gather them.
         self.gathered: Callable[[], AbstractContextManager[None]] | None = nullcontext
-        with unchanged_if_refused(model):
-            self._settle(model)
+        self._settle(model)
 
     def _settle(self, model: Any) -> None:  # noqa: ANN401 -- as for the constructor
         """Freeze the model, find its parts, and check what it computes."""
@@ -118,21 +113,18 @@ class SharedBase:
             getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0)
         )
         self.softcap = next((float(v) for n in _SOFT_CAPS if (v := getattr(config, n, None))), 0.0)
-        self.context_length = next((int(n) for c in _CONTEXTS if (n := getattr(config, c, 0))), 0)
+        positions = next((int(n) for c in _CONTEXTS if (n := getattr(config, c, 0))), 0)
+        self.row_limit = RowLimit(self.trunk, self.name, positions)
         self.vocabulary = int(self.head.weight.shape[0])
-        #: Row length up to which sparse attention selects all tokens; None for other attention.
-        self.selection = selection_length(self.trunk, self.name)
-        self._positions = self.context_length
-        if self.selection is not None:
-            self.context_length = min(self.context_length or self.selection, self.selection)
-        self._longest = self.context_length
-        #: Row length up to which the rotary frequencies are constant; None without a limit.
-        self.switch = switch_length(self.trunk)
-        self.hold_context(None)
         self._features = _linear_features(self.trunk)
         self._check_ids()
         #: Layout of the inputs of each linear layer, by name; see `watch_linear_inputs`.
         self.linear_inputs = self._check_forward()
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest row; 0 without a limit."""
+        return self.row_limit.longest
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -183,53 +175,6 @@ class SharedBase:
         base = cls(model, tokenizer, name)
         base.quantization = quantization
         return base
-
-    def hold_context(self, longest: int | None) -> None:
-        """Fix the greatest length of rows if rotary frequencies depend on it; see `model.rotary`.
-
-        `longest` is the requested number of tokens of prompt and completion; None takes the
-        greatest length with the frequencies for short rows.
-        """
-        if self.switch is None:
-            return
-        beyond = longest is not None and longest > self.switch
-        held = self._longest if beyond else min(self.switch, self._longest or self.switch)
-        self.context_length = held
-        hold_frequencies(self.trunk, self.context_length)
-
-    def settle_context(self, longest: int | None) -> None:
-        """Call `hold_context`, and warn if it shortens the context and `longest` is None."""
-        self.hold_context(longest)
-        if longest is None and self.context_length < self._longest:
-            warnings.warn(
-                f"model {self.name!r}: prompt and completion have up to {self.context_length} "
-                "tokens, beyond which its rotary frequencies would change for all rows at once; "
-                "set algorithm.max_model_len (a larger one takes those of long rows for all)",
-                UserWarning,
-                stacklevel=5,
-            )
-        asked = longest or self._positions or math.inf
-        if self.selection is not None and self.selection < asked:
-            warnings.warn(
-                f"model {self.name!r}: prompt and completion have up to {self.context_length} "
-                f"tokens: {beyond(self.selection)}; {remedy(self.selection)}",
-                UserWarning,
-                stacklevel=5,
-            )
-
-    def check_row(self, tokens: int) -> None:
-        """Raise ShapeError for a row so long that the model computes its prefixes differently."""
-        if self.selection is not None and tokens > self.selection:
-            raise ShapeError(
-                f"model {self.name!r}: expected rows of up to {self.selection} tokens, got "
-                f"{tokens}: {beyond(self.selection)}; {remedy(self.selection)}"
-            )
-        if self.switch is not None and tokens > self.context_length:
-            raise ShapeError(
-                f"model {self.name!r}: expected rows of up to {self.context_length} tokens, for "
-                f"which its rotary frequencies are set, got {tokens}; set algorithm.max_model_len "
-                f"above {self.switch} if the model supports longer rows"
-            )
 
     @property
     def device(self) -> torch.device:

@@ -26,7 +26,6 @@ from evo_grpo.model.llama.cuda.choice import serves_head
 from evo_grpo.model.loading import pick_device
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.load import take_over, trainable
-from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.model.sharding import ShardedLayers
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.starting import (
@@ -232,10 +231,9 @@ def build_cohort(
 def build_agents(
     settings: AgentSettings, objects: Objects, size: int, init: Start
 ) -> tuple[Cohort, tuple[Slot, ...]]:
-    """Build a base and N agents from objects; a model that is refused stays unchanged."""
-    with unchanged_if_refused(objects.model):
-        cohort, start = build_cohort(settings, objects)
-        return cohort, add_agents(cohort, size, init, start)
+    """Build a base and N agents from objects."""
+    cohort, start = build_cohort(settings, objects)
+    return cohort, add_agents(cohort, size, init, start)
 
 
 def add_agents(

@@ -14,7 +14,6 @@ from evo_grpo.envs.resolve import named_task
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.lora.configs import read_config as read_adapter_config
 from evo_grpo.model.lora.load import trainable
-from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.population.ranks.team import Team, is_one_of_several
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.record.files import reading
@@ -173,14 +172,13 @@ class FromPython:
             place = inside(folder, str(rounds[-1].agents[0].checkpoint)) / "actor"
             objects = replace(objects, lora=trainable(read_adapter_config(place)))
         check_explorer(self.round_settings(config).explorer, agents)
-        with unchanged_if_refused(objects.model):
-            cohort, start = build_cohort(agents, objects)
-            slots: Sequence[Slot] = tuple(a.agent for a in rounds[0].agents) if rounds else ()
-            if slots:  # not 0, 1, ... if the population was a part of another one
-                made = add_agents(cohort, max(slots) + 1, "same", start)
-            else:
-                population = config.population
-                slots = made = add_agents(cohort, population.size, population.init, start)
+        cohort, start = build_cohort(agents, objects)
+        slots: Sequence[Slot] = tuple(a.agent for a in rounds[0].agents) if rounds else ()
+        if slots:  # not 0, 1, ... if the population was a part of another one
+            made = add_agents(cohort, max(slots) + 1, "same", start)
+        else:
+            population = config.population
+            slots = made = add_agents(cohort, population.size, population.init, start)
         for slot in sorted(set(made) - set(slots)):
             cohort.remove(slot)
         env = environment_for(cohort, config.env if self.env is None else self.env)

@@ -206,9 +206,9 @@ def _compare(
     if adapters == "default":
         result.prompts = engine.ability.value
         result.targets = f"{len(slots.layers)} of {len(slots.base.linear_inputs)}"
-        if slots.base.selection is not None:
-            _refuses_beyond(slots, engine, slots.base.selection)
-            result.notes.append(f"rows of up to {slots.base.selection} tokens")
+        if slots.base.row_limit.selection is not None:
+            _refuses_beyond(slots, engine, slots.base.row_limit.selection)
+            result.notes.append(f"rows of up to {slots.base.row_limit.selection} tokens")
     for checkpointing in (False, True):
         how = "checkpointed" if checkpointing else "plain"
         logprobs, gradients = _learn(slots, reference, checkpointing=checkpointing)
@@ -228,7 +228,7 @@ def _refuses_beyond(slots: AdapterSlots, engine: NativeEngine, longest: int) -> 
     asked = RolloutRequest(0, "a0", [prompt], 1, Sampling(max_output_tokens=1), 1)
     for what, ask in (
         ("sampled", lambda: engine.rollout([asked])),
-        ("learned", lambda: slots.base.check_row(longest + 1)),
+        ("learned", lambda: slots.base.row_limit.check(longest + 1)),
     ):
         try:
             ask()

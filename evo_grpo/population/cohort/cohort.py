@@ -75,7 +75,7 @@ class Cohort:
     ) -> None:
         self.base = base
         self.settings = settings
-        base.settle_context(settings.algorithm.max_model_len)
+        base.row_limit.settle(settings.algorithm.max_model_len)
         self.objects = tuple(objects)
         self.hp_config = settings.search_space()
         self.seed = settings.seed
