@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from evo_grpo import run, study_of
 from evo_grpo.cli.commands import app
-from evo_grpo.settings import storage as storages
+from evo_grpo.settings import record as storages
 
 SERVER = "postgresql+psycopg://evo@127.0.0.1:1/evo"
 

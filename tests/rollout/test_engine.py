@@ -37,7 +37,7 @@ def test_a_name_in_the_table_is_an_engine(name):
 DECLARATION = """
 from evo_grpo.schema.problems import Problem
 from evo_grpo.settings.engines.declaration import RolloutSettings
-from evo_grpo.settings.engines.memory import Part
+from evo_grpo.settings.engines.declaration import Part
 
 
 class ToySettings(RolloutSettings):

@@ -5,7 +5,7 @@ import pytest
 from evo_grpo import GRPO
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.settings import RecordConfig, from_dict, load, to_yaml
-from evo_grpo.settings import storage as storages
+from evo_grpo.settings import record as storages
 
 SECRET = "hunter2"
 MINIMAL = {"model": "tiny-sums", "env": "sums"}

@@ -14,7 +14,7 @@ from evo_grpo.learn.objective.losses import LossConfig, token_terms
 from evo_grpo.schema.hparams import AgentFields
 from evo_grpo.settings import WithoutEffect, from_dict, warnings
 from evo_grpo.settings.keywords import agent_settings
-from evo_grpo.settings.without_effect import Seen, algorithm_rows, without_effect
+from evo_grpo.settings.without_effect import KnownSettings, algorithm_rows, without_effect
 
 ONE_STEP = {"update_epochs": 1, "batch_size": None}
 SHAPED = {"kl_shaping": True, "beta": 0.3}
@@ -75,7 +75,7 @@ def settings_of(given):
 
 def seen(given, **more):
     settings = settings_of(given)
-    return Seen(
+    return KnownSettings(
         settings.algorithm,
         settings.search_space(),
         settings.engine,

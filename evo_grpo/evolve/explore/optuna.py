@@ -62,6 +62,7 @@ class OptunaExploration(Group):
     """
 
     copies_only: ClassVar[bool] = True
+    one_goal: ClassVar[bool] = True  # a trial has one value
     kind: Literal["optuna"] = setting("optuna", "A sampler of Optuna proposes values for copies.")
     sampler: Annotated[str, AfterValidator(_known)] = setting(
         "TPESampler", "A class of `optuna.samplers`."

@@ -5,7 +5,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.rank import rank
@@ -29,6 +29,7 @@ class ParetoSelection(Group):
     objective are the ends of the front: explorations leave them unchanged.
     """
 
+    several_goals: ClassVar[bool] = True  # it needs `evolve.fitness.objectives`
     kind: Literal["pareto"] = setting(
         "pareto", "The agents that no other dominates stay, and are copied over dominated ones."
     )
