@@ -19,7 +19,7 @@ FILE = "sqlite"
 """The value for a SQLite file in the run folder."""
 EXPECTED = (
     "null, sqlite, sqlite:///PATH, or postgresql+psycopg://USER@HOST:PORT/DATABASE without a "
-    "password"
+    "password, which PGPASSWORD in the environment or ~/.pgpass has"
 )
 
 # Stricter than SQLAlchemy's parser, so that no part can hold a password: with one more character,
@@ -31,28 +31,21 @@ _SERVER = re.compile(
     r"/[^:/@?#\s{}]+"
     r"(?:\?(?P<query>[^@#\s{}]*))?"
 )
-_SQLITE = re.compile(r"sqlite:///[^?#{}]+")
-_PASSWORD = re.compile(r"//[^@]*:[^@/]*@|//[^@/]*:[^@]*@")
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-#: libpq's parameter for the path of a password file, which is not a password.
-_PASSFILE = "passfile"
+_SQLITE = re.compile(r"sqlite:///(?!:|file:)[^?#{}]+")
 
 
 def check_storage(value: object) -> object:
     """Validate a value of `record.storage`; no message repeats a password in a URL."""
-    if value is None or value == FILE:
+    text = value if isinstance(value, str) else ""
+    server, sqlite = _SERVER.fullmatch(text), _SQLITE.fullmatch(text)
+    query = parse_qsl((server and server["query"]) or "", keep_blank_values=True)
+    # passfile is libpq's path of a file of passwords.
+    secret = any("pass" in name.lower() and name.lower() != "passfile" for name, _ in query)
+    if value is None or value == FILE or sqlite or (server and not secret):
         return value
-    if isinstance(value, str):
-        if _has_password(value):
-            raise Problems.one(
-                "expected a URL without a password, which would be written to logs and run "
-                "folders; leave it out, and set PGPASSWORD in the environment, or use ~/.pgpass"
-            )
-        if _SQLITE.fullmatch(value) and not value.startswith(("sqlite:///:", "sqlite:///file:")):
-            return value
-        if _SERVER.fullmatch(value):
-            return value
-    raise Problems.one(f"expected {EXPECTED}, got {_masked(value)}")
+    plain = isinstance(value, str | int | float) and not set("@=:/?") & set(str(value))
+    got = shown(value) if plain else "what may hold a password, so it is not shown"
+    raise Problems.one(f"expected {EXPECTED}, got {got}")
 
 
 def is_url(storage: str | None) -> bool:
@@ -72,21 +65,6 @@ def missing_driver(reason: str) -> EngineUnavailable:
         f"record.storage: a PostgreSQL server needs the package psycopg ({reason}): pip install "
         '"evo-grpo[postgres]"'
     )
-
-
-def _has_password(url: str) -> bool:
-    if _PASSWORD.search(url):
-        return True
-    names = [name.lower() for name, _ in parse_qsl(url.partition("?")[2], keep_blank_values=True)]
-    return any("pass" in name and name != _PASSFILE for name in names)
-
-
-def _masked(value: object) -> str:
-    """Return the value for a message; of one that may hold a password, only the scheme."""
-    if isinstance(value, str | int | float) and not any(sign in str(value) for sign in "@=:/?"):
-        return shown(value)
-    scheme = _SCHEME.match(value) if isinstance(value, str) else None
-    return f"another URL that begins with {scheme[0]}" if scheme else "what may hold a password"
 
 
 Retention = Annotated[

@@ -21,13 +21,6 @@ def made(tmp_path_factory):
     return run(small(population__rounds=2), out=tmp_path_factory.mktemp("made") / "run")
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def evo(*arguments):
     return CliRunner().invoke(app, list(map(str, arguments)))
 
