@@ -12,7 +12,6 @@ from evo_grpo.errors import (
     EngineUnavailable,
     EvoGrpoError,
     RunDirError,
-    RunFailedError,
 )
 from evo_grpo.escaping import MESSAGE_CHARACTERS, error_text, printable, printable_lines, shorten
 from evo_grpo.schema.problems import Problem, Problems
@@ -49,10 +48,6 @@ def test_nothing_is_left_that_a_screen_obeys_and_a_second_time_changes_nothing(t
     once.encode()  # a lone surrogate could not be
 
 
-def test_lines_stay_lines():
-    assert printable_lines("a\x1b\n\tb\n") == "a\\x1b\n\\tb\n"
-
-
 def test_the_message_of_an_exception_is_one_line_of_bounded_length():
     assert error_text(ValueError("bad\n\x1b[2J")) == r"ValueError: bad\n\x1b[2J"
     assert len(error_text(ValueError("a" * 10_000))) == MESSAGE_CHARACTERS
@@ -68,16 +63,6 @@ def test_a_value_in_a_message_is_escaped_whatever_its_repr():
     assert shown(Rude()) == r"rude\x1b[2J\u202e"
 
 
-@pytest.mark.parametrize(
-    "kind", [EvoGrpoError, ConfigError, RunDirError, CheckpointError, RunFailedError]
-)
-def test_every_error_of_ours_is_one_line(kind):
-    assert str(kind("here\x1b[31m: no\nerror: all is well")) == (
-        r"here\x1b[31m: no\nerror: all is well"
-    )
-    assert str(EngineUnavailable("a\nb")) == r"a\nb"
-
-
 def test_several_problems_have_a_line_each_and_no_more():
     found = Problems(
         Problem(("a\nb",), "unknown\x1b"), Problem(("c",), "missing"), source="x\u202e.yaml"
@@ -88,3 +73,6 @@ def test_several_problems_have_a_line_each_and_no_more():
         "  c: missing",
     ]
     assert str(Problems(Problem(("a",), "b\nc"))) == r"a: b\nc"
+    assert printable_lines("a\x1b\n\tb\n") == "a\\x1b\n\\tb\n"
+    for kind in (EvoGrpoError, ConfigError, RunDirError, CheckpointError, EngineUnavailable):
+        assert str(kind("here\x1b[31m: no\nerror: well")) == r"here\x1b[31m: no\nerror: well"

@@ -57,6 +57,8 @@ def same(first, second):
 @pytest.mark.parametrize("level", ["sequence", "token"])
 def test_it_learns(level):
     made = trainer(level=level)
+    first = trainer().step(PROMPTS)
+    assert (first.step, first.kl, first.total_loss) == (0, 0.0, first.policy_loss)
     frozen = copy.deepcopy(made.ref_model)
     last = made.train(PROMPTS, n_epochs=40)
     rewards = [m.average_reward for m in made.history]
@@ -66,13 +68,6 @@ def test_it_learns(level):
     assert last["mean_reward"] == rewards[-1]
     assert same(made.ref_model, frozen)
     assert made.history[-1].kl > 0
-
-
-def test_the_kl_starts_at_exactly_zero():
-    first = trainer().step(PROMPTS)
-    assert first.kl == 0.0
-    assert first.total_loss == first.policy_loss
-    assert first.step == 0
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -199,62 +194,68 @@ def test_save_and_load(tmp_path):
     assert other.step(PROMPTS).step == 3
 
 
-def test_an_untrained_model_saves_and_loads(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors", None, r"expected model\.safetensors"),
+        ("model.safetensors", b"{}", "safetensors"),
+        ("history.jsonl", None, "history"),
+        ("history.jsonl", b'{"step": 0, "aver', r"expected model\.safetensors"),
+        ("wide", None, "those of another model"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(name, content, message, tmp_path):
     made = trainer()
     made.save(tmp_path)
-    made.load(tmp_path)
+    if name == "wide":
+        wide = Tiny(hidden=20)
+        GRPO(wide, copy.deepcopy(wide), threes).save(tmp_path)
+    elif content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content)
+    before = copy.deepcopy(made.model)
+    with pytest.raises(CheckpointError, match=f"checkpoint .*{message}"):
+        made.load(tmp_path)
+    assert same(made.model, before)
     assert made.history == []
 
 
-def test_a_file_in_place_of_the_folder_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"^save: path: expected a folder .*a file; choose"):
-        trainer().save(tmp_path / "file")
+class Broken(Tiny):
+    """Returns something else than logits, or logits that are no numbers."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, ids):
+        return self.change(super().forward(ids))
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
-    made = trainer()
-    with pytest.raises(CheckpointError, match=r"expected model\.safetensors"):
-        made.load(tmp_path)
-    wide = Tiny(hidden=20)
-    GRPO(wide, copy.deepcopy(wide), threes).save(tmp_path)
-    before = copy.deepcopy(made.model)
-    with pytest.raises(CheckpointError, match="those of another model"):
-        made.load(tmp_path)
-    assert same(made.model, before)
-
-
-@pytest.mark.parametrize("damage", ["weights", "history missing", "history cut"])
-def test_a_damaged_checkpoint_is_refused_and_changes_nothing(damage, tmp_path):
-    made = trainer()
-    made.train(PROMPTS, n_epochs=2)
-    made.save(tmp_path)
-    weights, history = tmp_path / "model.safetensors", tmp_path / "history.jsonl"
-    if damage == "weights":
-        weights.write_bytes(weights.read_bytes()[:100])
-    elif damage == "history missing":
-        history.unlink()
-    else:
-        history.write_text(history.read_text()[:-20])
-    other = trainer()
-    before = copy.deepcopy(other.model)
-    with pytest.raises(CheckpointError, match=r"checkpoint .*(safetensors|history)"):
-        other.load(tmp_path)
-    assert same(other.model, before)
-    assert other.history == []
+NAN = float("nan")
 
 
 @pytest.mark.parametrize(
-    ("returned", "what"),
-    [([1.0], "got 1"), ([float("nan")] * 16, "nan"), ([float("inf")] * 16, "inf")],
+    ("change", "returned", "error", "message"),
+    [
+        (None, [1.0], RewardError, "(?s)reward_fn 'rewards'.*16 finite numbers.*got 1"),
+        (None, [NAN] * 16, RewardError, "(?s)reward_fn 'rewards'.*16 finite numbers.*nan"),
+        (None, ["good"] * 16, ShapeError, "^reward_fn 'rewards': expected numbers, .*'good'"),
+        (lambda x: x * NAN, [1.0, 2.0] * 8, RunFailedError, "expected a finite loss and gradient"),
+        (lambda x: (x, None), [1.0] * 16, ShapeError, r"logits \(B, T, V\).*got tuple"),
+        (lambda x: x[0], [1.0] * 16, ShapeError, r"model Broken: expected .*got \(3, 8\)"),
+    ],
 )
-def test_a_bad_reward_function_is_named(returned, what):
-    def odd_reward(completions, prompts):
+def test_a_reward_function_or_a_model_that_returns_something_else_changes_nothing(
+    change, returned, error, message
+):
+    def rewards(completions, prompts):
         return returned
 
-    made = trainer(odd_reward)
+    model = Tiny() if change is None else Broken(change)
+    made = GRPO(model, Tiny(), rewards, 8)
     before = copy.deepcopy(made.model)
-    with pytest.raises(RewardError, match=f"(?s)odd_reward.*16 finite numbers.*{what}"):
+    with pytest.raises(error, match=message):
         made.step(PROMPTS)
     assert same(made.model, before)
     assert made.history == []
@@ -284,37 +285,6 @@ def test_values_out_of_range_are_named(given, message):
         trainer(**given)
 
 
-class Broken(Tiny):
-    """Returns something else than logits, or logits that are no numbers."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.change = change
-
-    def forward(self, ids):
-        return self.change(super().forward(ids))
-
-
-def test_logits_that_are_no_numbers_end_training_before_the_update():
-    model = Broken(lambda logits: logits * float("nan"))
-    made = GRPO(model, Tiny(), threes)
-    before = copy.deepcopy(made.model)
-    with pytest.raises(
-        RunFailedError, match="step 0: expected a finite loss and gradient, got nan"
-    ):
-        made.train(PROMPTS)
-    assert same(made.model, before)
-    assert made.history == []
-
-
-@pytest.mark.parametrize(
-    ("change", "got"), [(lambda x: (x, None), "got tuple"), (lambda x: x[0], r"got \(3, 8\)")]
-)
-def test_a_model_that_returns_no_logits_is_named(change, got):
-    with pytest.raises(ShapeError, match=rf"model Broken: expected logits \(B, T, V\).*{got}"):
-        GRPO(Broken(change), Tiny(), threes).step(PROMPTS)
-
-
 def test_models_and_optimizers_that_cannot_train_are_refused():
     model, other = Tiny(), Tiny()
     with pytest.raises(ConfigError, match=r"ref_model: .*pass copy.deepcopy\(model\)"):
@@ -330,22 +300,14 @@ def test_models_and_optimizers_that_cannot_train_are_refused():
     assert GRPO(model, other, threes).optimizer.param_groups[0]["lr"] == 1e-4
 
 
-def test_checkpoint_every_needs_a_folder():
-    with pytest.raises(ConfigError, match="checkpoint_every=5: has no effect without checkpoint_d"):
-        trainer().train(PROMPTS, checkpoint_every=5)
-
-
-def test_rewards_that_are_no_numbers_are_named():
-    with pytest.raises(ShapeError, match=r"^reward_fn '<lambda>': expected numbers, .*'good'"):
-        trainer(lambda completions, prompts: ["good"] * len(completions)).step(PROMPTS)
-
-
 def test_prompts_are_a_matrix():
     for prompts in ([[0.5, 1.0]], torch.rand(2, 3), "12"):
         with pytest.raises(ShapeError, match="prompts: expected token ids as an int64 tensor"):
             trainer().train(prompts)
     with pytest.raises(ShapeError, match=r"tensor \(P, T\) .* got \(3,\) torch.int64"):
         trainer().train(torch.tensor([1, 2, 3]))
+    with pytest.raises(ConfigError, match="checkpoint_every=5: has no effect without checkpoint_d"):
+        trainer().train(PROMPTS, checkpoint_every=5)
     for name in ("n_epochs", "batch_size", "checkpoint_every"):
         with pytest.raises(ConfigError, match=f"{name}: expected an integer >= 1.* got 0"):
             trainer().train(PROMPTS, **{name: 0})

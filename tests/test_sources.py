@@ -16,16 +16,13 @@ def test_embedded(name):
     assert set(embedded_models()) == {"tiny-sums", "tiny-foods"}
 
 
-def test_folder(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert resolve(str(tmp_path)) == Source(str(tmp_path), str(tmp_path))
-
-
-def test_folder_of_the_home_directory(tmp_path, monkeypatch):
+def test_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    assert resolve("~/model").path == str(tmp_path / "model")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert resolve(str(folder)) == Source(str(folder), str(folder))
+    assert resolve("~/model").path == str(folder)
 
 
 def test_gguf(tmp_path):
@@ -34,13 +31,8 @@ def test_gguf(tmp_path):
     assert resolve(str(file)) == Source(str(file), str(tmp_path), gguf_file="model.Q4.gguf")
 
 
-def test_hub_id():
-    assert resolve("owner/some-model") == Source(
-        "owner/some-model", "owner/some-model", local=False
-    )
-
-
 def test_a_folder_wins_over_a_hub_id(tmp_path, monkeypatch):
+    assert resolve("owner/model") == Source("owner/model", "owner/model", local=False)
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "owner" / "model"
     folder.mkdir(parents=True)
@@ -48,24 +40,27 @@ def test_a_folder_wins_over_a_hub_id(tmp_path, monkeypatch):
     assert resolve("owner/model").local
 
 
-def test_folder_without_a_model(tmp_path):
-    with pytest.raises(ModelError, match=r"holds no config.json, so it is not a model folder; exp"):
-        resolve(str(tmp_path))
-
-
-def test_missing_gguf(tmp_path):
-    with pytest.raises(ModelError, match=r"is not a file; expected the path of an existing .gguf"):
-        resolve(str(tmp_path / "none.gguf"))
-
-
 @pytest.mark.parametrize(
-    "name", ["tiny-sum", "/nowhere/model", "./model", "~/nothing", "a/b/c", ""]
+    ("name", "message"),
+    [
+        ("empty", "holds no config.json, so it is not a model folder; exp"),
+        ("none.gguf", "is not a file; expected the path of an existing .gguf"),
+        *(
+            (name, r"neither an embedded model \(.*tiny-sums.*smollm2.*\), an")
+            for name in ("tiny-sum", "/nowhere/model", "./model", "~/nothing", "a/b/c", "")
+        ),
+        ("~nobody-of-this-name/model", "model"),
+        ("x" * 5000, "no model can be called"),
+        ("x" * 300 + ".gguf", "model"),
+    ],
+    ids=range(11),
 )
-def test_a_name_that_can_be_nothing(name):
-    with pytest.raises(
-        ModelError, match=r"neither an embedded model \(.*tiny-sums.*smollm2.*\), an"
-    ):
+def test_a_name_of_no_model_is_refused(name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=message) as caught:
         resolve(name)
+    assert len(str(caught.value)) < 600
 
 
 class TestSmollm2:
@@ -117,12 +112,3 @@ class TestSmollm2:
             resolve("smollm2")
         assert str(tmp_path / "cache" / "evo-grpo" / "smollm2") in str(caught.value)
         assert str(caught.value).endswith("93 MB with: evo-grpo fetch smollm2")
-
-
-@pytest.mark.parametrize(
-    "name", ["~nobody-of-this-name/model", "x" * 5000, "x" * 300 + ".gguf"], ids=range(3)
-)
-def test_what_no_model_can_be_called(name):
-    with pytest.raises(ModelError) as caught:
-        resolve(name)
-    assert len(str(caught.value)) < 600

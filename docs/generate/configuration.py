@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from evo_grpo.schema.group import MUTATES, Group
 from evo_grpo.settings import RunConfig
-from evo_grpo.settings.given import Given
+from evo_grpo.settings.objects import PythonObject
 
 NOUNS = {int: "integer", float: "number", str: "string", bool: "true or false"}
 SIGNS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}
@@ -135,7 +135,7 @@ def _noun(annotation: object) -> str:
         return "one of " + ", ".join(f"`{choice}`" for choice in arguments)
     if origin in (Union, UnionType):
         # Objects come from Python alone.
-        kept = [argument for argument in arguments if argument not in (NoneType, Given)]
+        kept = [argument for argument in arguments if argument not in (NoneType, PythonObject)]
         return " or ".join(dict.fromkeys(map(_noun, kept)))
     if origin is tuple and Ellipsis in arguments:
         return "list of numbers or of strings"

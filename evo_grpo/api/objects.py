@@ -20,8 +20,8 @@ from evo_grpo.settings import (
     ModelConfig,
     PopulationConfig,
 )
-from evo_grpo.settings.adapters import begins_outside
 from evo_grpo.settings.keywords import agent_settings
+from evo_grpo.settings.model import begins_outside
 from evo_grpo.settings.run import doubts_of_agents, without_effect_of_agents
 from evo_grpo.settings.without_effect import WithoutEffect
 from evo_grpo.training.assemble import Objects

@@ -29,7 +29,7 @@ from evo_grpo.settings import (
 )
 from evo_grpo.settings.keywords import TRAIN_KEYWORDS
 from evo_grpo.settings.run import settled, without_effect_of_agents
-from evo_grpo.settings.without_effect import Seen, WithoutEffect, without_effect
+from evo_grpo.settings.without_effect import KnownSettings, WithoutEffect, without_effect
 from evo_grpo.training.assemble import Objects, Prepared
 from evo_grpo.training.from_python import STRATEGIES, FromPython
 from evo_grpo.training.strategies import from_object
@@ -128,7 +128,7 @@ def warn_of_inert_mutations(
     `explorer` is None if the caller gave none; `prompts` is P, the prompts of a GRPO step.
     """
     settings, hp_config = cohort.settings, cohort.hp_config
-    seen = Seen(
+    seen = KnownSettings(
         settings.algorithm,
         hp_config,
         settings.engine,

@@ -63,7 +63,7 @@ def bugs_to_exit_codes() -> Generator[None]:
     finally:
         error = flush_standard_output()
         if error is not None and not isinstance(error, BrokenPipeError):
-            _fail(error, f"{error.filename}: {error.strerror}", 1, debug=False)
+            _fail(error, f"standard output: {error.strerror}", 1, debug=False)
 
 
 def _fail(error: Exception, message: str, code: int, debug: bool) -> NoReturn:

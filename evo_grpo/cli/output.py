@@ -7,50 +7,17 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import final
 
 import typer
 
 from evo_grpo.escaping import printable, printable_lines
 
-STANDARD_OUTPUT = "standard output"
-
-
-@final
-class StandardOutput(io.TextIOWrapper):
-    """Standard output, with errors (such as a full disk) that name it."""
-
-    def write(self, text: str, /) -> int:
-        """Write a text."""
-        with _named():
-            return super().write(text)
-
-    def flush(self) -> None:
-        """Flush the buffer."""
-        with _named():
-            super().flush()
-
-
-@contextmanager
-def _named() -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, STANDARD_OUTPUT) from None
-
 
 def prepare_standard_output() -> None:
-    """Let errors of standard output name it, and escape characters that its encoding lacks."""
-    before = sys.stdout
-    if type(before) is not io.TextIOWrapper:
-        return  # closed (`>&-`), or replaced by the caller
-    encoding, lines = before.encoding, before.line_buffering
-    sys.stdout = StandardOutput(
-        before.detach(), encoding, errors="backslashreplace", line_buffering=lines
-    )
+    """Escape characters that the encoding of standard output lacks."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not closed (`>&-`), nor replaced by the caller
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def say(text: str, *, err: bool = False) -> None:

@@ -148,10 +148,14 @@ def _show_end(
 ) -> None:
     """Show the result of a finished run, its folder, and the next commands."""
     from evo_grpo.readers.follow import study_of
-    from evo_grpo.readers.terminal.result import show_next
+    from evo_grpo.readers.terminal.result import show_ending, show_next
     from evo_grpo.record.view import view_of
 
-    _show_result(audience, finished)
+    view = view_of(finished)
+    if audience.events is not None:
+        audience.events.ended(finished, view)
+    elif audience.person:
+        show_ending(audience.console, view)
     if compare:
         _compare(audience, finished, allow)
         if report:
@@ -163,8 +167,7 @@ def _show_end(
     if audience.quiet:
         say(str(finished))
     if audience.person:
-        worse = bool(view_of(finished).loss)
-        show_next(audience.console, str(finished), study_of(finished), worse=worse)
+        show_next(audience.console, str(finished), study_of(finished), worse=bool(view.loss))
 
 
 def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
@@ -202,13 +205,3 @@ def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
         show_arms(audience.console, comparison_arms(result))
         say_to(audience.console, guess_sentence(result), "bold", wrap=True)
         say_to(audience.console, f"comparison: {folder / COMPARISON}")
-
-
-def _show_result(audience: Audience, folder: Path) -> None:
-    from evo_grpo.readers.terminal.result import show_ending
-    from evo_grpo.record.view import view_of
-
-    if audience.events is not None:
-        audience.events.ended(folder, view_of(folder))
-    elif audience.person:
-        show_ending(audience.console, view_of(folder))

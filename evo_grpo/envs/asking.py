@@ -20,7 +20,7 @@ from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.registry import FAMILIES, build_task, is_multi_turn
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-from evo_grpo.settings.given import OBJECT
+from evo_grpo.settings.objects import OBJECT
 
 if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig

@@ -17,7 +17,7 @@ from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.envs.task import SPLITS, RawTemplate, Task
 from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.env import Message, NamedPrompt
-from evo_grpo.settings.given import OBJECT
+from evo_grpo.settings.objects import OBJECT
 
 DIGEST = "sha256:"
 """Beginning of a part that is a digest."""

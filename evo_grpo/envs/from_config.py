@@ -11,7 +11,7 @@ from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings.env import EnvConfig
-from evo_grpo.settings.given import Given
+from evo_grpo.settings.objects import PythonObject
 from evo_grpo.settings.rewards import JudgeReward, ModelReward
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def rewards_of(
 def _reward(given: object, load: Loader) -> Any:  # noqa: ANN401 -- what `as_rewards` takes
     if isinstance(given, str):
         return load(given, REWARD)
-    if isinstance(given, Given):
+    if isinstance(given, PythonObject):
         return given.value
     if isinstance(given, Mapping):
         (given,) = EnvConfig(kind="dataset", reward=cast("Any", given)).rewards

@@ -27,7 +27,7 @@ from evo_grpo.record.log import Cursor
 from evo_grpo.record.names import COMPARE, COMPARED, REPORT_READER, STUDY
 from evo_grpo.record.study import OPTUNA, StudyReader, study_name
 from evo_grpo.settings import RecordConfig
-from evo_grpo.settings.storage import check_driver, is_url
+from evo_grpo.settings.record import check_driver, is_url
 from evo_grpo.settings.trackers import KINDS, TrackerConfig, check_trackers
 from evo_grpo.training.recorded_inputs import read_inputs_of
 

@@ -27,7 +27,7 @@ from sqlalchemy.pool import NullPool, StaticPool
 
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.escaping import printable, shorten
-from evo_grpo.settings.storage import missing_driver
+from evo_grpo.settings.record import missing_driver
 
 #: Options of a connection. Without them, a client waits hours for a machine that was switched off.
 _POSTGRESQL = {

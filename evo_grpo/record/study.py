@@ -22,7 +22,7 @@ from evo_grpo.record.log import Entry, RoundDone, RunFinished
 from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES, SUMMARY
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings.evolve import ObjectiveConfig
-from evo_grpo.settings.storage import check_driver, is_url
+from evo_grpo.settings.record import check_driver, is_url
 
 if TYPE_CHECKING:
     from optuna import Study

@@ -174,6 +174,18 @@ def one_or_several(value: object) -> object:
     return value if isinstance(value, str) else items
 
 
+def only(good: Callable[[Any], object], expected: str) -> BeforeValidator:
+    """Return a validator with one message for all branches of a union; a tuple becomes a list."""
+
+    def check(value: object) -> object:
+        value = list(cast("tuple[object, ...]", value)) if isinstance(value, tuple) else value
+        if good(value):
+            return value
+        raise ValueError(expected)
+
+    return BeforeValidator(check)
+
+
 def pair(
     good: Callable[[float, float], bool], expected: str, *, or_none: bool = False
 ) -> BeforeValidator:

@@ -27,18 +27,22 @@ class LossUse(NamedTuple):
         bounds: The ends of the clip range that act; `delta` acts beside both.
         level: The ratio of its paper: one per token or one per sequence.
         fixed_level: Whether it computes its own ratio, whatever `importance_sampling_level` is.
+        at_token: The loss that it is with one ratio per token, which is refused; empty if none.
+        by_longest: Whether it divides by the most tokens of a completion.
     """
 
     bounds: Literal["both", "upper", "none"] = "both"
     level: RatioLevel = "token"
     fixed_level: bool = False
+    at_token: str = ""
+    by_longest: bool = False
 
 
 LOSS_USES: Mapping[LossType, LossUse] = {
     "grpo": LossUse(),
-    "gspo": LossUse(level="sequence"),
+    "gspo": LossUse(level="sequence", at_token="grpo"),
     "bnpo": LossUse(),
-    "dr_grpo": LossUse(),
+    "dr_grpo": LossUse(by_longest=True),
     "dapo": LossUse(),
     "luspo": LossUse(level="sequence"),
     "cispo": LossUse("upper"),

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from typing import Any
 
-from evo_grpo.evolve.explore.schedule import ScheduleExploration
-from evo_grpo.evolve.kinds import OWN
+from evo_grpo.evolve.kinds import OwnStrategy
 from evo_grpo.evolve.sizes import planned_rows, wrong_sizes
 from evo_grpo.evolve.start import start_problems, with_first_choices
 from evo_grpo.schema.group import contradictions
 from evo_grpo.schema.hparams import REWARD_WEIGHT, WARMUP
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem, below, dotted
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter, outside
-from evo_grpo.settings.adapters import adapter_problems, begins_outside
+from evo_grpo.settings.model import adapter_problems, begins_outside
+from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 from evo_grpo.settings.engine import ENGINES, EngineConfig
 from evo_grpo.settings.env import EnvConfig, prompt_problems
@@ -25,9 +25,9 @@ from evo_grpo.settings.evolve import (
     FitnessConfig,
     search_space,
 )
-from evo_grpo.settings.given import OBJECT
 from evo_grpo.settings.loss import level_problems
-from evo_grpo.settings.model import ModelConfig
+from evo_grpo.settings.model import ModelConfig, adapter_problems, begins_outside
+from evo_grpo.settings.objects import OBJECT
 from evo_grpo.settings.population import PopulationConfig
 from evo_grpo.settings.rewards import JudgeReward
 
@@ -65,8 +65,8 @@ def run_problems(
     space = search_space(evolve.hyperparameters, algorithm.hparams())
     first = algorithm.first_hparams(space, model.lora.rank_alpha)
     yield from below(fitness_problems(space, evolve.fitness), "evolve", "fitness")
-    if isinstance(evolve.exploration, ScheduleExploration):
-        found = evolve.exploration.problems(with_first_choices(first, space), space)
+    if (check := getattr(evolve.exploration, "problems", None)) is not None:
+        found = check(with_first_choices(first, space), space)
         yield from below(islice(found, MOST_PROBLEMS + 1), "evolve", "exploration")
     yield from below(objective_problems(evolve), "evolve")
     if not env.kind.startswith(OBJECT):  # an object may have prompts that no file can name
@@ -99,29 +99,24 @@ def objective_problems(evolve: EvolveConfig, *, own: bool = False) -> Iterator[P
 
     `own` says that an object replaces `evolve.selection`.
     """
-    fitness, kind = evolve.fitness, OWN if own else evolve.selection.kind
+    fitness, selection = evolve.fitness, evolve.selection
+    for_goals = not own and getattr(selection, "several_goals", False)
     if not fitness.objectives:
-        several = "two or more with selection pareto"
+        several = f"two or more with selection {selection.kind}"
         example = "for instance [exact, {name: tokens, direction: minimize}]"
-        row = ("fitness.objectives", kind == "pareto", several, example)
-        yield from contradictions(evolve, row)
+        yield from contradictions(evolve, ("fitness.objectives", for_goals, several, example))
         return
     yield from below(_objectives(fitness), "fitness")
     reward = fitness.reward is not None and fitness.objectives[0].name != FITNESS
-    one_goal = kind != "pareto" and ":" not in kind
-    optuna = evolve.exploration.kind == "optuna"
+    for_one = not (own or for_goals or isinstance(selection, OwnStrategy))
+    explores_one = getattr(evolve.exploration, "one_goal", False)
     yield from contradictions(
         evolve,
-        ("selection.kind", one_goal, "pareto or module:Class with objectives", "take pareto"),
+        ("selection.kind", for_one, "pareto or module:Class with objectives", "take pareto"),
         ("fitness.reward", reward, "null unless 'fitness' is the first objective", "remove it"),
-        (
-            "fitness.racing",
-            fitness.racing,
-            "0 with objectives",
-            "remove it, raise fitness.samples",
-        ),
+        ("fitness.racing", fitness.racing, "0 with objectives", "raise fitness.samples instead"),
         ("fitness.window", fitness.window > 1, "1 with objectives", "remove it"),
-        ("exploration.kind", optuna, "a kind for several goals", "use mutate or resample"),
+        ("exploration.kind", explores_one, "a kind for several goals", "use mutate or resample"),
     )
 
 

@@ -9,28 +9,33 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BeforeValidator, model_validator
 
-from evo_grpo.schema.group import Group, PlainMapping, plain, recorded, same_as, setting
+from evo_grpo.schema.group import Group, PlainMapping, only, plain, recorded, same_as, setting
 from evo_grpo.schema.problems import Problem, Problems, unknown_name
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import is_number, is_whole
-from evo_grpo.settings.given import Given, Source, by_splits
+from evo_grpo.settings.objects import PythonObject, Source, by_splits
 from evo_grpo.settings.rewards import Message, ModelReward, Reward, Rewards
 
 
-def _examples(value: object) -> object:
-    """Accept a number of rows, or the rows themselves."""
-    if is_whole(value) and cast("int", value) >= 1:
-        return value
-    rows = cast("list[object]", value) if isinstance(value, list) else []
-    if not rows or not all(isinstance(row, Mapping) for row in rows):
-        raise ValueError("an integer >= 1, or a list of rows, each a mapping of column to value")
-    return recorded(plain(value))
+def _are_examples(value: object) -> bool:
+    """Return whether a value is a number of rows, or the rows themselves."""
+    if isinstance(value, list):
+        rows = cast("list[object]", value)
+        return bool(rows) and all(isinstance(row, Mapping) for row in rows)
+    return is_whole(value) and cast("int", value) >= 1
+
+
+Examples = Annotated[
+    int | list[dict[str, Any]],
+    BeforeValidator(lambda value: recorded(plain(value))),
+    only(_are_examples, "an integer >= 1, or a list of rows, each a mapping of column to value"),
+]
 
 
 class FewShot(Group):
     """Solved examples in front of each question."""
 
-    rows: Annotated[int | list[dict[str, Any]], BeforeValidator(_examples)] = setting(
+    rows: Examples = setting(
         meaning="Number of rows of `train` that become examples and are no longer trained on; or "
         "the rows themselves, each with the columns of the question and of `answer`."
     )
@@ -95,17 +100,19 @@ def prompt_problems(space: HyperparameterConfig, known: Sequence[str]) -> Iterat
             yield Problem(("prompt", "choices"), unknown_name(str(one), known, PROMPTS))
 
 
-def _prompts(value: object) -> object:
-    names = list(cast("Mapping[object, object]", value)) if isinstance(value, Mapping) else []
-    if value is None or (names and all(names)):
-        return value
-    raise ValueError('a mapping of at least one name to a prompt, such as {short: "Be brief."}')
+Prompts = Annotated[
+    dict[str, NamedPrompt] | None,
+    only(
+        lambda value: value is None or (isinstance(value, Mapping) and value and all(value)),
+        'a mapping of at least one name to a prompt, such as {short: "Be brief."}',
+    ),
+]
 
 
 class PromptSettings(Group):
     """What surrounds a question, and which part of a completion is its answer."""
 
-    prompts: Annotated[dict[str, NamedPrompt] | None, BeforeValidator(_prompts)] = setting(
+    prompts: Prompts = setting(
         None,
         "Prompts by name, of which `evolve.hyperparameters.prompt` searches the best: each is a "
         "system prompt, or a mapping with `prompt`, `conversation` or `system_prompt` as in `env`. "
@@ -240,7 +247,7 @@ class EnvConfig(Group):
         "Messages `{role, content}` for the tokenizer's chat template, instead of `prompt`.",
         min_length=1,
     )
-    prompts: dict[str, NamedPrompt] | None = same_as(PromptSettings, "prompts")
+    prompts: Prompts = same_as(PromptSettings, "prompts")
     system_prompt: str | None = same_as(PromptSettings, "system_prompt")
     few_shot: FewShot | None = same_as(PromptSettings, "few_shot")
     chat_template_kwargs: PlainMapping = same_as(PromptSettings, "chat_template_kwargs")
@@ -303,6 +310,8 @@ class EnvConfig(Group):
             value = getattr(self, name)
             several: list[object] = value if isinstance(value, list) else [value]
             found += [
-                f"env.{name} ({one.description})" for one in several if isinstance(one, Given)
+                f"env.{name} ({one.description})"
+                for one in several
+                if isinstance(one, PythonObject)
             ]
         return found

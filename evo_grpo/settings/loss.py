@@ -100,8 +100,8 @@ class LossConfig(LossFields):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        missing = self.loss_type == "dr_grpo" and self.max_completion_length is None
-        expected = "an integer >= 1 with loss_type='dr_grpo'"
+        missing = LOSS_USES[self.loss_type].by_longest and self.max_completion_length is None
+        expected = f"an integer >= 1 with loss_type={self.loss_type!r}"
         row = ("max_completion_length", missing, expected, "give the most tokens of a completion")
         found = contradictions(self, row)
         refuse([*level_problems(self.loss_type, self.importance_sampling_level), *found])
@@ -115,8 +115,8 @@ class LossConfig(LossFields):
         """
         own = {name: value for name in OF_AGENTS if (value := getattr(hparams, name)) is not None}
         longest = hparams.max_output_tokens
-        # Only dr_grpo reads it: agents that differ in nothing else have one configuration.
-        if longest is not None and own.get("loss_type", self.loss_type) == "dr_grpo":
+        # Few losses read it: agents that differ in nothing else have one configuration.
+        if longest is not None and LOSS_USES[own.get("loss_type", self.loss_type)].by_longest:
             own["max_completion_length"] = longest
         return self.replace(**own) if own else self
 
@@ -128,9 +128,9 @@ class LossConfig(LossFields):
 
 def level_problems(loss_type: LossType, level: RatioLevel | None) -> Iterator[Problem]:
     """Yield a contradiction between a loss type and an importance sampling level."""
-    if loss_type == "gspo" and level == "token":
+    if level == "token" and (other := LOSS_USES[loss_type].at_token):
         text = (
-            "expected 'sequence' with loss_type='gspo', got 'token'; gspo with one ratio per token "
-            "is loss_type='grpo'"
+            f"expected 'sequence' with {loss_type=}, got 'token'; {loss_type} with one ratio per "
+            f"token is loss_type={other!r}"
         )
         yield Problem(("importance_sampling_level",), text)

@@ -11,19 +11,19 @@ from pydantic import BeforeValidator, WithJsonSchema
 
 from evo_grpo.evolve.sizes import Sizes, decisions_by_share, halvings, places_by_round
 from evo_grpo.evolve.start import StartName
-from evo_grpo.schema.group import Group, plain, setting
+from evo_grpo.schema.group import Group, only, plain, setting
 from evo_grpo.schema.problems import nearest
 
 FROM = "from"
 
 
 def _start(value: object) -> object:
-    """Accept a name, a list of mappings, or `{from: RUN}`; one message instead of one per branch.
-
-    One run becomes a list of one.
-    """
-    if isinstance(value, Mapping):
-        return _earlier_runs(cast("Mapping[object, object]", value))
+    """Accept a name, a list of mappings, or `{from: RUN}`; one run becomes a list of one."""
+    if isinstance(value, Mapping) and list(cast("Mapping[object, object]", value)) == [FROM]:
+        runs = cast("Mapping[str, object]", value)[FROM]
+        several = list(cast("list[object]", runs)) if isinstance(runs, list | tuple) else [runs]
+        if several and all(isinstance(run, str | PathLike) for run in several):
+            return {FROM: [plain(fspath(cast("str", run))) for run in several]}
     if isinstance(value, list | tuple):
         items = cast("list[object]", list(value))
         if all(isinstance(item, Mapping) for item in items):
@@ -36,14 +36,6 @@ def _start(value: object) -> object:
     raise ValueError(
         f"{', '.join(map(repr, names))}, a list with one mapping per agent, or {{from: RUN}}{hint}"
     )
-
-
-def _earlier_runs(value: Mapping[object, object]) -> dict[str, list[object]]:
-    given = value.get(FROM)
-    runs = list(cast("list[object]", given)) if isinstance(given, list | tuple) else [given]
-    if list(value) == [FROM] and runs and all(isinstance(run, str | PathLike) for run in runs):
-        return {FROM: [plain(fspath(cast("str", run))) for run in runs]}
-    raise ValueError("{from: RUN}, a run folder or a list of them")
 
 
 EarlierRuns = Annotated[
@@ -64,31 +56,28 @@ EarlierRuns = Annotated[
 Init = Annotated[StartName | list[dict[str, Any]] | EarlierRuns, BeforeValidator(_start)]
 
 
-def _sizes(value: object) -> object:
-    """Accept null, "constant" or integers; one message instead of one per branch of the union."""
-    if value is None or value == "constant":
-        return value
-    items = list(value) if isinstance(value, list | tuple) else []
-    if items and all(type(item) is int for item in items):
-        return items
-    raise ValueError('null, "constant" or a list of integers such as [8, 4, 2]')
+AnnotatedSizes = Annotated[
+    Sizes,
+    only(
+        lambda value: value in (None, "constant") or _are_whole(value),
+        'null, "constant" or a list of integers such as [8, 4, 2]',
+    ),
+]
+Decisions = Annotated[
+    list[int] | Literal["every"] | None,
+    only(
+        lambda value: (
+            value in (None, "every")
+            or (_are_whole(value) and value[0] > 0 and value == sorted(set(value)))
+        ),
+        'null, "every" or a list of rounds in ascending order such as [2, 4, 6]',
+    ),
+]
 
 
-AnnotatedSizes = Annotated[Sizes, BeforeValidator(_sizes)]
-
-
-def _decisions(value: object) -> object:
-    """Accept null, "every" or ascending rounds; one message instead of one per branch."""
-    if value is None or value == "every":
-        return value
-    items = list(value) if isinstance(value, list | tuple) else []
-    whole = all(type(item) is int and item > 0 for item in items)
-    if items and whole and items == sorted(set(items)):
-        return items
-    raise ValueError('null, "every" or a list of rounds in ascending order such as [2, 4, 6]')
-
-
-Decisions = Annotated[list[int] | Literal["every"] | None, BeforeValidator(_decisions)]
+def _are_whole(value: object) -> bool:
+    items = cast("list[object]", value) if isinstance(value, list) else []
+    return bool(items) and all(type(item) is int for item in items)
 
 
 class StopConfig(Group):

@@ -1,26 +1,79 @@
-"""The group `record`: what the run folder keeps, and which readers follow the run."""
+"""The group `record`: what the run folder keeps, the database of trials, and the readers."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
+import re
+from importlib.util import find_spec
 from typing import Annotated, Literal, Self
+from urllib.parse import parse_qsl
 
 from pydantic import BeforeValidator, model_validator
 
-from evo_grpo.schema.group import Group, contradictions, setting
-from evo_grpo.schema.problems import below, refuse
-from evo_grpo.settings.storage import check_storage, is_url
+from evo_grpo.errors import EngineUnavailable
+from evo_grpo.schema.group import Group, contradictions, only, setting
+from evo_grpo.schema.messages import shown
+from evo_grpo.schema.problems import Problems, below, refuse
 from evo_grpo.settings.trackers import TrackerConfig, Trackers, problems_of
 
+FILE = "sqlite"
+"""The value for a SQLite file in the run folder."""
+EXPECTED = (
+    "null, sqlite, sqlite:///PATH, or postgresql+psycopg://USER@HOST:PORT/DATABASE without a "
+    "password, which PGPASSWORD in the environment or ~/.pgpass has"
+)
 
-def _retention(value: object) -> object:
-    """Accept a name or a number; one message instead of one per branch of the union."""
-    if (isinstance(value, str) and value in RETAINED) or (type(value) is int and value >= 1):
+# Stricter than SQLAlchemy's parser, so that no part can hold a password: with one more character,
+# such as an @ after the path, SQLAlchemy would read another part as the password.
+_SERVER = re.compile(
+    r"postgresql\+psycopg://"
+    r"(?:[^:/@?#\s{}]+@)?"
+    r"(?:[^:/@?#\s{}\[\]]+|\[[0-9A-Fa-f:.]+\])?(?::[0-9]{1,5})?"
+    r"/[^:/@?#\s{}]+"
+    r"(?:\?(?P<query>[^@#\s{}]*))?"
+)
+_SQLITE = re.compile(r"sqlite:///(?!:|file:)[^?#{}]+")
+
+
+def check_storage(value: object) -> object:
+    """Validate a value of `record.storage`; no message repeats a password in a URL."""
+    text = value if isinstance(value, str) else ""
+    server, sqlite = _SERVER.fullmatch(text), _SQLITE.fullmatch(text)
+    query = parse_qsl((server and server["query"]) or "", keep_blank_values=True)
+    # passfile is libpq's path of a file of passwords.
+    secret = any("pass" in name.lower() and name.lower() != "passfile" for name, _ in query)
+    if value is None or value == FILE or sqlite or (server and not secret):
         return value
-    raise ValueError("'all', 'last', 'best', or a number of rounds, at least 1")
+    plain = isinstance(value, str | int | float) and not set("@=:/?") & set(str(value))
+    got = shown(value) if plain else "what may hold a password, so it is not shown"
+    raise Problems.one(f"expected {EXPECTED}, got {got}")
 
 
-RETAINED = ("all", "last", "best")
-AnnotatedRetention = Annotated[Literal["all", "last", "best"] | int, BeforeValidator(_retention)]
+def is_url(storage: str | None) -> bool:
+    """Return whether trials are kept in a database outside the run folder."""
+    return storage is not None and storage != FILE
+
+
+def check_driver(storage: str | None) -> None:
+    """Refuse a server whose driver is not installed; import nothing."""
+    if storage is not None and _SERVER.fullmatch(storage) and find_spec("psycopg") is None:
+        raise missing_driver("No module named 'psycopg'")
+
+
+def missing_driver(reason: str) -> EngineUnavailable:
+    """Return the error for a driver that cannot be imported."""
+    return EngineUnavailable(
+        f"record.storage: a PostgreSQL server needs the package psycopg ({reason}): pip install "
+        '"evo-grpo[postgres]"'
+    )
+
+
+Retention = Annotated[
+    Literal["all", "last", "best"] | int,
+    only(
+        lambda value: value in ("all", "last", "best") or (type(value) is int and value >= 1),
+        "'all', 'last', 'best', or a number of rounds, at least 1",
+    ),
+]
 AnnotatedStorage = Annotated[str | None, BeforeValidator(check_storage)]
 
 
@@ -36,7 +89,7 @@ class RecordConfig(Group):
     metrics: bool = setting(
         True, "Keep the metrics of each GRPO step and agent; false keeps only the means of rounds."
     )
-    checkpoints: AnnotatedRetention = setting(
+    checkpoints: Retention = setting(
         "all",
         "`all` keeps the checkpoints of every round, `last` those of the last round, a number "
         "those of that many last rounds, `best` those of the last round and of the best agent of "

@@ -13,7 +13,7 @@ from evo_grpo.schema.group import Group, PlainMapping, contradictions, pair, set
 from evo_grpo.schema.messages import shown
 from evo_grpo.schema.problems import Path, Problem, Problems, nearest, refuse
 from evo_grpo.schema.validation import unwritable
-from evo_grpo.settings.given import Given, is_function
+from evo_grpo.settings.objects import PythonObject, is_function
 
 
 class Message(Group):
@@ -213,7 +213,7 @@ KINDS: Mapping[str, type[ModelReward] | type[JudgeReward]] = {
     "model": ModelReward,
     "judge": JudgeReward,
 }
-Reward = str | Given | ModelReward | JudgeReward
+Reward = str | PythonObject | ModelReward | JudgeReward
 
 
 def _rewards(value: object) -> object:
@@ -224,10 +224,10 @@ def _rewards(value: object) -> object:
         items = cast("list[object]", list(value))
         if items:
             return [_reward(item, (number,)) for number, item in enumerate(items)]
-    elif isinstance(value, Given) or (isinstance(value, str) and value):
+    elif isinstance(value, PythonObject) or (isinstance(value, str) and value):
         return value
     elif is_function(value):
-        return Given(value)
+        return PythonObject(value)
     elif isinstance(value, Mapping | ModelReward | JudgeReward):
         return [_reward(value, ())]
     raise ValueError(_EXPECTED)
@@ -241,10 +241,12 @@ _EXPECTED = (
 def _reward(item: object, path: Path) -> Reward:
     if isinstance(item, str) and (expected := unwritable(item)):
         raise Problems.one(f"expected {expected}, got {shown(item)}", *path)
-    if isinstance(item, Given | ModelReward | JudgeReward) or (isinstance(item, str) and item):
+    if isinstance(item, PythonObject | ModelReward | JudgeReward) or (
+        isinstance(item, str) and item
+    ):
         return item
     if is_function(item):
-        return Given(item)
+        return PythonObject(item)
     if not isinstance(item, Mapping):
         raise Problems.one(f"expected {_EXPECTED}, got {shown(item)}", *path)
     given: dict[str, Any] = {
@@ -264,5 +266,5 @@ def _reward(item: object, path: Path) -> Reward:
 
 # The validator makes a list of one of a single mapping; the union is for the JSON Schema.
 Rewards = Annotated[
-    str | Given | ModelReward | JudgeReward | list[Reward] | None, BeforeValidator(_rewards)
+    str | PythonObject | ModelReward | JudgeReward | list[Reward] | None, BeforeValidator(_rewards)
 ]

@@ -24,7 +24,7 @@ from evo_grpo.settings.learning_rate import unusual_lr, with_default_lr
 from evo_grpo.settings.model import LoraSettings, ModelConfig, TargetSets
 from evo_grpo.settings.population import PopulationConfig
 from evo_grpo.settings.record import RecordConfig
-from evo_grpo.settings.without_effect import Finding, Seen, without_effect
+from evo_grpo.settings.without_effect import Finding, KnownSettings, without_effect
 
 GroupT = TypeVar("GroupT", bound=Group)
 
@@ -289,7 +289,7 @@ def doubts_of_agents(settings: AgentSettings, init: Start = "same") -> list[str]
 
 def without_effect_of_run(config: RunConfig) -> list[Finding]:
     """Return all settings of a run that were given and have no effect."""
-    seen = Seen(
+    seen = KnownSettings(
         config.algorithm,
         config.search_space(),
         config.engine,
@@ -305,7 +305,9 @@ def without_effect_of_run(config: RunConfig) -> list[Finding]:
 def without_effect_of_agents(settings: AgentSettings, init: Start = "same") -> list[Finding]:
     """Return all settings of agents that were given and have no effect in any environment."""
     begin = _begin(settings.algorithm, settings.search_space(), init, settings.lora)
-    return without_effect(Seen(settings.algorithm, settings.search_space(), settings.engine, begin))
+    return without_effect(
+        KnownSettings(settings.algorithm, settings.search_space(), settings.engine, begin)
+    )
 
 
 def _begin(

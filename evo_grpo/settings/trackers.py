@@ -3,7 +3,7 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
 
@@ -13,7 +13,7 @@ from pydantic_core import CoreSchema
 
 from evo_grpo.errors import EngineUnavailable
 from evo_grpo.schema.group import Group, as_list, setting
-from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.problems import Problem, Problems, refuse
 
 
 class Tracker(NamedTuple):
@@ -85,11 +85,12 @@ class TrackerConfig(Group):
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
         takes = KINDS[self.kind].takes
-        for name in ("project", "name", "folder", "online", "server"):
-            if getattr(self, name) not in (None, False) and name not in takes:
-                text = f"{self.kind} takes {', '.join(takes)} alone; remove it"
-                raise Problems.one(text, name)
-        if self.server is not None and _CREDENTIALS.search(self.server):
+        refuse(
+            Problem((name,), f"{self.kind} takes {', '.join(takes)} alone; remove it")
+            for name in ("project", "name", "folder", "online", "server")
+            if getattr(self, name) not in (None, False) and name not in takes
+        )
+        if _CREDENTIALS.search(self.server or ""):
             text = "expected a URL without user and password, which would be recorded; set "
             text += "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
             raise Problems.one(text, "server")
@@ -99,14 +100,13 @@ class TrackerConfig(Group):
 Trackers = Annotated[list[TrackerConfig], BeforeValidator(as_list)]
 
 
-def problems_of(trackers: Iterable[TrackerConfig]) -> Iterator[Problem]:
+def problems_of(trackers: Sequence[TrackerConfig]) -> Iterator[Problem]:
     """Yield a problem for each kind that occurs more than once."""
-    seen: set[str] = set()
-    for number, tracker in enumerate(trackers):
-        if tracker.kind in seen:
-            text = f"expected each kind once, got {tracker.kind!r} again; remove one of them"
+    kinds = [tracker.kind for tracker in trackers]
+    for number, kind in enumerate(kinds):
+        if kind in kinds[:number]:
+            text = f"expected each kind once, got {kind!r} again; remove one of them"
             yield Problem((number, "kind"), text)
-        seen.add(tracker.kind)
 
 
 def check_trackers(trackers: Iterable[TrackerConfig]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from evo_grpo.schema.group import Group
 from evo_grpo.schema.hparams import LOSS_USES, LossUse
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig
+from evo_grpo.settings.loss import LossFields
 
 if TYPE_CHECKING:
     from evo_grpo.schema.hparams import Hparams, LossType
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from evo_grpo.settings.evolve import EvolveConfig
     from evo_grpo.settings.population import PopulationConfig
 
-OF_ONE_LOSS = ("sapo_temperature_pos", "sapo_temperature_neg", "vespo_positive", "vespo_negative")
+OF_ONE_LOSS = [name for name in LossFields.model_fields if name.partition("_")[0] in LOSS_USES]
 """Settings of the one loss with which their name begins."""
 RANGES = "hyperparameters"
 RATIO_IS_ONE = (
@@ -59,7 +60,7 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seen:
+class KnownSettings:
     """The settings that are known; constructors in Python know only those of the agents.
 
     Attributes:
@@ -179,7 +180,7 @@ def _that_apply(*rows: Row) -> Iterator[Finding]:
     return (Finding(path, why) for path, applies, why in rows if applies)
 
 
-def _clip(seen: Seen, name: str) -> str | None:
+def _clip(seen: KnownSettings, name: str) -> str | None:
     """Return why a clip range has no effect; None if it has one."""
     (_, low), (high, _) = seen.clip
     bounds = {one.bounds for one in seen.loss_uses}
@@ -193,7 +194,7 @@ def _clip(seen: Seen, name: str) -> str | None:
     return None
 
 
-def _clip_range(seen: Seen) -> Iterator[Finding]:
+def _clip_range(seen: KnownSettings) -> Iterator[Finding]:
     why = _clip(seen, "clip_coef")
     yield from _that_apply(("clip_coef", why and seen.is_set("clip_coef"), why or ""))
     for name in CLIPS:
@@ -201,7 +202,7 @@ def _clip_range(seen: Seen) -> Iterator[Finding]:
         yield from _that_apply((f"{RANGES}.{name}", why and seen.mutates(name), why or ""))
 
 
-def algorithm_rows(seen: Seen) -> tuple[Row, ...]:
+def algorithm_rows(seen: KnownSettings) -> tuple[Row, ...]:
     """Return settings of the algorithm with when and why they have no effect if they are given."""
     own, losses = seen.algorithm, set(seen.losses)
     other_loss = f"has no effect with loss_type {' or '.join(seen.losses)}; leave it out"
@@ -238,7 +239,7 @@ def algorithm_rows(seen: Seen) -> tuple[Row, ...]:
     )
 
 
-def _algorithm(seen: Seen) -> Iterator[Finding]:
+def _algorithm(seen: KnownSettings) -> Iterator[Finding]:
     found = [one for one in _that_apply(*algorithm_rows(seen)) if seen.is_set(one.path)]
     yield from {one.path: one for one in reversed(found)}.values()  # the first reason of each
     beta = "has no effect with beta 0, which computes no KL; give a beta"
@@ -250,7 +251,7 @@ def _algorithm(seen: Seen) -> Iterator[Finding]:
     )
 
 
-def _engine(seen: Seen) -> Iterator[Finding]:
+def _engine(seen: KnownSettings) -> Iterator[Finding]:
     engine = seen.engine
     with_rollout = f"has no effect with engine.rollout {engine.rollout}"
     yield from _that_apply(
@@ -266,7 +267,7 @@ def _engine(seen: Seen) -> Iterator[Finding]:
     )
 
 
-def _run(seen: Seen) -> Iterator[Finding]:
+def _run(seen: KnownSettings) -> Iterator[Finding]:
     """Yield settings of a run without effect; nothing if only those of its agents are known."""
     population, evolve = seen.population, seen.evolve
     if population is None or evolve is None:
@@ -301,7 +302,7 @@ def _run(seen: Seen) -> Iterator[Finding]:
     )
 
 
-def without_effect(seen: Seen) -> list[Finding]:
+def without_effect(seen: KnownSettings) -> list[Finding]:
     """Return all settings that were given and have no effect."""
     return [
         finding for found in (_clip_range, _algorithm, _engine, _run) for finding in found(seen)

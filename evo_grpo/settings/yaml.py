@@ -12,7 +12,7 @@ import yaml
 from evo_grpo.errors import ConfigError
 from evo_grpo.escaping import shorten
 from evo_grpo.schema.messages import group_at, shown
-from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.problems import Problem, Problems, refuse
 from evo_grpo.settings.run import RunConfig
 
 MAX_YAML_BYTES = 1 << 20
@@ -21,6 +21,7 @@ _TAG = "tag:yaml.org,2002:"
 # YAML 1.1 reads 1e-4 and 1.0e5 as strings, since it requires a dot and a sign.
 _SCIENTIFIC = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 _SHOWN = 60
+_ROWS = "put rows into a file that env.train names"
 
 
 class _Refused(yaml.MarkedYAMLError):
@@ -79,64 +80,47 @@ def parse(text: str, source: str, loader: type[Loader] = Loader) -> object:
     """
     try:
         return yaml.load(text, Loader=loader)
-    except _Refused as error:
-        raise ConfigError(f"{source}{_where(error)}: {error.problem}") from None
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{source}{_where(error)}: expected YAML, {_reason(error)}") from None
+        mark, problem = error.problem_mark, shorten(str(error.problem))
+        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        if not isinstance(error, _Refused):
+            problem = f"expected YAML, but {problem.removeprefix('but ')}"
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        raise ConfigError(
-            f"{source}, line {line}, column {column}: expected text, got the character "
-            f"U+{error.character:04X}; remove it"
-        ) from None
+        where = f", line {line}, column {column}"
+        problem = f"expected text, got the character U+{error.character:04X}; remove it"
     except RecursionError:
-        raise ConfigError(
-            f"{source}: expected YAML, but its lists and mappings are nested too deeply"
-        ) from None
+        where, problem = "", "expected YAML, but its lists and mappings are nested too deeply"
+    raise ConfigError(f"{source}{where}: {problem}")
 
 
 def read_text(path: Path) -> str:
     """Return the content of a YAML file of at most `MAX_YAML_BYTES`."""
     try:
-        if path.is_dir():
-            raise ConfigError(
-                f"{path}: expected a YAML file, got a folder; name the file in it, or continue "
-                f"a run with: evo-grpo resume {path}"
-            )
         with path.open("rb") as file:  # read no further than needed: it may be a device
             data = file.read(MAX_YAML_BYTES + 1)
+        if len(data) <= MAX_YAML_BYTES:
+            return data.decode("utf-8")
+        problem = f": expected at most {MAX_YAML_BYTES:,} bytes of YAML, got more; {_ROWS}"
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; write one with: evo-grpo init {path}") from None
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error.strerror}; give permission, or name another file"
-        ) from None
-    except ValueError as error:  # a null character
-        raise ConfigError(f"{str(path)!r}: not a valid file name: {error}") from None
-    if len(data) > MAX_YAML_BYTES:
-        raise ConfigError(
-            f"{path}: expected at most {MAX_YAML_BYTES:,} bytes of YAML, got more; put rows into "
-            "a file that env.train names"
+        problem = f": no such file; write one with: evo-grpo init {path}"
+    except IsADirectoryError:
+        problem = (
+            ": expected a YAML file, got a folder; name the file in it, or continue a run with: "
+            f"evo-grpo resume {path}"
         )
-    try:
-        return data.decode("utf-8")
+    except OSError as error:
+        problem = f": cannot be read: {error.strerror}; give permission, or name another file"
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"{path}, line {line}: expected text in UTF-8, got the byte 0x{data[error.start]:02x} "
-            f"({error.reason}); save the file as UTF-8"
-        ) from None
-
-
-def _where(error: yaml.MarkedYAMLError) -> str:
-    mark = error.problem_mark
-    return "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-
-
-def _reason(error: yaml.MarkedYAMLError) -> str:
-    problem = shorten(str(error.problem))
-    return problem if problem.startswith("but ") else f"but {problem}"
+        line = error.object.count(b"\n", 0, error.start) + 1
+        problem = (
+            f", line {line}: expected text in UTF-8, got the byte "
+            f"0x{error.object[error.start]:02x} ({error.reason}); save the file as UTF-8"
+        )
+    except ValueError as error:  # a null character
+        problem = f": not a valid file name: {error}"
+    raise ConfigError(f"{path}{problem}")
 
 
 def _string(loader: Loader, node: Any) -> str:  # noqa: ANN401 -- of any kind, with a tag
@@ -237,24 +221,25 @@ def from_written(text: str, source: str, *, past: bool = False) -> RunConfig:
     return _without_objects(_build(written, (), source), source)
 
 
-def in_todays_keys(settings: object) -> Any:  # noqa: ANN401 -- as it was given
-    """Return written settings in which `shards` counts parts; before 0.3, `overlap` did, too.
+def in_todays_keys(settings: Any) -> Any:  # noqa: ANN401 -- as it was given
+    """Return the settings that a run before 0.3 wrote, with today's meaning of each key.
 
-    And with vLLM's stop sequences of that time as `algorithm.stop`.
+    `engine.overlap` was the number of parts of a shard, and vLLM had stop sequences of its own.
     """
     engine: Any = settings.get("engine") if isinstance(settings, Mapping) else None
-    vllm: Any = engine.get("vllm") if isinstance(engine, Mapping) else None
+    if not isinstance(engine, Mapping):
+        return settings
+    settings, engine = {**cast("dict[Any, Any]", settings)}, {**cast("dict[Any, Any]", engine)}
+    settings["engine"] = engine
+    vllm: Any = engine.get("vllm")
     if isinstance(vllm, Mapping) and "stop_sequences" in vllm:
-        own = dict(cast("Mapping[Any, Any]", vllm))
-        stop, engine = own.pop("stop_sequences"), {**engine, "vllm": own}
-        settings = {**cast("Mapping[Any, Any]", settings), "engine": engine}
+        engine["vllm"] = own = {**cast("dict[Any, Any]", vllm)}
+        stop = own.pop("stop_sequences")
         if stop and engine.get("rollout") == "vllm":
             settings["algorithm"] = {**settings.get("algorithm", {}), "stop": stop}
-    parts: Any = engine.get("overlap") if isinstance(engine, Mapping) else None
-    if type(parts) is not int:
-        return settings
-    engine = {**engine, "overlap": True, "shards": (engine.get("shards") or 1) * parts}
-    return {**cast("Mapping[Any, Any]", settings), "engine": engine}
+    if type(parts := engine.get("overlap")) is int:
+        engine |= {"overlap": True, "shards": (engine.get("shards") or 1) * parts}
+    return settings
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -273,7 +258,7 @@ def to_yaml(config: RunConfig) -> str:
     if len(text.encode()) > MAX_YAML_BYTES:
         raise ConfigError(
             f"configuration: expected at most {MAX_YAML_BYTES:,} bytes of YAML with all defaults, "
-            f"got {len(text.encode()):,}; put rows into a file that env.train names"
+            f"got {len(text.encode()):,}; {_ROWS}"
         )
     return text
 
@@ -314,35 +299,33 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
     if wrong:
         raise ConfigError(f"{source}: expected strings as keys, got {shown(wrong[0])}")
     settings, removed = without_removed(settings)
-    heading = f"{source} with --set" if overrides else source
     try:
         config = RunConfig(**settings)
+        refuse(removed)
     except Problems as problems:
+        heading = f"{source} with --set" if overrides else source
         raise Problems(*removed, *problems.found, source=heading) from None
-    if removed:
-        raise Problems(*removed, source=heading)
     return config
 
 
 def without_removed(settings: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[Problem]]:
     """Return settings without removed ones, and a problem for each that asks for what is gone."""
-    kept, found = dict(settings), list[Problem]()
+    kept, problems = dict(settings), list[Problem]()
     for path, (harmless, why) in REMOVED.items():
-        group = kept
+        group: dict[Any, Any] = kept
         for name in path[:-1]:
-            inside = group.get(name)
-            copied = dict(cast("Mapping[Any, Any]", inside)) if isinstance(inside, Mapping) else {}
-            if copied:
-                group[name] = copied
-            group = copied
-        given = group.pop(path[-1], harmless)
-        if given != harmless:
-            text = (
-                f"expected {harmless}, got {shown(given)}: it was removed, {why}; leave it out, or "
-                "finish a run with the version that began it"
-            )
-            found.append(Problem(path, text))
-    return kept, found
+            inside: Any = group.get(name)
+            if not isinstance(inside, Mapping):
+                break
+            group[name] = group = dict(cast("Mapping[Any, Any]", inside))
+        else:
+            if (given := group.pop(path[-1], harmless)) != harmless:
+                text = (
+                    f"expected {harmless}, got {shown(given)}: it was removed, {why}; leave it "
+                    "out, or finish a run with the version that began it"
+                )
+                problems.append(Problem(path, text))
+    return kept, problems
 
 
 def _without_objects(config: RunConfig, source: str) -> RunConfig:
@@ -371,31 +354,10 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
             "it out to keep the value of the file"
         )
     value = parse(text, where)
-    if (joined := _joined(value)) is not None:
-        name, _, rest = joined.partition(":")
-        raise ConfigError(
-            f"{where}: expected a space after the colon in {shorten(joined)!r}: without it YAML "
-            f"reads one name without a value; write {{{shorten(name)}: {shorten(rest)}}}"
-        )
     here = settings
     for depth, name in enumerate(names[:-1], start=1):
         here[name] = here = _opened(here.get(name), names[:depth], where)
     here[names[-1]] = value
-
-
-def _joined(value: object) -> str | None:
-    """Return the first key that lacks a space after its colon, as in {a:1}; else None."""
-    if isinstance(value, list):
-        found = [_joined(one) for one in cast("list[object]", value)]
-        return next((one for one in found if one is not None), None)
-    if not isinstance(value, Mapping):
-        return None
-    for key, below in cast("Mapping[object, object]", value).items():
-        if below is None and isinstance(key, str) and ":" in key.strip(":"):
-            return key
-        if (found := _joined(below)) is not None:
-            return found
-    return None
 
 
 def _opened(inside: object, path: tuple[str, ...], where: str) -> dict[Any, Any]:

@@ -25,7 +25,7 @@ from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
-from evo_grpo.settings.given import Given
+from evo_grpo.settings.objects import PythonObject
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.assemble import (
     Objects,
@@ -143,7 +143,9 @@ class FromPython:
         """Return what identifies the objects, for the record of a run; see `envs.describing`."""
         named = None if self.env is None else named_task(self.env)
         if named is not None:
-            parts = reward_parts(one.value for one in named.rewards if isinstance(one, Given))
+            parts = reward_parts(
+                one.value for one in named.rewards if isinstance(one, PythonObject)
+            )
         else:
             parts = {} if self.env is None else environment_parts(self.env, seed)
         for name, strategy in self.strategies.items():

@@ -31,8 +31,7 @@ from evo_grpo.schema.problems import validated
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.engine import ENGINES
-from evo_grpo.settings.given import Given
-from evo_grpo.settings.hub import HubDataset
+from evo_grpo.settings.objects import HubDataset, PythonObject
 
 FORMAT = 1
 """Version of inputs.json."""
@@ -97,7 +96,7 @@ def inputs_of(config: RunConfig) -> Inputs:
     places = {name: str(file.absolute()) for name, file in found.items() if file is not None}
     for name in DATA:
         rows = _data(config, name)
-        if isinstance(rows, Given) or hub_dataset(rows) is not None:
+        if isinstance(rows, PythonObject) or hub_dataset(rows) is not None:
             files[name] = _digest(read_rows(rows, name, config.env.max_data_gb))
     return Inputs(settings_of(config), files, _software(config), places=places)
 
@@ -107,7 +106,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     return dict(flat(config.model_dump(mode="json")))
 
 
-def _data(config: RunConfig, name: str) -> str | HubDataset | Given | None:
+def _data(config: RunConfig, name: str) -> str | HubDataset | PythonObject | None:
     return getattr(config.env, name.removeprefix("env."))
 
 

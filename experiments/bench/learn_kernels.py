@@ -25,8 +25,8 @@ from jobs import EXPECTED, Job, Work, counted, population  # noqa: E402
 from shapes import LARGE, LARGEST  # noqa: E402
 
 from evo_grpo.model.llama.cuda.choice import serves_head  # noqa: E402
-from evo_grpo.settings.engines.memory import Shape  # noqa: E402
-from evo_grpo.settings.engines.memory import Work as PlannedWork  # noqa: E402
+from evo_grpo.settings.engines.declaration import Shape  # noqa: E402
+from evo_grpo.settings.engines.declaration import Work as PlannedWork  # noqa: E402
 from evo_grpo.training.sizing.memory import LearnBatch, saved_bytes  # noqa: E402
 
 SHAPES = {**LARGE, **LARGEST}

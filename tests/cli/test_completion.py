@@ -2,17 +2,11 @@
 
 from pathlib import Path
 
-import pytest
 from shown_run import run_folder
 from typer.testing import CliRunner
 
 from evo_grpo.cli.commands.app import app, complete_run, complete_setting
 from evo_grpo.settings import from_dict
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def completed(words):

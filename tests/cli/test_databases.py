@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from evo_grpo import run, study_of
 from evo_grpo.cli.commands import app
-from evo_grpo.settings import storage as storages
+from evo_grpo.settings import record as storages
 
 SERVER = "postgresql+psycopg://evo@127.0.0.1:1/evo"
 
@@ -19,13 +19,6 @@ SERVER = "postgresql+psycopg://evo@127.0.0.1:1/evo"
 def made(tmp_path_factory):
     """A run whose trials are in its journal."""
     return run(small(population__rounds=2), out=tmp_path_factory.mktemp("made") / "run")
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def evo(*arguments):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shown_run import SUMMARY, run_folder, small_config, two_rounds
+from shown_run import SUMMARY, small_config, two_rounds
 from typer.testing import CliRunner, Result
 
 from evo_grpo.cli.commands import app
@@ -24,14 +24,6 @@ EVIL = "a\x1b[31m\nb\r\u202e[red]:smile:\x9b"
 SHOWN = r"a\x1b[31m\nb\r\u202e[red]:smile:\x9b"
 QUOTED = json.dumps(EVIL)
 """As YAML and JSON write it."""
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def evo(*arguments: str) -> Result:
@@ -78,20 +70,13 @@ DATASET = "model: tiny-sums\nenv: {kind: dataset, train: rows.jsonl, prompt: '{q
         "model: tiny-sums\nenv: \x1b[31m\n",  # as it is, which YAML does not allow
     ],
 )
-@pytest.mark.parametrize("command", ["check", "run"])
-def test_a_configuration_that_is_refused(command: str, text: str):
+def test_a_configuration_that_is_refused(text: str):
     Path("foreign_any.py").write_text("def score(completion):\n    return 1.0\n")
-    result = evo(command, config(text))
+    result = evo("check", config(text))
     assert result.exit_code == 2
     assert "\x1b" not in result.stderr
     assert r"\x1b" in result.stderr or "the character U+001B" in result.stderr
     assert len(result.stderr.splitlines()) == 1
-
-
-def test_several_problems_have_a_line_each():
-    result = evo("check", config(f"model: tiny-sums\nenv: sums\n{QUOTED}: 1\nother: 2\n"))
-    assert len(result.stderr.splitlines()) == 3
-    assert SHOWN in result.stderr
 
 
 def test_the_plan_of_a_model_with_such_a_name():
@@ -101,11 +86,6 @@ def test_the_plan_of_a_model_with_such_a_name():
     assert result.exit_code == 0
     assert result.stdout.count(r"\x1b[31m") >= 2
     assert "[red]" in result.stdout
-
-
-def test_an_override():
-    result = evo("check", config(), "--set", EVIL)
-    assert result.stderr.startswith(f"error: --set {SHOWN}: expected a.b.c=value")
 
 
 # --- arguments -----------------------------------------------------------------------------------
@@ -138,15 +118,12 @@ def test_arguments_that_are_none(arguments: list[str]):
 @pytest.mark.slow
 def test_a_file_name_that_is_no_text():
     name = b"a\xff\x1b.yaml"
-    done = subprocess.run(
-        [sys.executable, "-m", "evo_grpo", "check", name], capture_output=True, check=False
-    )
+    command = [sys.executable, "-m", "evo_grpo", "check", name]
+    done = subprocess.run(command, capture_output=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith(rb"error: a\udcff\x1b.yaml: no such file")
-    Path(os.fsdecode(name)).write_text("model: tiny-sums\nenv: sums\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "evo_grpo", "check", name], capture_output=True, check=False
-    )
+    config(name=os.fsdecode(name))
+    done = subprocess.run(command, capture_output=True, check=False)
     assert done.returncode == 0
     assert done.stdout.startswith(rb"a\udcff\x1b.yaml is valid.")
 
@@ -280,21 +257,3 @@ def test_what_a_run_folder_of_such_a_name_shows():
     assert exported.stderr.startswith(f"error: {SHOWN}: its records name no ")
     again = evo("run", config(), "--out", name)
     assert f"error: {SHOWN}: expected a new or empty folder" in again.stderr
-
-
-def test_a_run_into_such_a_folder_says_so_on_one_line():
-    Path("foreign_length.py").write_text(
-        "def score(completion):\n    return float(int.from_bytes(completion.encode()) % 997)\n"
-    )
-    table("q", "1+1=")
-    name = config(DATASET % "foreign_length:score" + SMALL)
-    result = evo("run", name, "--out", EVIL)
-    assert result.exit_code == 0, result.output
-    assert f"\n{SHOWN}: tiny-sums on dataset, 2 agents" in result.stdout
-    assert f"Run folder: {SHOWN}" in result.stdout.splitlines()
-
-
-def test_nothing_of_it_is_lost_in_an_empty_run():
-    name = str(run_folder(EVIL, rounds=0, summary=False))
-    assert evo("leaderboard", name).stdout == f"{SHOWN}: no round is finished yet\n"
-    assert evo("lineage", name).stdout == f"{SHOWN}: no round is finished yet\n"

@@ -41,8 +41,3 @@ def test_memory_is_kept_only_where_nobody_chose_otherwise():
     assert tell("told", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"
     assert tell("told", GLIBC_TUNABLES="glibc.malloc.arena_max=2")[0] == "False"
     assert tell("told", GLIBC_TUNABLES="glibc.pthread.rseq=1")[0] == "True"
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] == "glibc", reason="this C library is glibc")
-def test_another_c_library_is_left_alone():
-    assert tell("told")[0] == "False"

@@ -36,8 +36,7 @@ TINY = (
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
+def _no_model_and_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(tmp_path)
     for module in ("my_game", "my_rewards"):
         monkeypatch.delitem(sys.modules, module, raising=False)
@@ -57,15 +56,6 @@ def test_the_list_says_what_each_is_for():
     lines = evo("init", "--list").stdout.splitlines()
     assert [line.split(maxsplit=1) for line in lines] == [list(item) for item in TEMPLATES.items()]
     assert written() == set()
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_comments_call_the_file_by_its_name(name: str):
-    assert evo("init", "mine.yaml", "--template", name).exit_code == 0
-    text = Path("mine.yaml").read_text(encoding="utf-8")
-    assert "#   evo-grpo check mine.yaml" in text
-    assert "evo-grpo run mine.yaml" in text
-    assert "population.yaml" not in text
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -134,14 +124,6 @@ def test_the_ranks_of_a_job_are_those_that_its_population_has_agents_for():
     assert config.population.sizes[0] == config.population.size
 
 
-def test_the_data_set_has_ranges_for_a_real_model():
-    evo("init", "--template", "dataset")
-    for model, expected in (("tiny-sums", (1e-3, 1e-4, 1e-2)), ("smollm2", (2e-5, 1e-6, 3e-4))):
-        config = load("population.yaml", [f"model.name={model}"])
-        own = config.search_space()["lr"]
-        assert (config.algorithm.lr, own.min, own.max) == expected
-
-
 def test_no_file_is_replaced_unasked():
     Path("my_rewards.py").write_text("mine = 1\n")
     result = evo("init", "--template", "dataset")
@@ -152,18 +134,18 @@ def test_no_file_is_replaced_unasked():
     assert Path("my_rewards.py").read_text() == companions("dataset")["my_rewards.py"]
 
 
-def test_another_folder():
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_in_another_folder_calls_its_file_by_its_name(name: str):
     Path("there").mkdir()
-    said = evo("init", "there/mine.yaml", "--template", "dataset").stdout
+    said = evo("init", "there/mine.yaml", "--template", name).stdout
     assert said.endswith(
         "next: evo-grpo check there/mine.yaml, then evo-grpo run there/mine.yaml\n"
     )
-    assert Path("there/questions.csv").is_file()
-    # Without files of its own it runs from anywhere.
-    said = evo("init", "there/foods.yaml", "--template", "foods").stdout
-    assert said.endswith(
-        "next: evo-grpo check there/foods.yaml, then evo-grpo run there/foods.yaml\n"
-    )
+    text = Path("there/mine.yaml").read_text(encoding="utf-8")
+    assert "#   evo-grpo check mine.yaml" in text
+    assert "evo-grpo run mine.yaml" in text
+    assert "population.yaml" not in text
+    assert all(Path("there", file).is_file() for file in companions(name))
 
 
 def test_a_name_that_is_taken_by_the_template():

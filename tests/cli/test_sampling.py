@@ -43,9 +43,6 @@ def test_lines_of_standard_input(folder):
     asked = [line for line in result.stdout.splitlines() if line.startswith("> ")]
     assert asked == ["> 1+1=", r"> 02+02=\x1b[2J"]
     assert "base:" not in result.stdout
-
-
-def test_no_prompt_at_all_is_refused(folder):
     result = evo("sample", folder, "--n", 1, stdin="\n", expected=2)
     assert "expected a PROMPT, --row or lines of standard input" in result.stderr
 
@@ -54,9 +51,6 @@ def test_rows(folder):
     result = evo("sample", folder, "--row", 1, "--row", 2, "--n", 1, "--split", "test")
     assert result.stdout.count("> ") == 2
     assert result.stdout.count("[reward ") == 4
-
-
-def test_of_whom(folder):
     result = evo("sample", folder, "1+1=", "--agent", 1, "--round", 1, "--n", 1, "--no-base")
     assert "agent 1 as it was after round 1, member 1:" in result.stdout
 
@@ -88,11 +82,11 @@ def test_the_first_line_comes_before_torch_is_loaded(folder):
     """Loading takes seconds; that it has begun is said first."""
     code = (
         "import sys\n"
-        "from evo_grpo.cli.commands import sampling\n"
+        "from evo_grpo.cli.commands import winner\n"
         "def said(text, err=False):\n"
         "    print(text, 'torch' in sys.modules)\n"
         "    sys.exit(0)\n"
-        "sampling.say = said\n"
+        "winner.say = said\n"
         "sys.argv = ['evo-grpo', *sys.argv[1:]]\n"
         "from evo_grpo.cli import main\n"
         "main()\n"

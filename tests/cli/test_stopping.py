@@ -14,7 +14,7 @@ import pytest
 from small_run import Told, small
 
 from evo_grpo import resume, run
-from evo_grpo.cli.stopping import INTERRUPTED, TERMINATED
+from evo_grpo.cli.stopping import INTERRUPTED, SECONDS_TO_END, TERMINATED
 
 CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 BOTH = pytest.mark.parametrize("sent", CODES, ids=lambda one: one.name)
@@ -77,24 +77,83 @@ def ended(process: subprocess.Popen[bytes], seconds: float = 20) -> tuple[int, s
 
 # --- within a command ----------------------------------------------------------------------------
 
+READY = "print('ready', flush=True)\n"
+TIDIES = f"""
+try:
+    {READY}
+    time.sleep(30)
+finally:
+    print("tidied", flush=True)
+"""
+TURNS_INTO_AN_ERROR = f"""
+try:
+    {READY}
+    time.sleep(30)
+except BaseException as error:
+    raise RuntimeError("cannot go on") from error
+"""
+BEFORE = f"    {READY}    try:\n        time.sleep(30)\n    finally:\n        print('tidied')\n"
+MOMENTS = {
+    "at work": (within(TIDIES), "tidied\n", "continue with: this\n"),
+    "turned into an error": (within(TURNS_INTO_AN_ERROR), "", "continue with: this\n"),
+    # There is nothing to put in order yet, or any more.
+    "before": (within("pass").replace("    begin()\n", BEFORE), "", "continue with: this\n"),
+    "after": (within("pass").replace("stopping.leave()", f"{READY}time.sleep(9)"), "", "stopped\n"),
+}
+
 
 @BOTH
-def test_the_first_signal_lets_the_command_put_things_in_order(sent: signal.Signals):
-    script = within("""
-        try:
-            print("ready", flush=True)
-            time.sleep(30)
-        finally:
-            print("tidied", flush=True)
-    """)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_first_signal_ends_a_command_in_order(moment: str, sent: signal.Signals):
+    script, out, err = MOMENTS[moment]
     process = started(script)
     process.send_signal(sent)
-    assert ended(process) == (CODES[sent], "tidied\n", "continue with: this\n")
+    assert ended(process) == (CODES[sent], out, err)
+
+
+@BOTH
+def test_while_python_takes_itself_apart_nothing_is_said(sent: signal.Signals):
+    after = "atexit.register(lambda: (print('ready', flush=True), time.sleep(30)))"
+    process = started(within("pass", after))
+    process.send_signal(sent)
+    assert ended(process) == (-sent, "", "")
+
+
+FORK = f"""
+child = os.fork()
+if child == 0:
+    time.sleep(30)
+time.sleep(0.2)
+os.kill(child, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+time.sleep(0.2)
+{READY}
+"""
+OTHER_SIGNALS = f"""
+signal.signal(signal.SIGURG, lambda *_: None)
+for _ in range(3):
+    os.kill(os.getpid(), signal.SIGURG)
+time.sleep(0.2)
+{READY}
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (FORK, (0, "came through\n", "")),
+        (OTHER_SIGNALS, (0, "came through\n", "")),
+        ("raise SystemExit('mine')", (1, "", "mine\n")),
+    ],
+    ids=["a signal to a fork", "the signal of the reward clock", "an error of its own"],
+)
+def test_what_is_no_signal_to_the_command_passes(work: str, expected):
+    assert ended(started(within(work))) == expected
 
 
 @BOTH
 @pytest.mark.parametrize("first", CODES, ids=lambda one: one.name)
-def test_a_second_one_ends_at_once(first: signal.Signals, sent: signal.Signals):
+def test_a_second_signal_ends_a_command_at_once(first: signal.Signals, sent: signal.Signals):
     script = within("""
         try:
             print("ready", flush=True)
@@ -122,6 +181,7 @@ def test_a_second_one_ends_at_once(first: signal.Signals, sent: signal.Signals):
 )
 def test_what_does_not_end_is_ended_with_the_same_words(hangs: str, sent: signal.Signals):
     process = started(within(HANGING.format(hangs)))
+    assert 5 < SECONDS_TO_END < 10  # supervisors kill ten seconds after SIGTERM
     began = time.monotonic()
     process.send_signal(sent)
     code, _, err = ended(process)
@@ -148,60 +208,10 @@ def test_a_second_one_ends_what_hangs_at_once(work: str, sent: signal.Signals):
     assert (code, err) == (CODES[sent], "continue with: this\n")
 
 
-def test_ten_seconds_are_not_used_up():
-    from evo_grpo.cli.stopping import SECONDS_TO_END
-
-    assert 5 < SECONDS_TO_END < 10
-
-
-@BOTH
-def test_an_error_that_was_made_of_it_counts_as_it(sent: signal.Signals):
-    script = within("""
-        try:
-            print("ready", flush=True)
-            time.sleep(30)
-        except BaseException as error:
-            raise RuntimeError("cannot go on") from error
-    """)
-    process = started(script)
-    process.send_signal(sent)
-    assert ended(process) == (CODES[sent], "", "continue with: this\n")
-
-
-def test_the_error_of_a_command_that_nobody_stopped_passes():
-    process = started(within("raise SystemExit('mine')"))
-    assert ended(process) == (1, "", "mine\n")
-
-
 def test_what_a_process_was_started_to_ignore_stays_ignored():
     process = started(within("print('ready', flush=True)\ntime.sleep(1)"), ctrl_c=signal.SIG_IGN)
     process.send_signal(signal.SIGINT)
     assert ended(process) == (0, "came through\n", "")
-
-
-def test_the_signal_of_the_reward_clock_is_none_of_ours():
-    script = within("""
-        signal.signal(signal.SIGURG, lambda *_: None)
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGURG)
-        time.sleep(0.2)
-        print("ready", flush=True)
-    """)
-    assert ended(started(script)) == (0, "came through\n", "")
-
-
-def test_a_signal_to_a_fork_is_none_to_its_parent():
-    script = within("""
-        child = os.fork()
-        if child == 0:
-            time.sleep(30)
-        time.sleep(0.2)
-        os.kill(child, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-        time.sleep(0.2)
-        print("ready", flush=True)
-    """)
-    assert ended(started(script)) == (0, "came through\n", "")
 
 
 @BOTH
@@ -223,37 +233,8 @@ def test_the_cursor_comes_back(sent: signal.Signals):
 # --- before and after it -------------------------------------------------------------------------
 
 
-@BOTH
-def test_before_the_work_begins_there_is_nothing_to_put_in_order(sent: signal.Signals):
-    script = within("pass").replace(
-        "    begin()\n",
-        "    print('ready', flush=True)\n"
-        "    try:\n        time.sleep(30)\n    finally:\n        print('tidied')\n",
-    )
-    process = started(script)
-    process.send_signal(sent)
-    assert ended(process) == (CODES[sent], "", "continue with: this\n")
-
-
-@BOTH
-def test_outside_of_it_a_command_just_stops(sent: signal.Signals):
-    script = within("pass").replace("stopping.leave()", "print('ready', flush=True)\ntime.sleep(9)")
-    process = started(script)
-    process.send_signal(sent)
-    assert ended(process) == (CODES[sent], "", "stopped\n")
-
-
-@BOTH
-def test_while_python_takes_itself_apart_nothing_is_said(sent: signal.Signals):
-    after = "atexit.register(lambda: (print('ready', flush=True), time.sleep(30)))"
-    process = started(within("pass", after))
-    process.send_signal(sent)
-    assert ended(process) == (-sent, "", "")
-
-
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def folder(tmp_path: Path) -> Path:
     config = {
         "model": "tiny-sums",
         "env": {"kind": "sums", "args": {"high": 20}},

@@ -9,7 +9,7 @@ from small_run import small
 from evo_grpo import DatasetEnv, ReasoningGym, run
 from evo_grpo.envs.resolve import resolve_environment
 from evo_grpo.errors import ConfigError, DataError
-from evo_grpo.settings.given import Given
+from evo_grpo.settings.objects import PythonObject
 from evo_grpo.training.recorded_inputs import read_inputs_of
 
 SUMS = [{"question": f"{n:02d}+01=", "answer": f"{n + 1:03d}"} for n in range(32)]
@@ -114,7 +114,7 @@ def test_a_dataset_dict_stands_for_its_splits(tokenizer):
         assert {name: list(map(dict, rows)) for name, rows in made.splits.items()} == expected
     own = DatasetEnv(whole, right, prompt="{question}", test=ROWS[:2]).task(0)
     assert list(map(dict, own.splits["test"])) == ROWS[:2]
-    assert Given(whole).description == "DatasetDict with train, validation, test"
+    assert PythonObject(whole).description == "DatasetDict with train, validation, test"
 
 
 def test_images_are_refused_by_their_column():

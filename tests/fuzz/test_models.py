@@ -18,27 +18,9 @@ from evo_grpo.sources import resolve
 from evo_grpo.training.sizing.model_size import read_model_size
 
 CONFIG = json.loads((Path(resolve("tiny-sums").path) / "config.json").read_text())
-ODD = st.sampled_from(
-    [
-        None,
-        "",
-        "x",
-        [],
-        {},
-        [1],
-        {"a": 1},
-        -1,
-        0,
-        1,
-        2**31,
-        10**8,
-        10**30,
-        -0.5,
-        1e-300,
-        1e308,
-        True,
-    ]
-) | st.just(float("nan"))
+ODD = st.sampled_from([
+    None, "", "x", [], {}, [1], {"a": 1}, -1, 0, 1, 2**31, 10**8, 10**30, -0.5, 1e-300, 1e308, True,
+]) | st.just(float("nan"))  # fmt: skip
 MOST_KILOBYTES = 1_000_000
 """Most memory that all inputs together may take beside what the process has at first."""
 

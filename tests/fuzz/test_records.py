@@ -26,22 +26,14 @@ from evo_grpo.record.files import seal, unseal
 from evo_grpo.record.folder import read_rounds
 
 VALUES = st.recursive(
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(-3, 20),
-        st.integers(),
-        st.floats(allow_nan=False, allow_infinity=False),
-        st.text(max_size=8),
-        st.sampled_from(
-            ["lr", "F32", "../x", "actor", "clone", "all-linear", "tiny-sums", 10**400]
-        ),
-    ),
+    st.none() | st.booleans() | st.integers(-3, 20) | st.integers() | st.text(max_size=8)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(["lr", "F32", "../x", "actor", "clone", "all-linear", "tiny-sums", 10**400]),
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
     ),
     max_leaves=8,
-)
+)  # fmt: skip
 #: Which node of a document, counted from its root on, and what takes its place; None removes it.
 CHANGES = st.lists(
     st.tuples(st.integers(0, 600), st.none() | st.tuples(VALUES)), min_size=1, max_size=3
@@ -81,8 +73,12 @@ def nodes(inside: Any):
             yield from nodes(inside[key])
 
 
-def shown(folder: Path) -> None:
-    """The rounds are read or refused, and so they are by the commands that show them."""
+def shown(content: bytes) -> None:
+    """Look at a run folder with these rounds: they are read or refused, by the commands too."""
+    folder = Path("run")
+    folder.mkdir(exist_ok=True)
+    shutil.copyfile(finished() / "population.yaml", folder / "population.yaml")
+    (folder / "rounds.jsonl").write_bytes(content)
     rounds = told_or(lambda: read_rounds(folder))
     for command in ("leaderboard", "lineage"):
         result = CliRunner().invoke(app, [command, str(folder)])
@@ -98,7 +94,7 @@ def test_any_sealed_round_is_read_or_refused(line: int, changes: Changes):
     lines = (finished() / "rounds.jsonl").read_bytes().splitlines()
     document = changed(unseal(lines[line]), changes)
     lines[line] = seal(document).strip().encode()
-    of_run(b"\n".join(lines) + b"\n")
+    shown(b"\n".join(lines) + b"\n")
 
 
 @pytest.mark.slow
@@ -108,16 +104,7 @@ def test_any_sealed_round_is_read_or_refused(line: int, changes: Changes):
 def test_any_damaged_line_is_read_or_refused(start: float, length: int, content: bytes):
     whole = (finished() / "rounds.jsonl").read_bytes()
     at = round(start * len(whole))
-    of_run(whole[:at] + content + whole[at + length :])
-
-
-def of_run(rounds: bytes) -> None:
-    """Look at a run folder with these rounds."""
-    folder = Path("run")
-    folder.mkdir(exist_ok=True)
-    shutil.copyfile(finished() / "population.yaml", folder / "population.yaml")
-    (folder / "rounds.jsonl").write_bytes(rounds)
-    shown(folder)
+    shown(whole[:at] + content + whole[at + length :])
 
 
 @functools.cache

@@ -74,20 +74,14 @@ METHODS = (
 )
 RESULTS = st.one_of(st.sampled_from([*ERRORS, *ENDS, None, "x", 1, 1.5, 10**400]), ANY_TEXT)
 FLOATS = st.lists(st.floats(), max_size=3)
+PLAIN = (
+    st.none() | st.booleans() | st.integers() | st.floats() | ANY_TEXT | st.binary(max_size=4)
+    | st.complex_numbers() | st.decimals() | st.fractions() | st.dates()
+    | st.sampled_from([10**400, -(10**400), 1e15, 1.0000001e15, -1e15, decimal.Decimal("sNaN")])
+    | st.sampled_from([pd.NA, pd.NaT, np.nan, ..., NotImplemented, object, int])
+)  # fmt: skip
 SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.sampled_from([10**400, -(10**400), 1e15, 1.0000001e15, -1e15]),
-    st.floats(),
-    ANY_TEXT,
-    st.binary(max_size=4),
-    st.complex_numbers(),
-    st.decimals(),
-    st.just(decimal.Decimal("sNaN")),
-    st.fractions(),
-    st.dates(),
-    st.sampled_from([pd.NA, pd.NaT, np.nan, ..., NotImplemented, object, int]),
+    PLAIN,
     st.floats(width=16).map(np.float16),
     st.integers(-9, 9).map(np.int8),
     st.booleans().map(np.bool_),
@@ -98,15 +92,14 @@ SCALARS = st.one_of(
 )
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(ANY_TEXT, inner, max_size=2),
-        st.lists(inner, max_size=3).map(lambda items: Made(objects, *items)),
-        st.builds(Made, st.just(iter), st.lists(inner, max_size=3)),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(ANY_TEXT, inner, max_size=2)
+        | st.lists(inner, max_size=3).map(lambda items: Made(objects, *items))
+        | st.builds(Made, st.just(iter), st.lists(inner, max_size=3))
     ),
     max_leaves=5,
-)
+)  # fmt: skip
 COMPLETIONS = st.lists(ANY_TEXT, min_size=1, max_size=3)
 
 

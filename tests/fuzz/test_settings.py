@@ -52,14 +52,8 @@ def mutated(draw: st.DrawFn) -> str:
     for _ in range(draw(st.integers(1, 6))):
         start = draw(st.integers(0, len(text)))
         end = min(len(text), start + draw(st.integers(0, 12)))
-        put = draw(
-            st.one_of(
-                st.just(""),
-                st.sampled_from(TOKENS),
-                st.just(text[start:end] * 2),
-                st.text(max_size=3),
-            )
-        )
+        twice = st.just(text[start:end] * 2)
+        put = draw(st.just("") | st.sampled_from(TOKENS) | twice | st.text(max_size=3))
         text = text[:start] + put + text[end:]
     return text
 
@@ -83,12 +77,8 @@ def read(content: bytes) -> None:
 
 # What is imported by the first plan of each kind does not belong to the time of an input.
 for _kind in ("sums", "foods", "dataset"):
-    told_or(
-        partial(
-            make_plan,
-            from_dict({"model": "a/b", "env": {"kind": _kind, "reward": "m:f", "train": "x.csv"}}),
-        )
-    )
+    _env = {"kind": _kind, "reward": "m:f", "train": "x.csv"}
+    told_or(partial(make_plan, from_dict({"model": "a/b", "env": _env})))
 
 
 @fuzz(content=st.binary(max_size=200))
@@ -98,9 +88,7 @@ def test_any_bytes_are_read_or_refused(content: bytes):
     read(content)
 
 
-@fuzz(
-    text=st.text(st.one_of(st.sampled_from(INDICATORS), st.characters(codec="utf-8")), max_size=60)
-)
+@fuzz(text=st.text(st.sampled_from(INDICATORS) | st.characters(codec="utf-8"), max_size=60))
 @example(text=f"{MINIMAL}env: 0b_")
 @example(text="!!map 5")
 @example(text="a: !!bool x")
@@ -128,16 +116,8 @@ def test_a_valid_file_that_was_damaged_is_read_or_refused(text: str):
 def test_any_override_is_taken_or_refused(values: list[str]):
     FILE.write_text(MINIMAL)
     override = "".join(values)
-    names = [
-        "name",
-        "model",
-        "env",
-        "evolve.selection",
-        "population.init",
-        "model.lora.r",
-        override,
-    ]
-    for name in names:
+    groups = ("name", "model", "env", "evolve.selection", "population.init", "model.lora.r")
+    for name in (*groups, override):
         planned(told_or(lambda: load(FILE, [f"{name}={override}"]), ConfigError))  # noqa: B023 -- called at once
 
 
@@ -147,17 +127,11 @@ WORDS = (
     "sums foods dataset none tiny-sums m:f ~x a/b x.csv auto grpo tournament halving mutate optuna "
     "on_copy same constant {q} (.+)+"
 )
-SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 20),
-    st.integers(),
-    st.floats(),
-    st.dates(),
-    st.binary(max_size=3),
-    st.text(st.characters(exclude_categories=()), max_size=8),
-    st.sampled_from(WORDS.split()),
-)
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-3, 20) | st.integers() | st.floats() | st.dates()
+    | st.binary(max_size=3) | st.text(st.characters(exclude_categories=()), max_size=8)
+    | st.sampled_from(WORDS.split())
+)  # fmt: skip
 NAMES = sorted(
     {part for path in leaves(RunConfig) for part in path} | set(MUTABLE) | {"min", "max"}
 )
@@ -208,9 +182,7 @@ def test_any_values_are_taken_or_refused(settings: dict[object, object]):
 @example(assigned=[(("env", "prompt"), "a\ud800")])
 @example(assigned=[(("model", "lora", "rank_pattern"), {"*": 3})])
 @example(assigned=[(("env", "args", "low"), float("inf"))])
-def test_any_value_of_any_setting_is_taken_or_refused(
-    assigned: list[tuple[tuple[str, ...], object]],
-):
+def test_any_value_of_any_setting_is_taken_or_refused(assigned: list[Assigned]):
     planned(told_or(lambda: from_dict(nested(assigned)), ConfigError))
 
 

@@ -110,10 +110,10 @@ def test_a_run_records_the_settings_and_resumes_without_the_earlier_one(tmp_path
     ("init", "expected"),
     [
         ("latin_hypercub", "did you mean 'latin_hypercube'"),
-        ({"form": "runs/one"}, r"expected \{from: RUN\}, a run folder or a list of them, got"),
-        ({"from": []}, r"expected \{from: RUN\}"),
-        ({"from": 3}, r"expected \{from: RUN\}"),
-        ({"from": "one", "size": 2}, r"expected \{from: RUN\}"),
+        ({"form": "runs/one"}, r"or \{from: RUN\}, got"),
+        ({"from": []}, r"or \{from: RUN\}, got"),
+        ({"from": 3}, r"or \{from: RUN\}, got"),
+        ({"from": "one", "size": 2}, r"or \{from: RUN\}, got"),
     ],
 )
 def test_an_init_that_is_none_is_refused(init, expected):

@@ -36,6 +36,7 @@ def test_a_name_in_the_table_is_an_engine(name):
 
 DECLARATION = """
 from evo_grpo.settings.engines.declaration import RolloutSettings
+from evo_grpo.settings.engines.declaration import Part
 
 
 class ToySettings(RolloutSettings):

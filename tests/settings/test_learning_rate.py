@@ -5,8 +5,7 @@ import yaml
 
 from evo_grpo import GRPO
 from evo_grpo.schema.search_space import RLParameter
-from evo_grpo.settings import AgentSettings, DoubtfulSetting, from_dict, load, to_yaml, warnings
-from evo_grpo.settings.templates import TEMPLATES, companions, template
+from evo_grpo.settings import AgentSettings, DoubtfulSetting, from_dict, to_yaml, warnings
 
 
 def made(model, **groups):
@@ -90,11 +89,3 @@ def test_an_lr_far_from_usual_is_warned_of_once(model, groups, named):
 def test_python_warns_too():
     with pytest.warns(DoubtfulSetting, match=r"algorithm\.lr 1 is far .* the embedded models"):
         GRPO(model="tiny-sums", lr=1.0)
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_no_template_is_warned_of(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for file, text in {"population.yaml": template(name), **companions(name)}.items():
-        (tmp_path / file).write_text(text)
-    assert warnings(load("population.yaml")) == []

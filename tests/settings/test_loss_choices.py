@@ -4,7 +4,6 @@ import pytest
 from small_run import outcome, small, stopped_and_resumed
 
 from evo_grpo import GRPO, RLParameter, leaderboard, run
-from evo_grpo.errors import ConfigError
 from evo_grpo.record.folder import read_rounds
 
 CHOICES = {
@@ -96,37 +95,3 @@ def test_the_first_agent_begins_with_the_loss_of_the_algorithm(given, first, tmp
     agents = read_rounds(run(small(**one, **given), out=tmp_path / "run"))[0].agents
     assert agents[0].hparams.loss_type == first
     assert {agent.hparams.loss_type for agent in agents} == {"dapo", "cispo", "grpo"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        (
-            {
-                "evolve__hyperparameters": {"loss_type": {"choices": ["grpo", "dapo"]}},
-                "algorithm__loss_type": "vespo",
-            },
-            "algorithm.loss_type: expected one of grpo, dapo, got vespo; take one of them",
-        ),
-        (
-            {"evolve__hyperparameters": {"loss_type": {"choices": ["grpo", "dr-grpo"]}}},
-            "evolve.hyperparameters.loss_type.choices: expected 'grpo', 'gspo', 'cispo', 'bnpo', "
-            "'dr_grpo', 'dapo', 'luspo', 'sapo' or 'vespo', got",
-        ),
-        (
-            {
-                "evolve__hyperparameters": {"loss_type": {"choices": ["grpo", "gspo"]}},
-                "algorithm__importance_sampling_level": "token",
-            },
-            "algorithm.importance_sampling_level: expected 'sequence' with loss_type='gspo'",
-        ),
-        (
-            {"evolve__hyperparameters": {"model.quantization": {"choices": ["int8"]}}},
-            "evolve.hyperparameters.model.quantization: nothing of that name can mutate",
-        ),
-    ],
-)
-def test_a_wrong_choice_is_named(changes, text):
-    with pytest.raises(ConfigError) as raised:
-        small(**changes)
-    assert text in str(raised.value)

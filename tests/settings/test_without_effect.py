@@ -14,7 +14,7 @@ from evo_grpo.learn.objective.losses import LossConfig, token_terms
 from evo_grpo.schema.hparams import AgentFields
 from evo_grpo.settings import WithoutEffect, from_dict, warnings
 from evo_grpo.settings.keywords import agent_settings
-from evo_grpo.settings.without_effect import Seen, algorithm_rows, without_effect
+from evo_grpo.settings.without_effect import KnownSettings, algorithm_rows, without_effect
 
 ONE_STEP = {"update_epochs": 1, "batch_size": None}
 SHAPED = {"kl_shaping": True, "beta": 0.3}
@@ -75,7 +75,7 @@ def settings_of(given):
 
 def seen(given, **more):
     settings = settings_of(given)
-    return Seen(
+    return KnownSettings(
         settings.algorithm,
         settings.search_space(),
         settings.engine,
@@ -214,52 +214,6 @@ def test_a_delta_is_compared_with_the_least_bound_that_mutation_may_reach():
 RUN = {"model": "tiny-sums", "env": "sums"}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "dead"),
-    [
-        ([], True),
-        (["evolve.hyperparameters={beta: {min: 0.0, max: 0.1}}"], False),
-        (["population.size=2", "population.init=[{}, {beta: 0.1}]"], False),
-        (["evolve.exploration={kind: 'mine:Explorer'}"], False),
-    ],
-)
-def test_a_beta_that_any_agent_may_come_to_counts(overrides, dead):
-    for name in ("kl_shaping", "kl_bias_correction", "separate_reference"):
-        given = [*overrides, f"algorithm.{name}=true"]
-        texts = warnings(from_dict(RUN, given))
-        assert any(text.startswith(f"{name} has no effect") for text in texts) == dead
-
-
-@pytest.mark.parametrize(
-    ("overrides", "dead"),
-    [
-        (["evolve.selection=none"], True),
-        (["evolve.selection=halving"], True),
-        (["evolve.selection=none", "evolve.archive=true"], False),  # the archive may come back
-        ([], False),
-        (["evolve.selection=truncation"], False),
-    ],
-)
-def test_moments_that_nobody_inherits(overrides, dead):
-    name = "evolve.inherit_optimizer has no effect"
-    assert not any(name in text for text in warnings(from_dict(RUN, overrides)))
-    texts = warnings(from_dict(RUN, [*overrides, "evolve.inherit_optimizer=false"]))
-    assert any(text.startswith(name) for text in texts) == dead
-
-
-@pytest.mark.parametrize("name", ["samples", "test_samples", "final_samples", "racing"])
-def test_further_completions_of_a_greedy_evaluation(name):
-    given = [f"evolve.fitness.{name}=3"]
-    assert not any(name in text for text in warnings(from_dict(RUN, given)))
-    assert warnings(from_dict(RUN, ["evolve.fitness.temperature=0"])) == warnings(from_dict(RUN))
-    (text,) = (
-        text
-        for text in warnings(from_dict(RUN, [*given, "evolve.fitness.temperature=0"]))
-        if name in text
-    )
-    assert text.startswith(f"evolve.fitness.{name} has no effect with evolve.fitness.temperature 0")
-
-
 @pytest.mark.slow
 def test_without_copies_it_makes_no_difference_whether_moments_are_inherited():
     ends = []
@@ -320,21 +274,102 @@ def test_bnpo_is_dapo(beside):
     assert not equal(*(learned({"loss_type": kind, **beside}) for kind in ("bnpo", "grpo")))
 
 
-@pytest.mark.parametrize(
-    ("settings", "most"),
-    [
-        # Two agents are left of eight: each has four times the rows of the first round.
-        ({}, 128),
-        ({"population": {"sizes": "constant"}}, 32),
-        ({"evolve": {"hyperparameters": {"group_size": {"min": 4, "max": 16}}}}, 256),
-    ],
-)
-def test_a_batch_above_the_rows_of_a_step_is_warned_of(settings, most):
-    def warned(size):
-        algorithm = {"prompts_per_step": 4, "group_size": 8, "batch_size": size}
-        given = {"model": "tiny-sums", "env": "sums", "algorithm": algorithm, **settings}
-        return [text for text in warnings(from_dict(given)) if "batch_size" in text]
+# The settings of a run, and the beginning of its one warning; "none" if there is none. Of 8 agents
+# 2 are left, which share the rows of all: 4 prompts, 8 completions, 8 / 2.
+CLIP = "evolve.hyperparameters={clip_coef: {min: 0.1, max: 0.3}} && algorithm.update_epochs=1"
+GREEDY = "evolve.fitness.temperature=0"
+START = "evolve.hyperparameters={lr: {min: 1e-4, max: 1e-2, start: [1e-3, 2e-3]}}"
+TWO = "population.size=2 && population.init=[{}, {%s}]"
+OF_A_RUN = f"""
+seed=0
+    none
+evolve.hyperparameters={{}}
+    evolve.hyperparameters is empty
+evolve.hyperparameters={{}} && {TWO % "lr: 5e-3"}
+    none
+{CLIP}
+    none
+{CLIP} && population.sizes=constant
+    hyperparameters.clip_coef cannot act
+{CLIP} && algorithm.batch_size=128
+    hyperparameters.clip_coef cannot act
+{CLIP} && algorithm.batch_size=127
+    none
+{CLIP} && algorithm.batch_size=32 && population.sizes=constant
+    hyperparameters.clip_coef cannot act
+{CLIP} && algorithm.update_epochs=2
+    none
+{CLIP} && evolve.hyperparameters.update_epochs={{min: 1, max: 2}}
+    none
+evolve.selection=none && evolve.exploration={{kind: mutate, copies_only: true}}
+    evolve.exploration mutate has no effect: it changes only copies
+evolve.selection=none && evolve.exploration=on_copy
+    evolve.exploration on_copy has no effect: it changes only copies
+evolve.selection=none && evolve.exploration=resample
+    evolve.exploration resample has no effect: it changes only copies
+evolve.selection=none && evolve.exploration=optuna
+    evolve.exploration optuna has no effect: it changes only copies
+evolve.selection=none && evolve.exploration=none
+    none
+evolve.selection=halving && evolve.exploration=on_copy
+    evolve.exploration on_copy has no effect: it changes only copies
+evolve.selection=truncation && evolve.exploration=on_copy
+    none
+{START} && population.init=same
+    hyperparameters.lr.start has no effect
+{START} && {TWO % "lr: 2e-3"}
+    hyperparameters.lr.start has no effect
+{START} && population.init=sample
+    none
+algorithm.kl_shaping=true
+    kl_shaping has no effect
+algorithm.kl_shaping=true && evolve.hyperparameters={{beta: {{min: 0.0, max: 0.1}}}}
+    none
+algorithm.kl_bias_correction=true && {TWO % "beta: 0.1"}
+    none
+algorithm.separate_reference=true
+    separate_reference has no effect
+algorithm.separate_reference=true && evolve.exploration={{kind: 'mine:Explorer'}}
+    none
+evolve.inherit_optimizer=false && evolve.selection=none
+    evolve.inherit_optimizer has no effect
+evolve.inherit_optimizer=false && evolve.selection=none && evolve.archive=true
+    none
+evolve.inherit_optimizer=false && evolve.selection=halving
+    evolve.inherit_optimizer has no effect
+evolve.inherit_optimizer=false
+    none
+{GREEDY}
+    none
+{GREEDY} && evolve.fitness.samples=3
+    evolve.fitness.samples has no effect with evolve.fitness.temperature 0
+{GREEDY} && evolve.fitness.test_samples=3
+    evolve.fitness.test_samples has no effect
+{GREEDY} && evolve.fitness.final_samples=3
+    evolve.fitness.final_samples has no effect
+{GREEDY} && evolve.fitness.racing=3
+    evolve.fitness.racing has no effect
+algorithm.batch_size=128
+    none
+algorithm.batch_size=129
+    batch_size has no effect: it is 129, and a step of an agent has at most 128 rows
+algorithm.batch_size=33 && population.sizes=constant
+    batch_size has no effect: it is 33, and a step of an agent has at most 32 rows
+algorithm.batch_size=256 && evolve.hyperparameters={{group_size: {{min: 4, max: 16}}}}
+    none
+evolve.hyperparameters={{group_size: {{min: 4, max: 64}}}} && algorithm.prompts_per_step=4
+    hyperparameters.group_size goes up to 64: agents with such groups would sample 2048 completions
+engine.base=sharded && engine.quantization=int8
+    engine.quantization: expected null on more than one process with engine.base: sharded
+engine.zero=3 && engine.quantization=int8
+    engine.quantization: expected null on more than one process with engine.zero: 3
+"""
+LINES = OF_A_RUN.strip().split("\n")
 
-    assert warned(most) == []
-    (text,) = warned(most + 1)
-    assert f"batch_size has no effect: it is {most + 1}, and a step of an agent has" in text
+
+@pytest.mark.parametrize(
+    ("overrides", "text"), [*zip(LINES[::2], map(str.strip, LINES[1::2]), strict=True)]
+)
+def test_a_run_is_warned_of_what_has_no_effect_and_of_nothing_else(overrides, text):
+    found = warnings(from_dict(RUN, overrides.split(" && ")))
+    assert [one[: len(text)] for one in found] == ([] if text == "none" else [text])

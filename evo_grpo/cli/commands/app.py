@@ -47,11 +47,11 @@ def complete_run(incomplete: str) -> list[str]:
     from evo_grpo.record.folder import is_run
 
     beside = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)
-    found: set[str] = set()
+    runs: set[str] = set()
     for place in {Path(RUNS), beside}:
         with suppress(OSError):  # a missing or unreadable folder
-            found |= {str(path) for path in place.iterdir() if is_run(path)}
-    return sorted(one for one in found if one.startswith(incomplete) and printable(one) == one)
+            runs |= {str(path) for path in place.iterdir() if is_run(path)}
+    return sorted(run for run in runs if run.startswith(incomplete) and printable(run) == run)
 
 
 def complete_setting(incomplete: str) -> list[str]:
@@ -74,10 +74,10 @@ def _print_version(value: bool) -> None:
         from importlib.metadata import PackageNotFoundError, version
 
         try:
-            found = version("evo-grpo")
+            number = version("evo-grpo")
         except PackageNotFoundError:  # `python -m evo_grpo` in a source tree
-            found = "(not installed)"
-        say(f"evo-grpo {found}")
+            number = "(not installed)"
+        say(f"evo-grpo {number}")
         raise typer.Exit
 
 

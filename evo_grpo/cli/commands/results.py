@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from evo_grpo.cli.commands.app import AsDocument, Debug, Run, app
 from evo_grpo.cli.output import say, write
+from evo_grpo.errors import EvoGrpoError
+from evo_grpo.escaping import printable, shorten
 from evo_grpo.places import expanded
+from evo_grpo.record.wording import count
 
 if TYPE_CHECKING:
     from evo_grpo.record.view import RunView
 
 PANEL = "Looking at a run"
+LONGEST = 1000
+"""Most characters of a line that `follow` prints."""
+READER = "reader-"
+"""Start of the names of reader threads."""
 
 
 @app.command(rich_help_panel=PANEL)
@@ -125,37 +137,33 @@ def compare(
     from evo_grpo.readers.report import side_by_side as page
     from evo_grpo.readers.terminal.console import plain_table, show, standard_output
 
-    found = page.side_by_side(runs)
+    comparison = page.side_by_side(runs)
     console = standard_output()
-    for table, texts in (
-        (page.results_table(found), 1),
-        (page.differences_table(found), 1),
-        (page.settings_table(found), 1),
-    ):
-        shown = [[cell for cell, _ in row] for row in table.rows]
-        show(console, plain_table(table.titles, shown, texts))
+    for make_table in (page.results_table, page.differences_table, page.settings_table):
+        table = make_table(comparison)
+        cells = [[cell for cell, _ in row] for row in table.rows]
+        show(console, plain_table(table.titles, cells, 1))
         say("")
-    say(found.caveat)
+    say(comparison.caveat)
     if out is not None:
-        say(f"wrote {page.write_side_by_side(found, out)}")
+        say(f"wrote {page.write_side_by_side(comparison, out)}")
 
 
 @app.command(rich_help_panel=PANEL)
 def verify(folder: Run, debug: Debug = False) -> None:
     """Check that every file of a run is as it was written."""
     from evo_grpo.analysis.verify import verify as look
-    from evo_grpo.record.wording import count
 
-    found = look(folder)
-    for text in found.notes:
+    result = look(folder)
+    for text in result.notes:
         say(f"note: {text}")
-    for text in found.damage:
+    for text in result.damage:
         say(f"damaged: {text}", err=True)
-    looked = f"{folder}: {count(found.files, 'file')} of {count(found.rounds, 'round')}"
-    if found.damage:
-        say(f"{looked}, {len(found.damage)} damaged", err=True)
+    files = f"{folder}: {count(result.files, 'file')} of {count(result.rounds, 'round')}"
+    if result.damage:
+        say(f"{files}, {len(result.damage)} damaged", err=True)
         raise typer.Exit(1)
-    say(f"{looked}, all as they were written")
+    say(f"{files}, all as they were written")
 
 
 @app.command(rich_help_panel=PANEL)
@@ -192,10 +200,78 @@ def follow(
     debug: Debug = False,
 ) -> None:
     """Bring a run into trackers, a database or a report; of a run that trains, until it ends."""
-    from evo_grpo.cli.readers import feed_readers
-
     names = [name.strip() for name in to.split(",")] if to else []
-    feed_readers(folder, names, storage, outside=outside, quiet=quiet)
+    _feed_readers(folder, names, storage, outside=outside, quiet=quiet)
+
+
+def _feed_readers(
+    folder: Path, to: Sequence[str], storage: str | None, *, outside: bool, quiet: bool
+) -> None:
+    """Follow a run, by default with the readers of its settings, and print their progress."""
+    output = _own_output()
+    print_line = _line_printer(output)
+    failed: list[EvoGrpoError] = []
+
+    from evo_grpo.readers.follow import follow_all
+
+    try:
+        readers = follow_all(folder, to, storage=storage, outside=outside, warn=print_line)
+        failed = [reader.error for reader in readers if reader.error is not None]
+        for reader in () if quiet else readers:
+            if reader.error is None:
+                where = f", as {reader.id}" if reader.id else ""
+                rounds = count(reader.rounds, "round")
+                print_line(f"{reader.run}: {reader.name} has {rounds}{where}")
+        for error in failed[1:]:
+            print_line(str(error))
+        if failed:
+            raise failed[0]
+    except EvoGrpoError as error:
+        if not quiet:
+            raise
+        print_line(str(error))
+        raise typer.Exit(error.exit_code) from None
+    finally:
+        # A run waits for the end of this output; see `training/followers.py`.
+        if output is not sys.stdout:
+            with suppress(OSError):
+                output.close()
+        if failed:
+            _exit_if_hanging(failed[0], quiet=quiet)
+
+
+def _line_printer(output: TextIO) -> Callable[[str], None]:
+    """Return a function that prints each line only once; any thread may call it."""
+    printed: set[str] = set()
+
+    def print_line(text: str) -> None:
+        if text in printed:
+            return
+        printed.add(text)
+        with suppress(OSError):  # the run that reads the output may have ended
+            output.write(printable(shorten(" ".join(text.split()), LONGEST)) + "\n")
+            output.flush()
+
+    return print_line
+
+
+def _exit_if_hanging(error: EvoGrpoError, *, quiet: bool) -> None:
+    """Exit at once if a reader hangs, because the exit handlers of its package would hang too."""
+    if any(thread.name.startswith(READER) for thread in threading.enumerate()):
+        if not quiet:
+            say(f"error: {error}", err=True)
+        os._exit(error.exit_code)
+
+
+def _own_output() -> TextIO:
+    """Return standard output, and redirect later prints of packages to standard error."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except OSError:  # sys.stdout was replaced by an object without a descriptor
+        return sys.stdout
+    output = os.fdopen(os.dup(descriptor), "w", encoding="utf-8", errors="backslashreplace")
+    os.dup2(2, descriptor)
+    return output
 
 
 @app.command(rich_help_panel=PANEL)

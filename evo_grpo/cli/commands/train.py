@@ -1,10 +1,12 @@
-"""Commands that train: run, resume."""
+"""Commands that train a run, and change it while it trains: run, resume, steer."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,15 +26,29 @@ from evo_grpo.cli.commands.app import (
     app,
 )
 from evo_grpo.cli.launching import launch_ranks, reporting_early_errors
-from evo_grpo.cli.output import say
+from evo_grpo.cli.output import say, warn
 from evo_grpo.cli.showing import Audience, show_run
-from evo_grpo.errors import RunNotFoundError
+from evo_grpo.errors import ConfigError, RunNotFoundError
+from evo_grpo.places import looking_in
 from evo_grpo.population.ranks.team import is_silent_rank
 
 if TYPE_CHECKING:
     from evo_grpo.readers.terminal.progress import RunProgress
+    from evo_grpo.record.steering import RunState
+    from evo_grpo.types import Request
 
 PANEL = "Training"
+FORMS = {
+    "stop-agent": "stop-agent AGENT",
+    "clone": "clone FROM TO",
+    "set": "set AGENT NAME=VALUE [NAME=VALUE ...]",
+    "pause": "pause",
+    "continue": "continue",
+    "stop-after-round": "stop-after-round",
+    "cancel": "cancel",
+}
+_AGENTS = {"stop-agent": 1, "clone": 2, "set": 1}
+"""Agents that a request names."""
 
 
 def _check_report(report: bool) -> None:
@@ -61,6 +77,7 @@ def run(  # noqa: PLR0913 -- one argument for each option
     """Train and evolve the population of a configuration."""
     from evo_grpo import settings as config
     from evo_grpo.places import looking_in
+    from evo_grpo.record.folder import beside
     from evo_grpo.record.folder import beside
 
     audience = Audience(quiet=quiet, as_json=as_json)
@@ -134,6 +151,8 @@ def resume(  # noqa: PLR0913 -- one argument for each option
 
     from evo_grpo.places import looking_in
     from evo_grpo.record.folder import code_folder, expect_run
+    from evo_grpo.record.folder import code_folder
+    from evo_grpo.record.folder import expect_run
 
     with audience.errors(), reporting_early_errors(), looking_in(code_folder(code), is_code=True):
         if folder.is_file() and folder.suffix in (".yaml", ".yml"):
@@ -154,3 +173,98 @@ def resume(  # noqa: PLR0913 -- one argument for each option
             allow=allow or (),
             report=report,
         )
+
+
+@app.command(rich_help_panel=PANEL)
+def steer(
+    folder: Run,
+    request: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[REQUEST]",
+            help=f"One of: {'; '.join(FORMS.values())}. Without a request, show earlier ones.",
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Change a run while it trains; requests are carried out between two rounds."""
+    from evo_grpo.record.steering import ask, cancel, state_of
+
+    if not request:
+        _show(state_of(folder))
+        return
+    op, agents, values = _parsed(request)
+    if op == "cancel":
+        withdrawn = cancel(folder)
+        say(f"{folder}: {withdrawn} withdrawn" if withdrawn else f"{folder}: nothing was waiting")
+        return
+    agent, source = (agents[-1] if agents else None), (agents[0] if op == "clone" else None)
+    asked, standing = ask(folder, op, agent=agent, source=source, values=values)
+    say(f"{folder}: {asked}: {_when(asked, standing)}")
+
+
+def _parsed(request: Sequence[str]) -> tuple[str, list[int], dict[str, Any]]:
+    """Return the operation of a request, its agents, and the hyperparameters of a "set"."""
+    from evo_grpo.settings.yaml import parse
+
+    op, *rest = request
+    if op not in FORMS:
+        raise ConfigError(f"steer: expected {', '.join(FORMS)}, got {op!r}")
+    agents, values = rest[: _AGENTS.get(op, 0)], rest[_AGENTS.get(op, 0) :]
+    pairs = [(name, text) for name, _, text in (value.partition("=") for value in values)]
+    complete = len(agents) == _AGENTS.get(op, 0) and bool(pairs) == (op == "set")
+    numbers = all(one.isascii() and one.isdigit() and len(one) < 10 for one in agents)
+    if not (complete and numbers and all(name and text.strip() for name, text in pairs)):
+        raise ConfigError(
+            f"steer: expected {FORMS[op]}, with agents by number, got {' '.join(request)!r}"
+        )
+    return op, [*map(int, agents)], {name: parse(t, f"steer set {name}") for name, t in pairs}
+
+
+def _when(request: Request, standing: RunState) -> str:
+    """Return when a request will be carried out, in words."""
+    played = len(standing.rounds)
+    if not standing.trains:
+        resume = f"evo-grpo resume {standing.folder}"
+        when = "after its first round" if not played else f"before round {played + 1}"
+        return f"no process trains this run; it is saved and carried out {when}, with: {resume}"
+    if request.op == "continue":
+        return f"round {played + 1} begins" if standing.paused else "the pause is cancelled"
+    if standing.paused:
+        return "carried out now, since the run is paused"
+    if standing.in_last_round:
+        resume = f"evo-grpo resume {standing.folder} --rounds N"
+        return f"kept, for round {request.after + 1} is the last one; carried out by: {resume}"
+    return f"carried out after round {request.after + 1}, or a round later if that has ended"
+
+
+def _show(standing: RunState) -> None:
+    """Print the state of a run, the waiting requests, and the outcomes of earlier ones."""
+    played, planned = len(standing.rounds), standing.config.population.rounds
+    if standing.finished:
+        state = f"finished after round {played}"
+    elif not standing.trains:
+        state = f"no process trains it; {played} of {planned} rounds are played"
+    elif standing.paused:
+        state = f"paused after round {played} of {planned}"
+    elif standing.over:
+        state = f"evaluates the base and the winner after round {played}, the last one"
+    else:
+        state = f"trains; {played} of {planned} rounds are played"
+    say(f"{standing.folder}: {state}")
+    for one in standing.waiting:
+        say(f"  waiting: {one}, requested {_ago(one.asked)}")
+    for number, one in standing.became:
+        outcome = f"refused: {one.refused}" if one.refused else "done"
+        say(f"  after round {number + 1}: {one.request}: {outcome}")
+    if not standing.waiting and not standing.became:
+        say("  no requests")
+    for text in standing.unread:
+        warn(f"{text}; withdraw it with: evo-grpo steer {standing.folder} cancel")
+
+
+def _ago(asked: float) -> str:
+    seconds = max(0, round(time.time() - asked))
+    if seconds < 120:
+        return f"{seconds} s ago"
+    return f"{seconds // 60} min ago" if seconds < 7200 else f"{seconds // 3600} h ago"

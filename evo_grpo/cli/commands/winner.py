@@ -1,10 +1,12 @@
-"""The commands export, recipe and replay; `sampling` has sample and evaluate."""
+"""Commands on the winner of a run: export, recipe, replay, sample, evaluate."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,15 +20,17 @@ from evo_grpo.cli.commands.app import (
     Prefer,
     Round,
     Run,
+    Settings,
+    Split,
     app,
     from_zero,
     weights_of,
 )
 from evo_grpo.cli.host_memory import keep_freed_memory
-from evo_grpo.cli.output import say, warn
+from evo_grpo.cli.output import say, warn, write
 from evo_grpo.cli.stopping import interruptible
 from evo_grpo.escaping import printable
-from evo_grpo.places import expanded
+from evo_grpo.places import expanded, looking_in
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from evo_grpo.record.replay import Replay
 
 PANEL = "The winner"
+Base = Annotated[bool, typer.Option("--base/--no-base", help="Sample the base model too.")]
 
 
 @app.command(rich_help_panel=PANEL)
@@ -147,7 +152,6 @@ def replay(
     debug: Debug = False,
 ) -> None:
     """Compare the winner's schedule with its last values: train agents with each."""
-    from evo_grpo.places import looking_in
     from evo_grpo.readers.terminal import console as screen
     from evo_grpo.readers.terminal import result as shown
     from evo_grpo.record.folder import code_folder
@@ -158,11 +162,11 @@ def replay(
     schedule = read_schedule(folder)
     screen.say(console, shown.schedule_title(str(folder), schedule))
     screen.show(console, shown.schedule_table(schedule))
-    found = None if force else read_replay(folder)
-    if found is None or repeats not in (None, found.repeats):
+    trained = None if force else read_replay(folder)
+    if trained is None or repeats not in (None, trained.repeats):
         with looking_in(code_folder(code), is_code=True):
-            found = _train_replay(console, folder, repeats, force, allow or ())
-    shown.show_arms(console, found.arms())
+            trained = _train_replay(console, folder, repeats, force, allow or ())
+    shown.show_arms(console, trained.arms())
     screen.say(console, f"replay: {folder / REPLAY}")
 
 
@@ -186,3 +190,166 @@ def _train_replay(
         title = "training with the schedule and with its last values, side by side"
         with RunProgress(view, title=title) as progress, warnings_to(warn):
             return train(folder, repeats=repeats, force=force, allow=allow, observer=progress)
+
+
+@app.command(rich_help_panel=PANEL)
+def sample(  # noqa: PLR0913 -- each is an option of the command
+    folder: Run,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PROMPT",
+            help="A prompt; without it, each line of standard input is one.",
+        ),
+    ] = None,
+    row: Annotated[
+        list[int] | None,
+        typer.Option("--row", metavar="N", help="A row of the task (from 0). May be repeated."),
+    ] = None,
+    split: Split = "validation",
+    agent: Agent = None,
+    member: Member = None,
+    round: Round = None,
+    best_ever: BestEver = False,
+    prefer: Prefer = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers to each prompt.")] = 4,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            help="0 is greedy, with one answer; default: the temperature of the evaluations.",
+        ),
+    ] = None,
+    base: Base = True,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the draws.")] = 0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send the prompt without the template.")
+    ] = False,
+    allow: Allow = None,
+    code: Code = None,
+    debug: Debug = False,
+) -> None:
+    """Sample answers of the winner, or of another agent, to prompts or rows of its task."""
+    from evo_grpo.readers.terminal.console import standard_output, warnings_to
+    from evo_grpo.record.choice import choose_of
+    from evo_grpo.record.folder import code_folder
+
+    if prompt is not None and row:
+        raise typer.BadParameter("expected a PROMPT or --row, got both")
+    choice = choose_of(
+        folder, agent, member, from_zero(round), best_ever=best_ever, prefer=weights_of(prefer)
+    )
+    say(f"loading {choice.title} of {folder} ...", err=True)
+    from evo_grpo.analysis.sampling.answers import answers
+    from evo_grpo.analysis.sampling.answers import show_sampled
+
+    answered = answers(
+        choice, () if row else _prompts(prompt), row or (), n=n, temperature=temperature,
+        base=base, seed=seed, split=split, raw=raw, allow=allow or (),
+    )  # fmt: skip
+    place = looking_in(code_folder(code), is_code=True)
+    with place, warnings_to(warn), closing(answered):
+        for answer in answered:
+            show_sampled(standard_output(), answer)
+
+
+def _prompts(prompt: str | None) -> Iterator[str]:
+    """Yield the given prompt, or each line of standard input that is not empty."""
+    if prompt is not None:
+        yield prompt
+        return
+    given = sys.stdin is not None and sys.stdin.isatty()
+    if given:
+        say("one prompt per line; Ctrl-D ends the input", err=True)
+    for line in sys.stdin or ():  # none after `<&-`
+        if text := line.rstrip("\r\n"):
+            given = True
+            yield text
+    if not given:
+        raise typer.BadParameter(
+            "expected a PROMPT, --row or lines of standard input, got none of them"
+        )
+
+
+# Longer than 60 lines because each option is a parameter with its help.
+@app.command(rich_help_panel=PANEL)
+def evaluate(  # noqa: PLR0913 -- each is an option of the command
+    adapter: Annotated[
+        Path,
+        typer.Argument(metavar="ADAPTER", help="An export, another PEFT folder, or a run folder."),
+    ],
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG", help="Configuration of base and task; default: that of the run."
+        ),
+    ] = None,
+    settings: Settings = None,
+    split: Annotated[
+        Literal["validation", "test"], typer.Option("--split", help="Split of the prompts.")
+    ] = "test",
+    prompts: Annotated[
+        int | None,
+        typer.Option("--prompts", metavar="N", min=1, help="How many; default: as in the run."),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples", metavar="N", min=1, help="Of each prompt; default: as in the run."
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature", help="0 is greedy; default: the temperature of the evaluations."
+        ),
+    ] = None,
+    pass_at: Annotated[
+        list[int] | None,
+        typer.Option("--pass-at", metavar="K", min=1, help="Print pass@K too. May be repeated."),
+    ] = None,
+    correct: Annotated[
+        float | None,
+        typer.Option(
+            "--correct",
+            metavar="REWARD",
+            help="Least reward of a correct completion; default: as in the run, or 1.",
+        ),
+    ] = None,
+    base: Base = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    allow: Allow = None,
+    code: Code = None,
+    debug: Debug = False,
+) -> None:
+    """Measure the mean reward and pass@k of an adapter on a task, and those of its base."""
+    from evo_grpo import settings as config
+    from evo_grpo.readers.terminal.console import standard_output, warnings_to
+    from evo_grpo.record.folder import beside, code_folder
+
+    if file is None and settings:
+        raise typer.BadParameter("--set needs a CONFIG; give the run's own population.yaml")
+    loaded = None if file is None else config.load(file, settings or ())
+    say(f"loading {adapter} ...", err=True)
+    places = looking_in(code_folder(code), is_code=True), looking_in(beside(file))
+    with places[0], places[1], warnings_to(warn):
+        from evo_grpo.analysis.sampling.evaluation import evaluate_adapter
+        from evo_grpo.analysis.sampling.evaluation import show_judged
+        from evo_grpo.record.files import to_line
+
+        judged = evaluate_adapter(
+            adapter,
+            loaded,
+            split=split,
+            prompts=prompts,
+            samples=samples,
+            temperature=temperature,
+            pass_at=pass_at or (),
+            correct=correct,
+            base=base,
+            allow=allow or (),
+        )
+    if as_json:
+        write(to_line(judged.to_json(), indent=1) + "\n")
+        return
+    show_judged(standard_output(), judged)

@@ -15,7 +15,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.settings import EngineConfig, RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.evaluations import count_evaluations
-from evo_grpo.settings.storage import check_driver
+from evo_grpo.settings.record import check_driver
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import few_prompts, shortages
 from evo_grpo.training.sizing.cards import Gpu

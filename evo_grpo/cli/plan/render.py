@@ -28,7 +28,7 @@ from evo_grpo.record.wording import count, in_words, listed
 from evo_grpo.schema.hparams import DRAWN_AT_START
 from evo_grpo.schema.problems import shown_value
 from evo_grpo.settings.learning_rate import usual_lr
-from evo_grpo.settings.storage import is_url
+from evo_grpo.settings.record import is_url
 from evo_grpo.training.sizing.machine import MACHINE, dtypes, format_bytes
 
 if TYPE_CHECKING:

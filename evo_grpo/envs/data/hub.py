@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.errors import DataError, EngineUnavailable
 from evo_grpo.places import find
-from evo_grpo.settings.hub import HubDataset
+from evo_grpo.settings.objects import HubDataset
 from evo_grpo.sources import hub_words
 
 if TYPE_CHECKING:

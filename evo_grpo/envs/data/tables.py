@@ -19,7 +19,7 @@ from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError, EngineUnavailable
 from evo_grpo.escaping import shorten
 from evo_grpo.places import find, folders
-from evo_grpo.settings.given import OBJECT, Given
+from evo_grpo.settings.objects import OBJECT, PythonObject
 
 MAX_GIGABYTES = 1.0
 """Default of `env.max_data_gb`."""
@@ -81,13 +81,13 @@ def read_rows(source: object, name: str = "dataset", gigabytes: float = MAX_GIGA
 
     Args:
         source: A path ending in .csv, .tsv, .jsonl, .json or .parquet, a `datasets.Dataset`, a
-            pandas frame, a sequence of mappings, a `Given` that holds one of these, or a dataset of
-            the Hub.
+            pandas frame, a sequence of mappings, a `PythonObject` that holds one of these, or a
+            dataset of the Hub.
         name: Name in messages, e.g. "train".
         gigabytes: The most memory that a file or a dataset of the Hub may take, as in
             `env.max_data_gb`.
     """
-    if isinstance(source, Given):
+    if isinstance(source, PythonObject):
         source = source.value
     hub = hub_dataset(source)
     if hub is not None:

@@ -62,6 +62,7 @@ class OptunaExploration(Group):
     """
 
     copies_only: ClassVar[bool] = True
+    one_goal: ClassVar[bool] = True  # a trial has one value
     kind: Literal["optuna"] = setting("optuna", "A sampler of Optuna proposes values for copies.")
     sampler: Sampler = setting("TPESampler", "A class of `optuna.samplers`.")
     args: Annotated[PlainMapping, AfterValidator(_without_seed)] = setting(

@@ -5,7 +5,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from evo_grpo.evolve.protocols import Offspring, rank
 from evo_grpo.schema.group import Group, setting
@@ -28,6 +28,7 @@ class ParetoSelection(Group):
     objective are the ends of the front: explorations leave them unchanged.
     """
 
+    several_goals: ClassVar[bool] = True  # it needs `evolve.fitness.objectives`
     kind: Literal["pareto"] = setting(
         "pareto", "The agents that no other dominates stay, and are copied over dominated ones."
     )

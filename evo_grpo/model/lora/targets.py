@@ -25,7 +25,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.configs import linear_modules, matched_modules
 from evo_grpo.schema.patterns import ALL
 from evo_grpo.schema.problems import unknown_name
-from evo_grpo.settings.adapters import missing_layers
+from evo_grpo.settings.model import missing_layers
 
 #: Key under which a base caches the modules of all-linear.
 _SETTLED = "all_linear"

@@ -21,7 +21,7 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import narrowest
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.rollout.native.ability import ability_of
-from evo_grpo.settings.adapters import above_width, pattern_problems, searched, too_wide
+from evo_grpo.settings.model import above_width, pattern_problems, searched, too_wide
 from evo_grpo.types import Slot
 
 

@@ -4,8 +4,7 @@
 
 from typing import ClassVar
 
-from evo_grpo.settings.engines.declaration import RolloutSettings
-from evo_grpo.settings.engines.memory import EngineLoad, Part
+from evo_grpo.settings.engines.declaration import EngineLoad, Part, RolloutSettings
 
 DRAWN_LOGITS = 1 << 25
 """Logits from which tokens are drawn at once: so many or those of one row, if these are more."""

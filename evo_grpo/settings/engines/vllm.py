@@ -7,14 +7,11 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
-
-from evo_grpo.schema.group import PlainMapping, contradictions, setting
+from evo_grpo.schema.group import PlainMapping, contradictions, only, setting
 from evo_grpo.schema.problems import Problem
-from evo_grpo.settings.engines.declaration import RolloutSettings
-from evo_grpo.settings.engines.memory import Device, EngineLoad, Part
+from evo_grpo.settings.engines.declaration import Device, EngineLoad, Part, RolloutSettings
 from evo_grpo.settings.model import LoraSettings
 
 OURS = (
@@ -36,11 +33,20 @@ _SEQUENCES = 16
 _LOWERS = "engine.vllm.sleep_level, engine.vllm.gpu_memory_utilization"
 
 
-def _devices(value: object) -> object:
-    items = list(cast("list[object]", value)) if isinstance(value, list | tuple) else []
-    if value is None or (items and all(type(item) is int and item >= 0 for item in items)):
-        return None if value is None else items
-    raise ValueError("null, or a list of device numbers such as [0, 1]")
+Devices = Annotated[
+    list[int] | None,
+    only(
+        lambda value: (
+            value is None
+            or (
+                isinstance(value, list)
+                and value
+                and all(type(item) is int and item >= 0 for item in value)
+            )
+        ),
+        "null, or a list of device numbers such as [0, 1]",
+    ),
+]
 
 
 class VLLMSettings(RolloutSettings):
@@ -85,7 +91,7 @@ class VLLMSettings(RolloutSettings):
         0.3, "Share of a device's memory that vLLM may use.", gt=0, le=1
     )
     tensor_parallel_size: int = setting(1, "Devices that vLLM spreads the base over.", ge=1)
-    devices: Annotated[list[int] | None, BeforeValidator(_devices)] = setting(
+    devices: Devices = setting(
         None, "CUDA devices of vLLM's process, by number; null takes those of the trainer."
     )
     max_num_batched_tokens: int | None = setting(

@@ -12,7 +12,7 @@ from math import ceil
 from typing import NamedTuple
 
 from evo_grpo.settings import RunConfig
-from evo_grpo.settings.engines.memory import Shape
+from evo_grpo.settings.engines.declaration import Shape
 from evo_grpo.training.sizing.cards import Card
 from evo_grpo.training.sizing.machine import Fit
 from evo_grpo.training.sizing.memory import PROMPT_TOKENS, MemoryPlan, work_of

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from evo_grpo.model.llama.families import FAMILIES
 from evo_grpo.settings import EngineConfig, RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
-from evo_grpo.settings.engines.memory import Device, EngineLoad, Part, Shape, Work
+from evo_grpo.settings.engines.declaration import Device, EngineLoad, Part, Shape, Work
 from evo_grpo.training.sizing.model_size import ModelSize, classifier_parameters, lora_parameters
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

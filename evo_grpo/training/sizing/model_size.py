@@ -21,8 +21,8 @@ from evo_grpo.model.llama.families import FAMILIES
 from evo_grpo.schema.patterns import ending, matches
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import LoraSettings, ModelConfig
-from evo_grpo.settings.adapters import above_width, missing_layers, too_wide
-from evo_grpo.settings.engines.memory import Shape
+from evo_grpo.settings.engines.declaration import Shape
+from evo_grpo.settings.model import above_width, missing_layers, too_wide
 from evo_grpo.sources import resolve
 
 

@@ -65,14 +65,12 @@ NAMED = {
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     (tmp_path / "planted.py").write_text(CODE)
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").write_text(CODE)
     (tmp_path / "pack" / "inner.py").write_text("from ..planted import *\nfrom . import reward")
     (tmp_path / "rows.jsonl").write_text(ROWS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
     for name in [name for name in sys.modules if name.split(".")[0] in ("planted", "pack")]:
         del sys.modules[name]

@@ -13,7 +13,7 @@ from small_run import SETTINGS, outcome
 from evo_grpo.envs.data.hub import hub_dataset
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import EnvConfig
-from evo_grpo.settings.hub import HubDataset
+from evo_grpo.settings.objects import HubDataset
 from evo_grpo.sources import embedded_models
 
 ROOT = Path(__file__).resolve().parents[3]

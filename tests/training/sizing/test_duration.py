@@ -6,7 +6,7 @@ import pytest
 
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.settings import from_dict
-from evo_grpo.settings.engines.memory import Shape
+from evo_grpo.settings.engines.declaration import Shape
 from evo_grpo.training.sizing.cards import CARDS, parse_gpu
 from evo_grpo.training.sizing.duration import Counted
 

@@ -1,4 +1,4 @@
-"""Objects from Python in place of settings that name a file or a function."""
+"""What a setting holds in place of a file or function: an object from Python, a Hub dataset."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -15,14 +15,14 @@ from pydantic_core import (
     core_schema,
 )
 
-from evo_grpo.settings.hub import HubDataset
+from evo_grpo.schema.group import Group, setting
 
 OBJECT = "object:"
 """Begins the value that a run folder has in place of an object."""
 
 
 @final
-class Given:
+class PythonObject:
     """An object from Python, equal only to itself; a run folder has its description in its place.
 
     Attributes:
@@ -64,9 +64,46 @@ class Given:
 
 
 def _written(value: object) -> str:
-    if not isinstance(value, Given):  # another member of a union
+    if not isinstance(value, PythonObject):  # another member of a union
         raise PydanticSerializationUnexpectedValue("expected an object from Python")
     return str(value)
+
+
+def _columns(value: object) -> object:
+    """Accept a list of columns that keep their names, or a mapping of new names to theirs."""
+    if isinstance(value, list | tuple):
+        value = {name: name for name in cast("list[object]", value) if isinstance(name, str)}
+    if isinstance(value, Mapping):
+        columns = cast("Mapping[object, object]", value)
+        if all(isinstance(name, str) and name for name in columns.values()):
+            return columns
+    raise ValueError("a list of columns, or a mapping of names to columns of the dataset")
+
+
+class HubDataset(Group):
+    """A dataset of the Hugging Face Hub. A plain string is its path: `train: openai/gsm8k`."""
+
+    path: str = setting(meaning="Its id, `owner/name`.", min_length=1)
+    name: str | None = setting(
+        None, "Its configuration, such as `main`; null takes its default.", min_length=1
+    )
+    split: str | None = setting(
+        None,
+        "Its split, or a part of it such as `train[:1000]`; null takes the split with the name of "
+        "the key: train, validation or test.",
+        min_length=1,
+    )
+    revision: str | None = setting(
+        None,
+        "Branch, tag or commit; null takes the newest. A run records the commit, and goes on with "
+        "it.",
+        min_length=1,
+    )
+    columns: Annotated[dict[str, str], BeforeValidator(_columns)] = setting(
+        factory=dict[str, str],
+        meaning="Columns to read: a list, or a mapping of the names that prompt and reward use to "
+        "its columns, such as `{question: problem}`; empty reads all.",
+    )
 
 
 def _source(value: object) -> object:
@@ -77,10 +114,10 @@ def _source(value: object) -> object:
         return HubDataset(**cast("dict[str, Any]", value))
     if isinstance(value, str) and not value:
         raise ValueError("a string that is not empty")
-    if value is None or isinstance(value, str | Given | HubDataset):
+    if value is None or isinstance(value, str | PythonObject | HubDataset):
         return value
     if isinstance(value, Mapping) or hasattr(value, "__getitem__"):
-        return Given(cast("Any", value))  # `tables.read_rows` refuses what holds no rows
+        return PythonObject(cast("Any", value))  # `tables.read_rows` refuses what holds no rows
     raise ValueError("the name of a file, a dataset of the Hub, or rows from Python")
 
 
@@ -95,7 +132,7 @@ def is_function(value: object) -> bool:
     return callable(value) or callable(getattr(value, "fn", None))
 
 
-Source = Annotated[str | HubDataset | Given | None, BeforeValidator(_source)]
+Source = Annotated[str | HubDataset | PythonObject | None, BeforeValidator(_source)]
 
 
 def by_splits(sources: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -104,7 +141,7 @@ def by_splits(sources: Mapping[Any, Any]) -> Mapping[Any, Any]:
     A mapping with the key train is one. It fills in validation and test where they are missing.
     """
     train = sources.get("train")
-    train = train.value if isinstance(train, Given) else train
+    train = train.value if isinstance(train, PythonObject) else train
     if not isinstance(train, Mapping) or "train" not in train:
         return sources
     splits = cast("Mapping[str, Any]", train)
