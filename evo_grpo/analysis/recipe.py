@@ -11,8 +11,6 @@ from evo_grpo.escaping import printable
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.explore.schedule import ROUND, ScheduleExploration
 from evo_grpo.evolve.select.halving import NoSelection
-from evo_grpo.evolve.select.halving import NoSelection
-from evo_grpo.record.folder import read_config
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import read_config
 from evo_grpo.record.names import CONFIG

@@ -16,11 +16,8 @@ from evo_grpo.schema.hparams import (
     has_no_order,
     is_of_every_agent,
 )
-from evo_grpo.schema.problems import Problem, Problems, nearest
-from evo_grpo.schema.search_space import outside
-from evo_grpo.schema.search_space import outside
 from evo_grpo.schema.problems import Problem, Problems, below, nearest, refuse
-from evo_grpo.schema.search_space import CLIPS
+from evo_grpo.schema.search_space import CLIPS, outside
 from evo_grpo.seeding import derive, generator
 
 if TYPE_CHECKING:

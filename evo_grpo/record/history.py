@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from evo_grpo.errors import ConfigError, RunNotFoundError
 from evo_grpo.evolve.start import carried_over, in_both, starts_with
-from evo_grpo.errors import CheckpointError, ConfigError, RunNotFoundError
-from evo_grpo.evolve.start import carried_over, in_both, starts_with
 from evo_grpo.places import find
 from evo_grpo.record import columns
 from evo_grpo.record.files import expecting, load_json

@@ -13,8 +13,6 @@ from evo_grpo.schema.group import contradictions
 from evo_grpo.schema.hparams import REWARD_WEIGHT, WARMUP
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem, below, dotted
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter, outside
-from evo_grpo.settings.model import adapter_problems, begins_outside
-from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 from evo_grpo.settings.engine import ENGINES, EngineConfig
 from evo_grpo.settings.env import EnvConfig, prompt_problems

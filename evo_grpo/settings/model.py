@@ -19,7 +19,6 @@ from evo_grpo.schema.group import (
 )
 from evo_grpo.schema.hparams import LORA, Hparams, RankAlpha
 from evo_grpo.schema.messages import shown
-from evo_grpo.schema.search_space import outside
 from evo_grpo.schema.patterns import ALL, ending, matches, union, why_no_pattern
 from evo_grpo.schema.problems import (
     Path,
@@ -30,7 +29,7 @@ from evo_grpo.schema.problems import (
     nearest,
     unknown_name,
 )
-from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.schema.search_space import HyperparameterConfig, outside
 from evo_grpo.schema.validation import LEAST, MOST
 
 

@@ -14,13 +14,16 @@ from evo_grpo import settings as configuration
 from evo_grpo.envs.describing import DIGEST
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
 from evo_grpo.places import as_option
-from evo_grpo.record.files import seal
-from evo_grpo.record.folder import read_settings
-from evo_grpo.record.names import CONFIG, INPUTS
 from evo_grpo.population.ranks.team import Team
-from evo_grpo.record.folder import read_config, read_settings
 from evo_grpo.record.files import seal
-from evo_grpo.record.folder import config_text, listed_objects, refuse_objects, with_objects
+from evo_grpo.record.folder import (
+    config_text,
+    listed_objects,
+    read_config,
+    read_settings,
+    refuse_objects,
+    with_objects,
+)
 from evo_grpo.record.names import BASELINE, CONFIG, INPUTS
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.study import check_storage

@@ -22,9 +22,8 @@ from evo_grpo.places import expanded
 from evo_grpo.population.ranks.ranks import find_team, sharing_early_errors
 from evo_grpo.population.round import Steerer, next_slots, play_round
 from evo_grpo.population.steps import Limit, RunWriter
-from evo_grpo.record.folder import read_config
 from evo_grpo.record.files import many_objects, reading
-from evo_grpo.record.folder import with_objects
+from evo_grpo.record.folder import read_config, with_objects
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir, clear_run, refuse_taken

@@ -12,7 +12,6 @@ from evo_grpo import GRPO, resume, run
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.record.database import DatabaseError, check_url
 from evo_grpo.settings import load, to_yaml
-from evo_grpo.settings import record as storages
 
 #: Nothing listens on it: port 1 is not given to programs.
 GONE = "postgresql+psycopg://evo@127.0.0.1:1/evo"

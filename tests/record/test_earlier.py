@@ -14,7 +14,6 @@ from evo_grpo import resume, run
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.cli.plan.render import render_plan
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.start import carried_over
 from evo_grpo.record.files import to_line
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.history import resolved_start

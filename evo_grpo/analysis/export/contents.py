@@ -23,8 +23,6 @@ from evo_grpo.errors import (
     ModelError,
     RunDirError,
 )
-from evo_grpo.record.files import create_folder, sync_names, sync_tree
-from evo_grpo.record.plain import check_digests, sha256_of
 from evo_grpo.record.files import create_folder, load_json, sync_names, sync_tree
 from evo_grpo.record.folder import listed_objects
 from evo_grpo.record.names import ATTRIBUTES

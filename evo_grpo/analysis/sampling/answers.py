@@ -33,7 +33,6 @@ from evo_grpo.population.evaluate import weighted
 from evo_grpo.readers.terminal.console import say
 from evo_grpo.record.choice import ChosenAgent, choose_of
 from evo_grpo.record.folder import code_folder
-from evo_grpo.record.folder import code_folder
 from evo_grpo.record.wording import number
 from evo_grpo.schema.validation import shown, whole
 from evo_grpo.settings import EnvConfig

@@ -34,7 +34,6 @@ from evo_grpo.readers.terminal.console import safe, say
 from evo_grpo.record.choice import choose_of
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import beside, code_folder, is_run
-from evo_grpo.record.folder import is_run
 from evo_grpo.record.wording import claim_text, count
 from evo_grpo.record.wording import number as shown_number
 from evo_grpo.schema.hparams import Hparams

@@ -31,7 +31,6 @@ from evo_grpo.readers.terminal.console import say
 from evo_grpo.readers.terminal.plain import clock
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import beside, code_folder
-from evo_grpo.record.wording import count
 from evo_grpo.record.wording import count, number
 from evo_grpo.schema.validation import whole
 from evo_grpo.settings import RunConfig

@@ -19,9 +19,6 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.record.choice import ChosenAgent
 from evo_grpo.record.folder import read_config, recorded_objects
-from evo_grpo.record.plain import check_digests, inside
-from evo_grpo.record.folder import read_config
-from evo_grpo.record.folder import recorded_objects
 from evo_grpo.record.plain import inside
 from evo_grpo.schema.hparams import LORA, Hparams
 from evo_grpo.settings import RunConfig

@@ -29,7 +29,6 @@ from evo_grpo.cli.launching import launch_ranks, reporting_early_errors
 from evo_grpo.cli.output import say, warn
 from evo_grpo.cli.showing import Audience, show_run
 from evo_grpo.errors import ConfigError, RunNotFoundError
-from evo_grpo.places import looking_in
 from evo_grpo.population.ranks.team import is_silent_rank
 
 if TYPE_CHECKING:
@@ -77,7 +76,6 @@ def run(  # noqa: PLR0913 -- one argument for each option
     """Train and evolve the population of a configuration."""
     from evo_grpo import settings as config
     from evo_grpo.places import looking_in
-    from evo_grpo.record.folder import beside
     from evo_grpo.record.folder import beside
 
     audience = Audience(quiet=quiet, as_json=as_json)
@@ -151,8 +149,6 @@ def resume(  # noqa: PLR0913 -- one argument for each option
 
     from evo_grpo.places import looking_in
     from evo_grpo.record.folder import code_folder, expect_run
-    from evo_grpo.record.folder import code_folder
-    from evo_grpo.record.folder import expect_run
 
     with audience.errors(), reporting_early_errors(), looking_in(code_folder(code), is_code=True):
         if folder.is_file() and folder.suffix in (".yaml", ".yml"):

@@ -240,8 +240,7 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
         folder, agent, member, from_zero(round), best_ever=best_ever, prefer=weights_of(prefer)
     )
     say(f"loading {choice.title} of {folder} ...", err=True)
-    from evo_grpo.analysis.sampling.answers import answers
-    from evo_grpo.analysis.sampling.answers import show_sampled
+    from evo_grpo.analysis.sampling.answers import answers, show_sampled
 
     answered = answers(
         choice, () if row else _prompts(prompt), row or (), n=n, temperature=temperature,
@@ -333,8 +332,7 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
     say(f"loading {adapter} ...", err=True)
     places = looking_in(code_folder(code), is_code=True), looking_in(beside(file))
     with places[0], places[1], warnings_to(warn):
-        from evo_grpo.analysis.sampling.evaluation import evaluate_adapter
-        from evo_grpo.analysis.sampling.evaluation import show_judged
+        from evo_grpo.analysis.sampling.evaluation import evaluate_adapter, show_judged
         from evo_grpo.record.files import to_line
 
         judged = evaluate_adapter(

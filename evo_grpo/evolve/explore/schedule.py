@@ -13,10 +13,8 @@ from evo_grpo.evolve.ranges import parts
 from evo_grpo.evolve.start import with_values
 from evo_grpo.schema.group import Group, plain, setting
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.schema.problems import Problem, Problems
-from evo_grpo.schema.search_space import outside
-from evo_grpo.schema.search_space import outside
 from evo_grpo.schema.problems import Problem, Problems, below, refuse
+from evo_grpo.schema.search_space import outside
 
 if TYPE_CHECKING:
     import numpy as np

@@ -25,8 +25,8 @@ from evo_grpo.population.zero.together import ZeroOptimizer
 from evo_grpo.schema.hparams import LORA, Hparams, RankAlpha
 from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
-from evo_grpo.settings.model import above_width
 from evo_grpo.settings.algorithm import LRSchedule
+from evo_grpo.settings.model import above_width
 from evo_grpo.types import Member, Score, Slot
 
 START = "start"
