@@ -217,10 +217,6 @@ def test_the_expected_step_is_zero_in_the_logarithm(factors):
     assert grow * up + (1 - grow) * down == pytest.approx(0.0, abs=1e-12)
 
 
-def test_the_reference_factors_grow_a_little_more_often_than_they_shrink():
-    assert RLParameter(0, 1).grow_probability == pytest.approx(0.5503, abs=1e-4)
-
-
 def test_a_config_knows_its_names_and_ints():
     config = HyperparameterConfig(group_size=RLParameter(2, 16), lr=RLParameter(1e-5, 1e-3))
     assert config.names() == ["group_size", "lr"]
@@ -234,7 +230,6 @@ def test_a_config_knows_its_names_and_ints():
     assert config == same
     assert hash(config) == hash(same)
     assert config != HyperparameterConfig(lr=RLParameter(1e-5, 1e-3))
-    assert "group_size=RLParameter(min=2.0, max=16.0" in repr(config)
 
 
 @pytest.mark.parametrize(
@@ -258,9 +253,3 @@ def test_a_config_knows_its_names_and_ints():
 def test_what_cannot_mutate_is_refused(parameters, message):
     with pytest.raises(ConfigError, match=message):
         HyperparameterConfig(**parameters)
-
-
-def test_values_are_frozen():
-    with pytest.raises(ValueError, match="frozen"):
-        Hparams().lr = 1.0  # pyright: ignore
-    assert Hparams().replace(lr=1.0).lr == 1.0
