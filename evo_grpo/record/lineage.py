@@ -61,8 +61,7 @@ class Lineage:
     def record(self, record: RoundRecord) -> list[FrozenTrial]:
         """Add and return the missing trials of a finished round.
 
-        Raises:
-            CheckpointError: The parent trial of an agent is missing.
+        CheckpointError if the parent trial of an agent is missing.
         """
         self._begin(record)
         # Parents live in earlier rounds, so the order among this round's agents does not matter.
