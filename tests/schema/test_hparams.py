@@ -186,25 +186,23 @@ def test_a_start_of_an_integer_holds_integers():
     assert config["group_size"].start == (4, 6)
 
 
-def test_a_group_size_of_four_can_become_five():
-    parameter = RLParameter(2, 16, dtype=int)
-    assert parameter.step(4, 0.0) == 5
-    assert parameter.step(4, 0.99) == 3
-    assert parameter.step(8, 0.0) == 10
-
-
-def test_a_value_of_zero_leaves_zero():
-    assert RLParameter(0.0, 0.5).step(0.0, 0.99) == pytest.approx(0.005)
-    assert RLParameter(0, 50, dtype=int).step(0, 0.99) == 1
-    assert RLParameter(0.1, 0.5).step(0.0, 0.99) == 0.1, "from below the range into it"
-
-
-def test_ends_are_left_inwards_where_the_range_has_two():
-    parameter = RLParameter(0.1, 0.5)
-    assert parameter.step(0.5, 0.0) == pytest.approx(0.4)
-    assert parameter.step(0.1, 0.99) == pytest.approx(0.12)
-    assert RLParameter(0.3, 0.3).step(0.3, 0.0) == 0.3
-    assert RLParameter(4, 4, dtype=int).step(4, 0.99) == 4
+@pytest.mark.parametrize(
+    ("parameter", "value", "draw", "expected"),
+    [
+        (RLParameter(2, 16, dtype=int), 4, 0.0, 5),
+        (RLParameter(2, 16, dtype=int), 4, 0.99, 3),
+        (RLParameter(2, 16, dtype=int), 8, 0.0, 10),
+        (RLParameter(0.0, 0.5), 0.0, 0.99, 0.005),  # a value of zero leaves zero
+        (RLParameter(0, 50, dtype=int), 0, 0.99, 1),
+        (RLParameter(0.1, 0.5), 0.0, 0.99, 0.1),  # from below the range into it
+        (RLParameter(0.1, 0.5), 0.5, 0.0, 0.4),  # ends are left inwards
+        (RLParameter(0.1, 0.5), 0.1, 0.99, 0.12),
+        (RLParameter(0.3, 0.3), 0.3, 0.0, 0.3),
+        (RLParameter(4, 4, dtype=int), 4, 0.99, 4),
+    ],
+)
+def test_a_step(parameter, value, draw, expected):
+    assert parameter.step(value, draw) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("factors", [(0.8, 1.2), (0.5, 1.5), (0.9, 3.0)])
