@@ -112,16 +112,6 @@ def test_an_undamaged_run_is_as_it_was_written(runs):
     assert found.files > 20
 
 
-def test_what_a_kill_left_half_written_is_gone(runs, tmp_path):
-    folder = shutil.copytree(runs[0], tmp_path / "run")
-    (folder / "steering").mkdir(exist_ok=True)
-    torn = [folder / place / ".torn.json.tmp" for place in ("completions", "metrics", "steering")]
-    for file in torn:
-        file.write_text("torn")
-    resume(folder)
-    assert not any(file.exists() for file in torn)
-
-
 @pytest.mark.parametrize(
     ("name", "damage"),
     [

@@ -166,11 +166,11 @@ def pooled(scores: Sequence[Score]) -> Score:
         return _NO_SCORE
     table = np.array([score.per_prompt for score in scores], dtype=np.float64)
     per_prompt = table.mean(axis=0)
-    known = per_prompt[np.isfinite(per_prompt)]
-    count = len(known)
-    error = float(known.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
-    mean = math.fsum(known) / count if count else math.nan
-    return Score(mean, error, count, tuple(per_prompt.tolist()))
+    rewards = per_prompt[np.isfinite(per_prompt)]
+    prompts = len(rewards)
+    error = float(rewards.std(ddof=1) / math.sqrt(prompts)) if prompts > 1 else math.nan
+    mean = math.fsum(rewards) / prompts if prompts else math.nan
+    return Score(mean, error, prompts, tuple(per_prompt.tolist()))
 
 
 def summary_score(summary: Mapping[str, Any] | None, key: str = "best") -> Score:
@@ -216,8 +216,8 @@ def read_comparison(run: str | Path, file: Path | None = None) -> dict[str, Any]
     """Return the content of compare.json, or of `file`; None before a comparison is finished."""
     file = file or Path(run) / COMPARISON
     what = "the result of a comparison"
-    found = read_result(file, _COMPARISON, what, f"resume {run} --compare")
-    return None if found is None else found[0]
+    result = read_result(file, _COMPARISON, what, f"resume {run} --compare")
+    return None if result is None else result[0]
 
 
 def tokens_by_purpose(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -> dict[str, int]:

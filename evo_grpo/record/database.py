@@ -142,6 +142,6 @@ def _storage(url: str, **options: object) -> RDBStorage:
     connect_args: dict[str, Any] = {"timeout": SQLITE_SECONDS}
     if url.startswith("postgresql"):
         # Options in the URL take precedence.
-        given = {name for name, _ in parse_qsl(url.partition("?")[2])}
-        connect_args = {name: value for name, value in _POSTGRESQL.items() if name not in given}
+        in_url = {name for name, _ in parse_qsl(url.partition("?")[2])}
+        connect_args = {name: value for name, value in _POSTGRESQL.items() if name not in in_url}
     return RDBStorage(url, engine_kwargs={"connect_args": connect_args, **options})

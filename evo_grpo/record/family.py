@@ -25,12 +25,11 @@ class FamilyMember:
 
     Attributes:
         agent: The number of its agent; None for the mean of two members.
-        parent: Member id of the parent, None in the first population.
+        parent, second_parent: Member ids; None in the first population, the second for a mean.
         born: First round (0-based); for a mean, the number of finished rounds.
         fitness: Mean evaluation reward in each round from `born` on, None if the agent failed; for
             a mean, the mean reward in the final comparison.
         alive: Whether the member plays the last round.
-        second_parent: Member id of the second parent of a mean.
     """
 
     id: int

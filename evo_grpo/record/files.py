@@ -255,10 +255,7 @@ def load_json(data: bytes) -> Any:  # noqa: ANN401 -- any JSON value
 
 
 def seal(data: Mapping[str, Any], indent: int | None = None) -> str:
-    """Return a mapping as JSON, by default in one line, with its checksum as the last key.
-
-    The checksum covers all bytes before it, so it can be checked without parsing the line.
-    """
+    """Return a mapping as JSON, by default in one line; the last key is a checksum of the rest."""
     before = to_line({**data, _CHECKSUM: ""}, indent=indent).rpartition('"')[0]
     digest = hashlib.sha256(before.encode("utf-8", errors="replace")).hexdigest()
     return f'{before}{digest}"}}\n'
@@ -287,10 +284,7 @@ def unseal(line: bytes) -> dict[str, Any]:
 
 
 def unsealed_head(line: bytes) -> Mapping[str, Any]:
-    """Return at least the first keys of a line that `seal` wrote, or raise ValueError.
-
-    The checksum of the line is checked, but later keys may be missing from the result.
-    """
+    """Return at least the first keys of a line that `seal` wrote, whose checksum is checked."""
     if _is_as_written(line):
         return from_json(line[:_HEAD], allow_partial=True)
     return unseal(line)
@@ -337,11 +331,8 @@ def plain_value(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
 class FolderLock:
     """An flock on a file, held until `release` or the end of the process.
 
-    A missing file is created. It is never removed, because the next holder may just be opening it.
-
-    Raises:
-        RunDirError: Another process, or another object of this process, holds the lock.
-        OSError: The file cannot be opened.
+    The file is never removed, because the next holder may just be opening it. RunDirError if
+    another process, or another object of this process, holds the lock.
     """
 
     def __init__(self, path: Path) -> None:

@@ -66,7 +66,6 @@ def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
     Raises:
         RunNotFoundError: `run` is not a run folder.
         CheckpointError: Its records are damaged.
-        RunDirError: Another version of this library wrote them.
     """
     rounds = read_rounds(run) if isinstance(run, str | Path) else run
     names = columns.hyperparameters(rounds)

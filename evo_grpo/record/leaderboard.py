@@ -32,7 +32,6 @@ def leaderboard(run: str | Path) -> pd.DataFrame:
     Raises:
         RunNotFoundError: `run` is not a run folder.
         CheckpointError: Its records are damaged.
-        RunDirError: Another version of this library wrote them.
     """
     return from_records(read_rounds(run), read_summary(run))
 

@@ -61,8 +61,7 @@ class Lineage:
     def record(self, record: RoundRecord) -> list[FrozenTrial]:
         """Add and return the missing trials of a finished round.
 
-        Raises:
-            CheckpointError: The parent trial of an agent is missing.
+        CheckpointError if the parent trial of an agent is missing.
         """
         self._begin(record)
         # Parents live in earlier rounds, so the order among this round's agents does not matter.
@@ -74,10 +73,10 @@ class Lineage:
     def conflicts_with(self, record: RoundRecord) -> bool:
         """Return whether the study has a trial of this round with another agent or result."""
         self._begin(record)
-        found = ((self._by_agent.get((one.agent, one.round)), one) for one in record.agents)
         return any(
             trial is not None and not _same_result(trial, self._trial(agent, record))
-            for trial, agent in found
+            for agent in record.agents
+            for trial in [self._by_agent.get((agent.agent, agent.round))]
         )
 
     def record_mean(self, summary: Mapping[str, Any], last: RoundRecord) -> None:
@@ -118,9 +117,9 @@ class Lineage:
         return _trial_of(agent, record, self._parent(agent), self._space)
 
     def _parent(self, agent: AgentRecord) -> FrozenTrial | None:
-        own = self._by_member[agent.member].get(agent.round - 1)
-        if own is not None:
-            return own
+        before = self._by_member[agent.member].get(agent.round - 1)
+        if before is not None:
+            return before
         if agent.mutation.restores:  # from the best agent of the rounds before
             held = best_ever([one for n, one in self._rounds.items() if n < agent.round])
             parent = None if held is None else self._by_agent.get((held.agent, held.round))
@@ -198,11 +197,11 @@ class Space:
         return FloatDistribution(low, high, log=log)
 
     def _bounds(self, name: str) -> RLParameter | None:
-        known = self.mutable.parameters
-        if name in known or name not in CLIP_ENDS or "clip_coef" not in known:
-            return known.get(name)
+        ranges = self.mutable.parameters
+        if name in ranges or name not in CLIP_ENDS or "clip_coef" not in ranges:
+            return ranges.get(name)
         # clip_coef is a distance from 1; clip_low and clip_high are bounds of the ratio.
-        distance = known["clip_coef"]
+        distance = ranges["clip_coef"]
         if name == "clip_low":
             return RLParameter(max(0.0, 1 - distance.max), 1 - distance.min)
         return RLParameter(1 + distance.min, 1 + distance.max)

@@ -122,7 +122,6 @@ def entries(
     With `follow`, wait for new entries until the run has finished or no process trains it.
 
     Raises:
-        RunNotFoundError: `run` is not a run folder.
         CheckpointError: A line is damaged; the message names it.
         RunFailedError: A file cannot be read.
     """
@@ -235,8 +234,7 @@ def _steps(
 def _lines(path: Path, start: int) -> Iterator[tuple[bytes, int]]:
     """Yield the complete lines of a file from byte `start`, each with the byte offset of its end.
 
-    A missing file has no lines. If a resume has replaced the file, so that it is shorter than
-    `start` or no line begins there, the file is read from its start.
+    If a resume has replaced the file, so that no line begins there, it is read from its start.
     """
     with reading(path, ""):
         data = _read(path, max(0, start - 1))

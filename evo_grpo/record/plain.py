@@ -68,9 +68,7 @@ def open_plain(path: Path, flags: int) -> int:
 def read_plain(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
     """Return the contents of a regular file, never through a link, of at most `most` bytes.
 
-    Raises:
-        RunDirError: The path is a link or no regular file, or the file is larger than `most`.
-        OSError: As `open` raises it, FileNotFoundError if the file is missing.
+    RunDirError if it is anything else, OSError as `open` raises it.
     """
     with opened_plain(path, most) as file:
         # Use the present size, even if the file grows: `read(most)` would allocate `most` bytes.
@@ -118,8 +116,7 @@ def is_folder(path: Path) -> bool:
 def refuse_links(path: Path, most: int | None = None, *, deep: bool = True) -> None:
     """Raise RunDirError for a link, pipe, socket or device at a path or in the folder at that path.
 
-    `most` is the largest allowed size of a .json file in bytes; `deep` searches subfolders too. A
-    missing path is accepted.
+    `most` is the largest size of a .json file in bytes; `deep` searches subfolders too.
     """
     pending = [path]
     while pending:  # not recursive: a folder may be deeper than Python's recursion limit

@@ -100,18 +100,16 @@ class RoundRecord:
     Attributes:
         agents: One record per agent that played the round, sorted by slot.
         seconds: Phase -> wall seconds (generate, reward, learn, evaluate, evolve, checkpoint).
-        members: The members that train in the NEXT round, sorted by slot. Agents of this round
-            that are missing here leave the population. After the last round, all stay.
-        next_hparams: Hyperparameters of `members`, in the same order.
+        members, next_hparams: The members that train in the NEXT round with their hyperparameters,
+            sorted by slot. Agents of this round that are missing here leave the population.
         mutable: Names of the hyperparameters that may mutate in this run.
         decisions: Decisions about the agents after the round, with reasons.
         starts: Training prompts, or episode seeds, used since the start of the run.
         evaluation_tokens: Tokens sampled to evaluate the agents after the round.
         files: SHA-256 of each file of the round, by its path in the run folder.
-        reduced: Engine settings that were lowered during the run because the device ran out of
-            memory, with their present values; with several processes, the least of them.
-        decodes_by: The implementation that sampled (see `RolloutEngine`); another one rounds
-            differently.
+        reduced: Engine settings that were lowered because the device ran out of memory, with their
+            present values; with several processes, the least of them.
+        decodes_by: The implementation that sampled; another one rounds differently.
         started, ended: Times in seconds since 1970 (UTC); None if unknown.
         steering: Requests of the user between this round and the next one, in order, with their
             outcomes; they are applied in `members`, `next_hparams` and `decisions`.
@@ -121,10 +119,8 @@ class RoundRecord:
         plan: The agents of the next round if the run is extended; None if a round follows anyway.
         between: Whether the round lies between two decisions, so that its scores rest on few
             validation prompts or on the rewards of its training.
-        archived: (round, member) of the agent that the archive holds after the round; None without
-            an archive.
-        fresh: Scores of the archive and of the best agent on draws that selected neither; None if
-            they were not measured.
+        archived: (round, member) of the agent that the archive holds after the round, if any.
+        fresh: Scores of the archive and of the best agent on draws that selected neither, if any.
     """
 
     round: int

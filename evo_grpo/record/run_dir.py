@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -108,7 +108,8 @@ class RunDir(AbstractContextManager["RunDir"]):
                 f"{folder}: cannot be written ({error.strerror}); make room or give permission, "
                 "or choose another --out"
             ) from error
-        try:
+        with ExitStack() as undo:  # after an error or Ctrl-C the folder must not stay locked
+            undo.callback(lock.release)
             refuse_links_in_run(folder)
             refuse_taken(folder, force=force)  # another process may have begun a run there
             if is_run(folder):
@@ -116,9 +117,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             # population.yaml last: it makes the folder a run folder.
             atomic_write(folder / names.ROUNDS, "")
             atomic_write(folder / names.CONFIG, resolved_yaml)
-        except BaseException:  # including Ctrl-C: the folder must not stay locked
-            lock.release()
-            raise
+            undo.pop_all()
         return cls(folder, lock)
 
     @classmethod
@@ -133,13 +132,12 @@ class RunDir(AbstractContextManager["RunDir"]):
         folder = expect_run(path)
         with writing(folder):
             run = cls(folder, FolderLock(folder / names.LOCK))
-        try:
+        with ExitStack() as undo:
+            undo.callback(run.close)
             refuse_links_in_run(folder)
             run._rounds = parse_rounds(folder / names.ROUNDS).records
             refuse_lost_lines(folder, run._rounds)
-        except BaseException:  # including Ctrl-C: the folder must not stay locked
-            run.close()
-            raise
+            undo.pop_all()
         return run
 
     def close(self) -> None:

@@ -85,7 +85,6 @@ class StudyReader:
         """Add the trials of a finished round, or the trial of the mean if that won the run.
 
         Raises:
-            EngineUnavailable: The driver of the database is not installed.
             DatabaseError: The database cannot be used; the message quotes its error.
             RunDirError: The study has trials of a copy of this run with other results.
         """

@@ -33,9 +33,8 @@ class _Mean:
 class MeanReward(_Mean):
     """A score in a result file: mean reward, standard error, and number of prompts.
 
-    `per_prompt` has the mean reward of each prompt in the order of the split, null if all reward
-    functions abstained; it is empty in the result of a comparison. `rewards` has the mean of each
-    reward function without its weight.
+    `per_prompt` has the mean reward of each prompt, null if all reward functions abstained, and
+    nothing in a comparison. `rewards` has the mean of each reward function without its weight.
     """
 
     per_prompt: list[float | None] = field(default_factory=list[float | None])
@@ -186,7 +185,7 @@ class SelectedAgent:
             the final comparison), "mean" (of two survivors, as winner), "ever" (the best of all
             rounds, if the caller asked for it) or "named" (any other that the caller named).
         agent: Number of the agent, None for a mean.
-        checkpoint: Path of the checkpoint, relative to the run folder; empty if none was saved.
+        checkpoint: Path relative to the run folder; empty if none was saved.
         lines: The records that led to the agent, from first round to last. A mean has two lines,
             first that of the better parent; all others have one.
         rounds: The number of finished rounds of the run.

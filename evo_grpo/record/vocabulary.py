@@ -176,8 +176,8 @@ def metric(name: str) -> Metric | None:
 
 def over_steps(name: str) -> Summed:
     """Return how the round's value of a metric is computed from its steps; "mean" if unknown."""
-    known = metric(name)
-    return "mean" if known is None else known.over
+    entry = metric(name)
+    return "mean" if entry is None else entry.over
 
 
 def table() -> str:

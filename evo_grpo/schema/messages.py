@@ -102,7 +102,7 @@ _NUMERIC = frozenset(
 def describe(error: ValidationError, root: type[BaseModel]) -> list[Problem]:
     """Return the problems that pydantic found in a group, with their paths below it."""
     errors = error.errors(include_url=False)[: MOST_PROBLEMS + 1]
-    return [problem for found in errors for problem in _problems(found, root)]
+    return [problem for details in errors for problem in _problems(details, root)]
 
 
 def shown(value: object) -> str:
@@ -172,10 +172,10 @@ def leaves(group: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple
             yield from leaves(one, (*path, name))
 
 
-def _problems(found: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
-    kind: str = found["type"]
-    path, group = _resolved(root, tuple(part for part in found["loc"] if part != "[key]"))
-    cause = found.get("ctx", {}).get("error")
+def _problems(details: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
+    kind: str = details["type"]
+    path, group = _resolved(root, tuple(part for part in details["loc"] if part != "[key]"))
+    cause = details.get("ctx", {}).get("error")
     if isinstance(cause, Problems):
         yield from cause.below(*path).found
     elif kind == "extra_forbidden":
@@ -183,17 +183,17 @@ def _problems(found: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
     elif kind == "missing":
         yield Problem(path, _missing(group, path))
     elif kind == "union_tag_not_found":
-        yield Problem((*path, "kind"), f"missing; expected one of {_tags(found)}")
+        yield Problem((*path, "kind"), f"missing; expected one of {_tags(details)}")
     elif kind == "union_tag_invalid":
-        tag = found.get("ctx", {})["tag"]
-        near = nearest(str(tag), re.findall("'([^']*)'", _tags(found)))
+        tag = details.get("ctx", {})["tag"]
+        near = nearest(str(tag), re.findall("'([^']*)'", _tags(details)))
         hint = f"; did you mean {near!r}?" if near else ""
-        yield Problem((*path, "kind"), f"expected one of {_tags(found)}, got {shown(tag)}{hint}")
+        yield Problem((*path, "kind"), f"expected one of {_tags(details)}, got {shown(tag)}{hint}")
     else:
         field = None if group is None or not path else group.model_fields.get(str(path[-1]))
-        expected = str(cause) if cause is not None else _expected(kind, found, field)
-        remedy = _hint(kind, found, field) or _remedy(field)
-        yield Problem(path, f"expected {expected}, got {shown(found['input'])}{remedy}")
+        expected = str(cause) if cause is not None else _expected(kind, details, field)
+        remedy = _hint(kind, details, field) or _remedy(field)
+        yield Problem(path, f"expected {expected}, got {shown(details['input'])}{remedy}")
 
 
 def _resolved(root: type[BaseModel], path: Path) -> tuple[Path, type[BaseModel] | None]:
@@ -237,24 +237,24 @@ def _tag_of(group: type[BaseModel]) -> object:
     return None if field is None else field.default
 
 
-def _tags(found: ErrorDetails) -> str:
-    context: Mapping[str, Any] = found.get("ctx", {})
+def _tags(details: ErrorDetails) -> str:
+    context: Mapping[str, Any] = details.get("ctx", {})
     return str(context.get("expected_tags", "")) or "the names in the docs"
 
 
-def _hint(kind: str, found: ErrorDetails, field: FieldInfo | None) -> str:
-    given = found["input"]
+def _hint(kind: str, details: ErrorDetails, field: FieldInfo | None) -> str:
+    value = details["input"]
     if kind == "literal_error":
-        listed = str(found.get("ctx", {})["expected"])
-        near = nearest(str(given), re.findall("'([^']*)'", listed))
+        listed = str(details.get("ctx", {})["expected"])
+        near = nearest(str(value), re.findall("'([^']*)'", listed))
         return f"; did you mean {near!r}?" if near else ""
-    if kind in _NUMERIC and isinstance(given, str) and _is_number(given):
-        return f"; write it without quotes: {given.strip()}"
+    if kind in _NUMERIC and isinstance(value, str) and _is_number(value):
+        return f"; write it without quotes: {value.strip()}"
     # YAML reads 2026-01-01 as a date, 012 as 10 and yes as true.
     annotation = None if field is None else field.annotation
     choices = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     strings = str in choices or _shorthand(field) is not None or kind == "string_type"
-    if strings and isinstance(given, bool | int | float | date):
+    if strings and isinstance(value, bool | int | float | date):
         return "; put a string in quotes"
     return ""
 
@@ -271,29 +271,29 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _expected(kind: str, found: ErrorDetails, field: FieldInfo | None) -> str:
+def _expected(kind: str, details: ErrorDetails, field: FieldInfo | None) -> str:
     if kind in _NUMERIC:
-        return _number_expected(kind, found, field)
+        return _number_expected(kind, details, field)
     if kind in _NOUNS:
         shorthand = _shorthand(field)
         return _NOUNS[kind] if shorthand is None else f"a {shorthand} or {_NOUNS[kind]}"
-    context: Mapping[str, Any] = found.get("ctx", {})
+    context: Mapping[str, Any] = details.get("ctx", {})
     table: dict[str, Callable[[], str]] = {
         "literal_error": lambda: str(context["expected"]),
         "string_too_long": lambda: f"a string of at most {context['max_length']} characters",
         "too_short": lambda: f"at least {context['min_length']} entries",
-        "string_pattern_mismatch": lambda: _PATTERNS[str(found["loc"][-1])],
+        "string_pattern_mismatch": lambda: _PATTERNS[str(details["loc"][-1])],
     }
     # Other kinds keep the message of pydantic.
-    return table.get(kind, lambda: str(found["msg"]))()
+    return table.get(kind, lambda: str(details["msg"]))()
 
 
-def _number_expected(kind: str, found: ErrorDetails, field: FieldInfo | None) -> str:
+def _number_expected(kind: str, details: ErrorDetails, field: FieldInfo | None) -> str:
     """Return the full expectation for a number, whichever part of it was violated."""
     parts = () if field is None else get_args(field.annotation) or (field.annotation,)
     integer = int in parts if parts else kind.startswith("int")
-    noun = "an integer" if integer else "a finite number" if _not_finite(found) else "a number"
-    bounds = dict(found.get("ctx", {}))
+    noun = "an integer" if integer else "a finite number" if _not_finite(details) else "a number"
+    bounds = dict(details.get("ctx", {}))
     for entry in () if field is None else field.metadata:
         bounds |= {key: end for key in _SIGNS if (end := getattr(entry, key, None)) is not None}
     low, high = (next((key for key in keys if key in bounds), "") for keys in (_LOW, _HIGH))
@@ -305,8 +305,8 @@ def _number_expected(kind: str, found: ErrorDetails, field: FieldInfo | None) ->
     return f"{noun}{limit}{end}"
 
 
-def _not_finite(found: ErrorDetails) -> bool:
-    return isinstance(found["input"], float) and not math.isfinite(found["input"])
+def _not_finite(details: ErrorDetails) -> bool:
+    return isinstance(details["input"], float) and not math.isfinite(details["input"])
 
 
 def _remedy(field: FieldInfo | None) -> str:

@@ -15,15 +15,15 @@ LONGEST = 10_000
 
 def module_patterns(lora: Any) -> dict[str, str]:  # noqa: ANN401 -- LoraSettings, or PEFT's LoraConfig
     """Return setting -> pattern that PEFT matches with whole names; lists of names are left out."""
-    found = {
+    patterns = {
         name: value
         for name in ("target_modules", "exclude_modules")
         if isinstance(value := getattr(lora, name, None), str) and value != ALL
     }
     for name in ("rank_pattern", "alpha_pattern"):
         keys: Iterable[str] = getattr(lora, name, None) or ()
-        found |= {f"{name}.{key}": ending(key) for key in keys}
-    return found
+        patterns |= {f"{name}.{key}": ending(key) for key in keys}
+    return patterns
 
 
 def ending(key: str) -> str:

@@ -119,11 +119,11 @@ def nearest(name: str, choices: Iterable[str]) -> str | None:
     return next((c for c in close if sorted(c) == sorted(name)), close[0] if close else None)
 
 
-def unknown_name(name: str, known: Collection[str], setting: str) -> str:
+def unknown_name(name: str, names: Collection[str], setting: str) -> str:
     """Return what is wrong with a name that a mapping of the settings does not have."""
-    near = nearest(name, known)
+    near = nearest(name, names)
     hint = f"did you mean {near!r}?" if near else "add it there, or name another one"
-    return f"expected one of {setting}: {', '.join(known) or 'none'}, got {name!r}; {hint}"
+    return f"expected one of {setting}: {', '.join(names) or 'none'}, got {name!r}; {hint}"
 
 
 SHORT_NAMES = {"clip_coef": "clip", "group_size": "group"}
@@ -169,8 +169,8 @@ def validated(schema: TypeAdapter[T], data: Mapping[str, Any] | bytes) -> T:
     """
     try:
         # Through JSON: there, strict types accept a list for a tuple.
-        given = data if isinstance(data, bytes) else json.dumps(data)
-        return schema.validate_json(given, strict=True)
+        text = data if isinstance(data, bytes) else json.dumps(data)
+        return schema.validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what = first["msg"][:1].lower() + first["msg"][1:]

@@ -121,8 +121,8 @@ class RLParameter(Group):
         if len(values) > len(names):
             text = f"RLParameter: expected at most {', '.join(names)}, got {len(values)} values"
             raise ConfigError(f"{text}; leave the last ones out")
-        given = dict(zip(names, values, strict=False))
-        super().__init__(**given, **settings)
+        by_name = dict(zip(names, values, strict=False))
+        super().__init__(**by_name, **settings)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

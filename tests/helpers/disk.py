@@ -26,13 +26,9 @@ _NAMED |= {"mkdir": "mkdir", "rmdir": "rmdir"}
 class Call:
     """A call that changed the disk, or synced a part of it.
 
-    Attributes:
-        op: "open", "create", "write", "truncate", "fsync", "rename", "unlink", "mkdir", "rmdir" or
-            "symlink".
-        path: What it acted on.
-        at: Offset of a write, length of a truncate.
-        data: What was written.
-        to: Where something was renamed to, or what a link points to.
+    `op` is "open", "create", "write", "truncate", "fsync", "rename", "unlink", "mkdir", "rmdir" or
+    "symlink". `at` is the offset of a write or the length of a truncate; `to` is where something
+    was renamed to, or what a link points to.
     """
 
     op: str
@@ -137,39 +133,30 @@ class Disk:
     # The calls themselves, with the names that they have in `os`.
 
     def _open(self, path, flags, mode=0o777, *, dir_fd=None):
-        real, place = self._real[os, "open"], self._of(path, dir_fd)
+        place = self._of(path, dir_fd)
+        real = partial(self._real[os, "open"], path, flags, mode, dir_fd=dir_fd)
+        return real() if place is None else self._opening(place, flags & os.O_TRUNC, real)
+
+    def _open_file(self, file, mode="r", *arguments, **given):
+        place = self._of(file)
+        real = partial(self._real[io, "open"], file, mode, *arguments, **given)
         if place is None:
-            return real(path, flags, mode, dir_fd=dir_fd)
+            return real()
+        opened = real() if isinstance(file, int) else self._opening(place, "w" in mode, real)
+        return _File(opened, self) if set(mode) & set("wax+") else opened
+
+    def _opening(self, place, truncates, real):
         with self._lock:
             self._refuse("open", place)
             before = os.path.lexists(place)
-            size = place.stat().st_size if before and flags & os.O_TRUNC else 0
-            found = real(path, flags, mode, dir_fd=dir_fd)
-            self._opened(place, before, size)
-            return found
-
-    def _opened(self, place, before, size):
-        self.calls.append(Call("open", place))
-        if not before:
-            self.calls.append(Call("create", place))
-        elif size:
-            self.calls.append(Call("truncate", place))
-
-    def _open_file(self, file, mode="r", *arguments, **given):
-        real, place = self._real[io, "open"], self._of(file)
-        if place is None:
-            return real(file, mode, *arguments, **given)
-        writes = bool(set(mode) & set("wax+"))
-        with self._lock:
-            if isinstance(file, int):
-                found = real(file, mode, *arguments, **given)
-            else:
-                self._refuse("open", place)
-                before = os.path.lexists(place)
-                size = place.stat().st_size if before and "w" in mode else 0
-                found = real(file, mode, *arguments, **given)
-                self._opened(place, before, size)
-        return _File(found, self) if writes else found
+            size = place.stat().st_size if before and truncates else 0
+            opened = real()
+            self.calls.append(Call("open", place))
+            if not before:
+                self.calls.append(Call("create", place))
+            elif size:
+                self.calls.append(Call("truncate", place))
+            return opened
 
     def _write(self, descriptor, data):
         real = self._real[os, "write"]

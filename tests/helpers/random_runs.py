@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.generation import next_generation
@@ -112,18 +111,3 @@ def timed(
         )
         for record in records
     ]
-
-
-@pytest.fixture(name="hp_config")
-def hp_config_fixture():
-    return HP_CONFIG
-
-
-@pytest.fixture(name="make_run")
-def make_run_fixture():
-    return make_run
-
-
-@pytest.fixture(name="with_scores")
-def with_scores_fixture():
-    return with_scores

@@ -10,9 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from uuid import uuid4
 
@@ -26,7 +24,7 @@ from small_run import SETTINGS, Told, small
 from evo_grpo import resume, run, study_of
 from evo_grpo.errors import ConfigError
 from evo_grpo.readers.reader import feed
-from evo_grpo.record.database import DatabaseError, check_url
+from evo_grpo.record.database import DatabaseError
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import RoundDone
@@ -185,22 +183,6 @@ def begun(*arguments, env):
         [sys.executable, *map(str, arguments)], env={**os.environ, **env}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-
-
-def test_tables_that_many_make_at_once_are_made_once(server, monkeypatch):
-    monkeypatch.setenv("PGPASSWORD", PASSWORD)
-    for _ in range(3):
-        server.create(name := f"test-{uuid4().hex}")
-        url, together = server.url_of(name), threading.Barrier(6)
-
-        def begin(url=url, together=together):
-            together.wait()
-            check_url(url)
-
-        with ThreadPoolExecutor(6) as threads:
-            for one in [threads.submit(begin) for _ in range(6)]:
-                one.result()
-        assert study_names(url) == []
 
 
 @pytest.mark.parametrize("how", ["fast", "immediate"])

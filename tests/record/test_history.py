@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from random_runs import make_run
 from small_run import small
 
 from evo_grpo import run
@@ -40,7 +41,7 @@ def types(frame):
     return {name: str(dtype) for name, dtype in frame.dtypes.items()}
 
 
-def test_columns_and_types_are_the_same_with_and_without_rounds(make_run):
+def test_columns_and_types_are_the_same_with_and_without_rounds():
     assert types(history([])) == COLUMNS
     assert len(history([])) == 0
     frame = history(make_run(size=3, rounds=2))
@@ -50,7 +51,7 @@ def test_columns_and_types_are_the_same_with_and_without_rounds(make_run):
     ]
 
 
-def test_a_row_is_what_the_record_holds(make_run):
+def test_a_row_is_what_the_record_holds():
     records = make_run(size=4, rounds=4, failures=0.4)
     frame = history(records).set_index(["round", "agent"])
     states = set()
@@ -72,7 +73,7 @@ def test_a_row_is_what_the_record_holds(make_run):
     assert states == {"ok", "failed"}
 
 
-def test_a_member_that_trains_on_continues_and_its_birth_is_told_once(make_run):
+def test_a_member_that_trains_on_continues_and_its_birth_is_told_once():
     (first,) = make_run(size=2, rounds=1)
     first = replace(first, agents=first.agents[:1])
     born = replace(
@@ -92,7 +93,7 @@ def test_a_member_that_trains_on_continues_and_its_birth_is_told_once(make_run):
     assert frame["clip_high"].iloc[1] == 1.3
 
 
-def test_agents_that_leave_have_no_further_rows_and_numbers_stay(make_run):
+def test_agents_that_leave_have_no_further_rows_and_numbers_stay():
     records = make_run(size=4, rounds=2)
     left = [agent for agent in records[1].agents if agent.agent in (3, 1)]
     frame = history([records[0], replace(records[1], agents=tuple(reversed(left)))])
@@ -100,7 +101,7 @@ def test_agents_that_leave_have_no_further_rows_and_numbers_stay(make_run):
     assert frame["member"].tolist()[4:] == [agent.member for agent in left]
 
 
-def test_a_run_folder_gives_the_same_as_its_records_also_while_it_goes_on(tmp_path, make_run):
+def test_a_run_folder_gives_the_same_as_its_records_also_while_it_goes_on(tmp_path):
     records = make_run(failures=0.3)
     with RunDir.create(tmp_path / "run", "population", "name: x\n") as run:
         assert types(history(run.path)) == COLUMNS

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
+from random_runs import make_run, with_scores
 from shown_run import SUMMARY, mean_won, two_rounds
 
 from evo_grpo.record.family import best_agent
@@ -35,7 +36,7 @@ def types(frame):
     return {name: str(dtype) for name, dtype in frame.dtypes.items()}
 
 
-def test_columns_and_types_are_the_same_with_and_without_rounds(make_run):
+def test_columns_and_types_are_the_same_with_and_without_rounds():
     assert types(from_records(make_run())) == COLUMNS
     assert types(from_records(make_run(rounds=1))) == COLUMNS  # no agent has a parent yet
     empty = from_records([])
@@ -43,7 +44,7 @@ def test_columns_and_types_are_the_same_with_and_without_rounds(make_run):
     assert len(empty) == 0
 
 
-def test_rows_stand_by_fitness_then_by_agent_and_failed_ones_last(make_run, with_scores):
+def test_rows_stand_by_fitness_then_by_agent_and_failed_ones_last():
     (record,) = make_run(size=5, rounds=1)
     frame = from_records([with_scores(record, [0.2, None, 0.9, 0.2, 0.5])])
     assert frame["rank"].tolist() == [1, 2, 3, 4, 5]
@@ -52,7 +53,7 @@ def test_rows_stand_by_fitness_then_by_agent_and_failed_ones_last(make_run, with
     assert frame[["fitness", "fitness_se"]].iloc[4].isna().all()
 
 
-def test_a_row_tells_of_the_last_round_and_sums_over_all(make_run):
+def test_a_row_tells_of_the_last_round_and_sums_over_all():
     records = make_run(size=4, rounds=3)
     frame = from_records(records).set_index("agent")
     for agent in records[-1].agents:
@@ -72,7 +73,7 @@ def test_a_row_tells_of_the_last_round_and_sums_over_all(make_run):
         assert row["checkpoint"] == f"checkpoints/round-0002/agent-{agent.agent:02d}"
 
 
-def test_the_clip_range_is_numbers_also_of_a_pair(make_run):
+def test_the_clip_range_is_numbers_also_of_a_pair():
     (record,) = make_run(size=2, rounds=1)
     agents = (
         replace(record.agents[0], hparams=Hparams(clip_coef=(0.8, 1.28)), checkpoint=None),
@@ -85,14 +86,17 @@ def test_the_clip_range_is_numbers_also_of_a_pair(make_run):
     assert frame.loc[0, "checkpoint"] is pd.NA
 
 
-def test_what_else_mutates_has_a_column_from_the_first_round_on(make_run):
-    records = make_run(size=2, rounds=2)
+def test_what_else_mutates_or_a_person_set_has_a_column_in_all_rounds():
     mutable = ("batch_size", "clip_high", "lr", "temperature")
-    records = [replace(record, mutable=mutable) for record in records]
-    extra = {"temperature": "float64", "batch_size": "Int64"}  # in the order of the schema
+    records = [replace(record, mutable=mutable) for record in make_run(size=2, rounds=2)]
+    asked = RequestOutcome(Request("1", "set", agent=0, values={"top_k": 5}))
+    refused = RequestOutcome(Request("2", "set", agent=0, values={"top_p": 0.5}), "no such agent")
+    paused = RequestOutcome(Request("3", "pause"))
+    records[0] = replace(records[0], steering=(asked, refused, paused))
+    extra = {"temperature": "float64", "top_k": "Int64", "batch_size": "Int64"}
     expected = list(COLUMNS)
     place = expected.index("tokens")
-    expected[place:place] = extra
+    expected[place:place] = extra  # in the order of the schema
     for rounds in (records[:1], records):
         frame = from_records(rounds)
         assert list(frame.columns) == expected
@@ -101,21 +105,7 @@ def test_what_else_mutates_has_a_column_from_the_first_round_on(make_run):
         assert frame["batch_size"].isna().all()
 
 
-def test_what_a_person_set_has_a_column_and_what_was_refused_has_none(make_run):
-    rounds = list(make_run(size=2, rounds=2))
-    before = list(from_records(rounds).columns)
-    asked = Request("1", "set", agent=0, values={"temperature": 0.5})
-    refused = RequestOutcome(Request("2", "set", agent=0, values={"top_p": 0.5}), "no such agent")
-    paused = RequestOutcome(Request("3", "pause"))
-    rounds[0] = replace(rounds[0], steering=(refused, paused))
-    assert list(from_records(rounds).columns) == before
-    rounds[0] = replace(rounds[0], steering=(RequestOutcome(asked), refused, paused))
-    board = from_records(rounds)
-    assert [name for name in board.columns if name not in before] == ["temperature"]
-    assert board["temperature"].dtype == "float64"
-
-
-def test_agents_that_left_stand_below_by_the_round_of_their_end(make_run, with_scores):
+def test_agents_that_left_stand_below_by_the_round_of_their_end():
     records = make_run(size=5, rounds=3)
     scores = [[0.1, 0.2, 0.3, 0.9, 0.8], [0.4, 0.7, 0.95, 0.1, 0.2], [0.5, 0.4, 0, 0, 0]]
     records = [with_scores(one, means) for one, means in zip(records, scores, strict=True)]
@@ -148,7 +138,7 @@ def ties(*rounds, summary=None):
     return from_records(rounds, summary)["tie"].tolist()
 
 
-def test_whom_the_first_is_not_shown_to_be_ahead_of_is_a_tie(make_run):
+def test_whom_the_first_is_not_shown_to_be_ahead_of_is_a_tie():
     (record,) = make_run(size=3, rounds=1)
     better, near, worse = (1.0,) * 8, (1.0,) * 7 + (0.0,), (0.0,) * 8
     assert ties(rewarded(record, better, near, worse)) == [pd.NA, True, False]
@@ -163,7 +153,7 @@ def test_whom_the_first_is_not_shown_to_be_ahead_of_is_a_tie(make_run):
     assert ties(rewarded(record, better * 2, *[worse * 2] * 5)) == [pd.NA, *[False] * 5]
 
 
-def test_ties_rest_on_the_first_look_where_racing_looked_again(make_run):
+def test_ties_rest_on_the_first_look_where_racing_looked_again():
     (record,) = make_run(size=2, rounds=1)
     first, second = rewarded(record, (1.0,) * 8, (0.0,) * 8).agents
     assert ties(replace(record, agents=(first, second))) == [pd.NA, False]
@@ -173,7 +163,7 @@ def test_ties_rest_on_the_first_look_where_racing_looked_again(make_run):
     assert ties(replace(record, agents=(first, second))) == [pd.NA, True], "the first is behind"
 
 
-def test_a_round_that_was_chosen_among_several_asks_for_more(make_run):
+def test_a_round_that_was_chosen_among_several_asks_for_more():
     """Five prompts of one way, p = 1/16, at .1 over three rounds."""
     records, better, worse = make_run(size=2, rounds=3), (1.0,) * 8, (0.0,) * 8
     records = [
@@ -188,15 +178,7 @@ def test_a_round_that_was_chosen_among_several_asks_for_more(make_run):
     assert ties(*records, summary=summary) == [pd.NA, False]
 
 
-def test_the_best_of_a_round_is_the_first_on_the_leaderboard(make_run, with_scores):
-    (record,) = make_run(size=4, rounds=1)
-    for means in ([0.2, 0.9, 0.9, None], [None, None, 0.0, float("nan")]):
-        played = with_scores(record, means)
-        assert best_agent(played).agent == from_records([played])["agent"].iloc[0]
-    assert best_agent(with_scores(record, [None] * 4)) is None
-
-
-def test_a_run_folder_and_its_csv_give_the_same_as_its_records(tmp_path, make_run, with_scores):
+def test_a_run_folder_and_its_csv_give_the_same_as_its_records(tmp_path):
     *records, last = make_run()
     records.append(with_scores(last, [float("nan"), 0.5, 0.5, None]))  # which JSON could not hold
     with RunDir.create(tmp_path / "run", "population", "name: x\n") as run:

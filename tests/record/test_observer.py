@@ -1,14 +1,11 @@
 """Observer: a base class of which any part may be overridden."""
 
-import inspect
-
 import pytest
+from random_runs import make_run
 
 import evo_grpo
 from evo_grpo.errors import ConfigError
 from evo_grpo.record.observer import Observer
-
-METHODS = ("started", "stage", "step_done", "round_done", "finished")
 
 
 def call_all(observer, record):
@@ -19,17 +16,17 @@ def call_all(observer, record):
     observer.finished({"rounds": 2})
 
 
-@pytest.mark.parametrize("overridden", METHODS)
-def test_one_method_is_enough(make_run, overridden):
-    calls = []
-    method = {overridden: lambda self, *arguments: calls.append(arguments)}
-    (record,) = make_run(rounds=1)
-    call_all(type("Partial", (Observer,), method)(), record)
-    (arguments,) = calls
-    assert len(arguments) == len(inspect.signature(getattr(Observer, overridden)).parameters) - 1
+def test_one_method_is_enough():
+    class Printer(Observer):
+        def round_done(self, record):
+            rounds.append(record)
+
+    rounds, (record,) = [], make_run(rounds=1)
+    call_all(Printer(), record)
+    assert rounds == [record]
 
 
-def test_the_base_class_does_nothing_and_is_public(make_run):
+def test_the_base_class_does_nothing_and_is_public():
     (record,) = make_run(rounds=1)
     call_all(Observer(), record)
     assert evo_grpo.Observer is Observer

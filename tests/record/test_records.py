@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_runs import make_run
 
 from evo_grpo.record.family import best_ever, founder_of, next_member_id
 from evo_grpo.record.leaderboard import from_records
@@ -115,7 +116,7 @@ def test_numbers_that_are_not_finite_come_back_as_nan(agent):
     assert math.isnan(round_from_json(data).agents[0].score.mean)
 
 
-def test_the_outlines_of_rounds_tell_the_rest_of_a_run_all_that_it_asks(make_run):
+def test_the_outlines_of_rounds_tell_the_rest_of_a_run_all_that_it_asks():
     rounds = make_run(size=4, rounds=5, failures=0.3)
     outlines = [*map(outline, rounds[:-1]), rounds[-1]]
     assert not any(agent.metrics for record in outlines[:-1] for agent in record.agents)
@@ -141,7 +142,7 @@ def test_tuples_are_lists_in_json_and_tuples_again(agent):
     assert read.members[0].mutation.changes["clip_low"] == (0.8, 0.84)
 
 
-def test_equal_hyperparameters_of_agents_are_one_object_and_unequal_types_are_refused(make_run):
+def test_equal_hyperparameters_of_agents_are_one_object_and_unequal_types_are_refused():
     (record,) = make_run(size=2, rounds=1)
     data = to_json(replace(record, next_hparams=tuple(one.hparams for one in record.agents)))
     read = round_from_json(data)

@@ -15,7 +15,7 @@ from evo_grpo.analysis.export.export import export
 from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
 from evo_grpo.record.arms import WINNER, Difference, pooled
 from evo_grpo.record.files import to_line
-from evo_grpo.record.folder import read_rounds, with_objects
+from evo_grpo.record.folder import with_objects
 from evo_grpo.record.names import REPLAY_RESULT, REPLAYED
 from evo_grpo.record.replay import (
     ScheduledRound,
@@ -178,15 +178,6 @@ def test_as_json_and_as_a_frame():
     assert list(frame.columns)[:3] == ["round", "member", "lr"]
     assert "temperature" in frame.columns  # it may move in the run
     assert frame["tokens"].dtype == "Int64"
-
-
-def test_read_from_a_run_folder(tmp_path):
-    folder = run_folder(tmp_path / "one")
-    found = read_schedule(folder)
-    assert found == winner_schedule(
-        read_rounds(folder), winner(2) | {"checkpoint": found.checkpoint}, 4
-    )
-    assert [one.hparams.lr for one in found.rounds] == [1e-3, 1.2e-3]
 
 
 def test_a_run_without_a_schedule_says_why(tmp_path):

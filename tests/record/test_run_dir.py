@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from random_runs import make_run
 
 from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError, RunNotFoundError
 from evo_grpo.readers.report.run_page import write_report
@@ -158,7 +159,7 @@ def test_force_in_a_foreign_folder_changes_none_of_its_files(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "notes"
 
 
-def test_force_replaces_a_run_and_keeps_what_is_not_its_own(tmp_path, make_run):
+def test_force_replaces_a_run_and_keeps_what_is_not_its_own(tmp_path):
     folder = filled(tmp_path / "run", make_run())
     (folder / "readers").mkdir()
     for name in (
@@ -200,48 +201,34 @@ HOLD = """
 import os, sys, time
 from evo_grpo.record.run_dir import RunDir
 run = RunDir.create(sys.argv[1], "population", "name: population\\n")
-if sys.argv[2] == "fork" and os.fork() == 0:
+if os.fork() == 0:
     print(os.getpid(), flush=True)
-    time.sleep(60)
-    os._exit(0)
-if sys.argv[2] == "alone":
-    print("held", flush=True)
 time.sleep(60)
+os._exit(0)
 """
 
 
-@pytest.mark.parametrize("mode", ["alone", "fork"])
-def test_the_lock_dies_with_its_process(tmp_path, mode):
+def test_the_lock_dies_with_its_process_and_not_with_a_worker_that_outlives_it(tmp_path):
     folder = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder), mode],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    worker = None
-    try:
-        said = process.stdout.readline().strip()
-        worker = int(said) if mode == "fork" else None
-        with pytest.raises(RunDirError, match=rf"in use by process {process.pid};"):
-            RunDir.open(folder)
-        process.kill()
-        process.wait(timeout=30)
-        # A worker that outlives the run does not hold its folder.
-        with RunDir.open(folder) as run:
-            assert run.rounds() == []
-    finally:
-        process.kill()
-        process.wait(timeout=30)
-        process.stdout.close()
-        if worker is not None:
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        worker = int(process.stdout.readline())
+        try:
+            with pytest.raises(RunDirError, match=rf"in use by process {process.pid};"):
+                RunDir.open(folder)
+            process.kill()
+            process.wait(timeout=30)
+            with RunDir.open(folder) as run:
+                assert run.rounds() == []
+        finally:
+            process.kill()
             os.kill(worker, signal.SIGKILL)
 
 
 # --- rounds ---------------------------------------------------------------------------------------
 
 
-def test_rounds_are_read_back_as_they_were_and_earlier_ones_kept_as_outlines(tmp_path, make_run):
+def test_rounds_are_read_back_as_they_were_and_earlier_ones_kept_as_outlines(tmp_path):
     records = make_run(size=3, rounds=4, failures=0.5)
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
         for record in records:
@@ -252,7 +239,7 @@ def test_rounds_are_read_back_as_they_were_and_earlier_ones_kept_as_outlines(tmp
         assert run.rounds() == records
 
 
-def test_rounds_come_once_and_in_order(tmp_path, make_run):
+def test_rounds_come_once_and_in_order(tmp_path):
     first, second, third = make_run(rounds=3)
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
         run.append_round(first)
@@ -276,7 +263,7 @@ def amended(record):
     )
 
 
-def test_what_was_asked_for_after_a_round_stands_in_a_line_of_its_own(tmp_path, make_run):
+def test_what_was_asked_for_after_a_round_stands_in_a_line_of_its_own(tmp_path):
     first, second, third = make_run(rounds=3)
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
         for record in (first, second):
@@ -298,9 +285,7 @@ def test_what_was_asked_for_after_a_round_stands_in_a_line_of_its_own(tmp_path, 
     assert str(read_rounds(run.path)) == str([first, amended(second), amended(third)])
 
 
-def test_a_run_that_goes_on_after_its_end_carries_out_the_plan_of_its_last_round(
-    tmp_path, make_run
-):
+def test_a_run_that_goes_on_after_its_end_carries_out_the_plan_of_its_last_round(tmp_path):
     first, second = make_run(rounds=2)
     staying = NextAgents(second.members[:1], second.next_hparams[:1], amended(second).decisions)
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
@@ -320,7 +305,7 @@ def test_a_run_that_goes_on_after_its_end_carries_out_the_plan_of_its_last_round
 
 @pytest.mark.parametrize("kept", [1, 20, -40, -2])
 @pytest.mark.parametrize("line", ["round", "amendment"])
-def test_a_torn_last_line_is_dropped(tmp_path, make_run, line, kept, caplog):
+def test_a_torn_last_line_is_dropped(tmp_path, line, kept, caplog):
     first, second = make_run(rounds=2)
     folder = filled(tmp_path / "run", [first])
 
@@ -354,7 +339,7 @@ def test_a_torn_last_line_is_dropped(tmp_path, make_run, line, kept, caplog):
         (lambda lines: [b"\n", *lines], r"line 1: .*it is not JSON"),
     ],
 )  # fmt: skip
-def test_a_damaged_line_is_named(tmp_path, make_run, damage, message):
+def test_a_damaged_line_is_named(tmp_path, damage, message):
     folder = filled(tmp_path / "run", make_run(rounds=3), checkpoints=False)
     path = folder / "rounds.jsonl"
     path.write_bytes(b"".join(damage(path.read_bytes().splitlines(keepends=True))))
@@ -367,7 +352,7 @@ def test_a_damaged_line_is_named(tmp_path, make_run, damage, message):
     RunDir.open(folder).close()  # the failed open holds nothing
 
 
-def test_an_amendment_of_another_round_is_damage(tmp_path, make_run):
+def test_an_amendment_of_another_round_is_damage(tmp_path):
     records = make_run(rounds=2)
     folder = filled(tmp_path / "run", records[:1])
     with RunDir.open(folder) as run:
@@ -391,9 +376,7 @@ def with_format(line, version):
 @pytest.mark.parametrize(
     ("version", "place", "end"), [(None, 0, b"\n"), (None, 1, b""), (5, 0, b""), (5, 1, b"\n")]
 )
-def test_a_run_of_another_format_is_refused_and_left_as_it_is(
-    tmp_path, make_run, version, place, end
-):
+def test_a_run_of_another_format_is_refused_and_left_as_it_is(tmp_path, version, place, end):
     folder = filled(tmp_path / "run", make_run(rounds=2))
     path = folder / "rounds.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -433,7 +416,7 @@ def test_completions_and_checkpoints_have_their_places(tmp_path):
         assert checkpoint_name(3, 2) == "checkpoints/round-0003/agent-02"
 
 
-def test_what_belongs_to_unfinished_rounds_is_dropped(tmp_path, make_run):
+def test_what_belongs_to_unfinished_rounds_is_dropped(tmp_path):
     records = make_run(size=2, rounds=2)
     folder = filled(tmp_path / "run", records)
     (folder / "completions" / "round-0002.jsonl").write_text("stale")
@@ -469,7 +452,7 @@ def test_what_belongs_to_unfinished_rounds_is_dropped(tmp_path, make_run):
     [("all", 0, 0), ("all", 1, 0), ("last", 3, 0), ("last", 2, 0), ("last", 4, -2),
      ("last", 4, -41), ("last", 4, -201)],
 )  # fmt: skip
-def test_lost_lines_are_refused_and_the_folder_left_as_it_is(tmp_path, make_run, policy, kept, end):
+def test_lost_lines_are_refused_and_the_folder_left_as_it_is(tmp_path, policy, kept, end):
     """With checkpoints of several later rounds, or none of the last round that has a line."""
     folder = filled(tmp_path / "run", make_run(rounds=4))
     with RunDir.open(folder) as run:
@@ -489,7 +472,7 @@ def test_lost_lines_are_refused_and_the_folder_left_as_it_is(tmp_path, make_run,
 
 
 @pytest.mark.parametrize("finished", [0, 1, 2])
-def test_checkpoints_of_two_rounds_without_a_line_are_dropped(tmp_path, make_run, finished):
+def test_checkpoints_of_two_rounds_without_a_line_are_dropped(tmp_path, finished):
     """As other ranks leave them where the disk of the first one is slow."""
     folder = filled(tmp_path / "run", make_run(rounds=finished + 2))
     path = folder / "rounds.jsonl"
@@ -501,7 +484,7 @@ def test_checkpoints_of_two_rounds_without_a_line_are_dropped(tmp_path, make_run
     assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == left
 
 
-def test_only_the_last_checkpoints_can_be_kept(tmp_path, make_run):
+def test_only_the_last_checkpoints_can_be_kept(tmp_path):
     folder = filled(tmp_path / "run", make_run(rounds=3))
     (folder / "checkpoints" / "round-0003" / "agent-00").mkdir(parents=True)  # of another rank
     with RunDir.open(folder) as run:
@@ -510,7 +493,7 @@ def test_only_the_last_checkpoints_can_be_kept(tmp_path, make_run):
     assert len(os.listdir(folder / "completions")) == 3
 
 
-def test_a_folder_can_be_moved(tmp_path, make_run):
+def test_a_folder_can_be_moved(tmp_path):
     records = make_run(rounds=2)
     filled(tmp_path / "run", records).rename(tmp_path / "elsewhere")
     with RunDir.open(tmp_path / "elsewhere") as run:
@@ -519,25 +502,16 @@ def test_a_folder_can_be_moved(tmp_path, make_run):
             assert (run.path / agent.checkpoint).is_dir()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda path: None, "got no folder"),
-        (lambda path: path.write_text("x"), "got no folder"),
-        (lambda path: path.mkdir(), "got one without population.yaml and rounds.jsonl"),
-        (
-            lambda path: (path.mkdir(), (path / "population.yaml").write_text("x")),
-            "got one without rounds.jsonl",
-        ),
-    ],
-)
-def test_what_is_no_run_is_said(tmp_path, make, message):
-    make(tmp_path / "run")
-    expected = rf"no run folder: expected one with rounds.jsonl and population.yaml .*{message}"
+@pytest.mark.parametrize("name", ["population.yaml", "rounds.jsonl"])
+def test_what_is_no_run_is_said(tmp_path, name):
+    expected = "no run folder: expected one with rounds.jsonl and population.yaml in it, got"
+    with_files(name)(tmp_path / "half")
     for read in (RunDir.open, read_rounds, expect_run):
-        with pytest.raises(RunNotFoundError, match=expected) as info:
+        with pytest.raises(RunNotFoundError, match=f"{expected} no folder") as info:
             read(tmp_path / "run")
         assert info.value.exit_code == 2
+        with pytest.raises(RunNotFoundError, match=f"{expected} one without "):
+            read(tmp_path / "half")
 
 
 # --- what somebody else put into the folder -------------------------------------------------------
@@ -569,7 +543,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_planted_link_is_refused_and_its_target_untouched(tmp_path, make_run, place):
+def test_a_planted_link_is_refused_and_its_target_untouched(tmp_path, place):
     folder = filled(tmp_path / "run", make_run(rounds=2))
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -632,7 +606,7 @@ FORMULA = r"expected a path below checkpoints/, got"
         (lambda record: {"mutable": ("model_fields",)}, NAMES),
     ],
 )
-def test_a_sealed_record_that_leads_astray_is_refused(tmp_path, make_run, change, message):
+def test_a_sealed_record_that_leads_astray_is_refused(tmp_path, change, message):
     """Out of the folder, to a formula of a spreadsheet, or to an attribute of an object."""
     (record,) = make_run(rounds=1)
     folder = filled(tmp_path / "run", [replace(record, **change(record))], checkpoints=False)
@@ -642,7 +616,7 @@ def test_a_sealed_record_that_leads_astray_is_refused(tmp_path, make_run, change
 
 
 @pytest.mark.parametrize("gone", ["deleted", "replaced"])
-def test_a_folder_that_is_gone_is_not_made_anew(tmp_path, make_run, gone):
+def test_a_folder_that_is_gone_is_not_made_anew(tmp_path, gone):
     first, second = make_run(rounds=2)
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
         run.append_round(first)
@@ -674,9 +648,7 @@ def test_a_folder_that_is_gone_is_not_made_anew(tmp_path, make_run, gone):
         ("files", {"a": 1}, "files.a: .*valid string, got 1"),
     ],
 )
-def test_a_line_that_was_sealed_again_is_checked_field_by_field(
-    tmp_path, make_run, field, value, message
-):
+def test_a_line_that_was_sealed_again_is_checked_field_by_field(tmp_path, field, value, message):
     folder = filled(tmp_path / "run", make_run(rounds=1))
     path = folder / "rounds.jsonl"
     path.write_text(seal(unseal(path.read_bytes()) | {field: value}))
@@ -686,7 +658,7 @@ def test_a_line_that_was_sealed_again_is_checked_field_by_field(
 
 
 @pytest.mark.parametrize("left", [(), ("optimizer.safetensors",), ("attributes.json",)])
-def test_the_best_is_kept_where_a_kill_left_half_of_what_was_dropped(tmp_path, make_run, left):
+def test_the_best_is_kept_where_a_kill_left_half_of_what_was_dropped(tmp_path, left):
     (record,) = make_run(rounds=1)
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
         run.append_round(record)
@@ -707,7 +679,7 @@ def of_rounds(records, *numbers):
     return {a.checkpoint for number in numbers for a in records[number].agents}
 
 
-def test_checkpoints_are_kept_as_the_policy_says(make_run):
+def test_checkpoints_are_kept_as_the_policy_says():
     records = make_run(rounds=5)
     kept = {"all": range(5), "last": [4], 1: [4], 3: [2, 3, 4], 9: range(5)}
     for policy, rounds in kept.items():
@@ -719,7 +691,7 @@ def test_checkpoints_are_kept_as_the_policy_says(make_run):
     assert kept_checkpoints([], "last") == set()
 
 
-def test_policies_that_follow_one_another_keep_what_they_would_round_by_round(make_run):
+def test_policies_that_follow_one_another_keep_what_they_would_round_by_round():
     records, changes = make_run(rounds=8), {0: "all", 2: "best", 4: 3, 6: "best", 7: "all"}
     there, policy = set(), "all"
     for number, record in enumerate(records):

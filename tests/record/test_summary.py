@@ -107,16 +107,9 @@ def test_a_winner_has_its_scores_each_with_its_prompts():
     assert winner.final is None
     assert (winner.test.mean, winner.test.se, winner.test.n) == (0.807, 0.02, 256)
     assert rivals_of(two_rounds(), SUMMARY) == ()
-
-
-def test_a_mean_that_won_has_no_fitness():
     winner = winner_of(two_rounds(), mean_won())
-    assert winner.name == "the mean of agents 1 and 0"
-    assert winner.fitness is None
+    assert (winner.name, winner.fitness) == ("the mean of agents 1 and 0", None)
     assert (winner.final.mean, winner.final.n) == (0.72, 64)
-
-
-def test_before_the_end_the_best_agent_of_the_last_round_leads():
     assert winner_of([], None) is None
     leader = winner_of(two_rounds(), None)
     assert (leader.kind, leader.agent, leader.test, leader.final) == ("last", 1, None, None)

@@ -68,20 +68,6 @@ def test_equal_rewards_are_told_from_where_they_last():
     assert kinds(changed({"zero_variance": 0.95}, 0)) == []  # it passed
 
 
-def test_completions_that_are_cut():
-    (one,) = find_trouble(changed({"ended": 0.25}))
-    assert "in round 2 75% of the completions were cut" in one.text
-    assert "algorithm.max_output_tokens" in one.remedy
-    assert kinds(changed({"ended": 0.25}, 0)) == []
-
-
-def test_dropped_episodes_and_memory():
-    (one,) = find_trouble(changed({"dropped": 2.0}, 0))
-    assert one.text.startswith("4 episodes had to be dropped, the first in round 1")
-    (one,) = find_trouble(changed({}, 0, reduced={"engine.micro_batch_tokens": 2048}))
-    assert "in round 1, which lowered engine.micro_batch_tokens to 2,048" in one.text
-
-
 def test_a_value_that_ended_at_a_bound_of_its_range():
     space = small_config("evolve.hyperparameters={lr: {min: 1e-4, max: 1.2e-3}}").search_space()
     rounds = two_rounds()
@@ -98,39 +84,50 @@ def test_a_value_that_ended_at_a_bound_of_its_range():
 
 
 @pytest.mark.parametrize(
-    ("metric", "value", "said", "remedy"),
+    ("metric", "value", "text", "remedy"),
     [
         ("ratio_max", 1234.0, "of agent 0 1,234 times in round 2", "lower its lr"),
         ("clip_fraction", 0.55, "55% of the tokens of agent 0 were clipped in round 2", "lower"),
         ("sampler_gap", 0.2, "0.2 nats per token off those of training in round 2", "native"),
     ],
 )
-def test_a_metric_beyond_its_bound_is_told_once_for_each_agent(metric, value, said, remedy):
+def test_a_metric_beyond_its_bound_is_told_once_for_each_agent(metric, value, text, remedy):
     found = find_trouble(changed({metric: value}))
     assert [(one.kind, one.agent) for one in found] == [(metric, 0), (metric, 1)]
-    assert said in found[0].text
+    assert text in found[0].text
     assert remedy in found[0].remedy
     assert kinds(changed({metric: math.nan})) == []
     assert kinds(changed({metric: 0.01})) == []
+
+
+@pytest.mark.parametrize(
+    ("rounds", "kind", "text", "remedy"),
+    [
+        (changed({"ended": 0.25}), "cut", "in round 2 75% of the completions were cut",
+         "algorithm.max_output_tokens"),
+        (changed({"dropped": 2.0}, 0), "dropped", "4 episodes had to be dropped, the first in "
+         "round 1", "fix the environment"),
+        (changed({"set_aside": 2.0}), "set_aside", "4 groups had to be set aside, the first in "
+         "round 2", "fix the reward function"),
+        (changed({}, 0, reduced={"engine.micro_batch_tokens": 2048}), "memory", "in round 1, which "
+         "lowered engine.micro_batch_tokens to 2,048", "set that in the file"),
+        ([changed({"entropy": 1.0}, 0)[0], changed({"entropy": 0.04})[1]], "entropy", "entropy "
+         "fell from 1 to 0.04 nats per token", "raise algorithm.beta"),
+    ],
+)  # fmt: skip
+def test_a_trouble_of_all_agents_is_told_once(rounds, kind, text, remedy):
+    (one,) = find_trouble(rounds)
+    assert one.kind == kind
+    assert text in one.text
+    assert remedy in one.remedy
+
+
+def test_what_passed_or_is_small_is_no_trouble():
+    assert kinds(changed({"ended": 0.25}, 0)) == []
+    assert kinds([changed({"entropy": 1.0}, 0)[0], changed({"entropy": 0.06})[1]]) == []
 
 
 def test_lora_dropout_explains_a_gap_between_sampler_and_trainer():
     rounds = changed({"sampler_gap": 0.2})
     told = [{one.kind for one in find_trouble(rounds, dropout=dropout)} for dropout in (0.0, 0.1)]
     assert told[0] - told[1] == {"sampler_gap"}
-
-
-def test_entropy_that_is_gone_is_told():
-    def run(first, last):
-        rounds = changed({"entropy": first}, round=0)
-        rounds[1] = changed({"entropy": last})[1]
-        return rounds
-
-    (one,) = find_trouble(run(1.0, 0.04))
-    assert one.text.startswith("entropy fell from 1 to 0.04 nats per token")
-    assert kinds(run(1.0, 0.06)) == []
-
-
-def test_groups_that_were_set_aside_are_counted():
-    (one,) = find_trouble(changed({"set_aside": 2.0}))
-    assert one.text.startswith("4 groups had to be set aside, the first in round 2")

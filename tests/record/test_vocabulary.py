@@ -66,10 +66,5 @@ def test_families_and_names_of_others():
     assert over_steps("of an environment of mine") == "mean"
 
 
-def test_names_are_given_once():
-    names = [m.name for m in VOCABULARY]
-    assert len(names) == len(set(names))
-
-
 def test_the_page_has_its_table():
     assert vocabulary.table() in (ROOT / "docs/metrics.md").read_text(encoding="utf-8")

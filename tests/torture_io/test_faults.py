@@ -43,16 +43,9 @@ FSYNC_SECONDS = {"fast": 0.0, "slow": 0.004}
 
 @dataclass(frozen=True)
 class Case:
-    """A fault.
+    """A fault: a call `op` on a `kind` of file is refused with an errno at an occurrence, from 1.
 
-    Attributes:
-        kind: The kind of file, as `disk.kind` has it.
-        op: The call that is refused.
-        error: As errno has it.
-        occurrence: Which of these calls, from 1.
-        fsync: "slow" or "fast".
-        lasting: Whether from then on every such call in the run folder is refused, until the run
-            has ended.
+    If it is `lasting`, from then on every such call is refused until the run has ended.
     """
 
     kind: str
@@ -91,13 +84,9 @@ class Fault:
 
 
 class Unbroken:
-    """A run that nothing stops, and the faults that could have struck it.
+    """A run that nothing stops, and the faults (`cases`) that could have struck it.
 
-    Attributes:
-        settings: Changes of the small run.
-        begun: A folder of the run that was stopped before; None for a run from its start.
-        expected: Its outcome.
-        cases: A `Case` for each kind of file, call, error, occurrence and speed of fsync.
+    `begun` is a folder of the run that was stopped before; None for a run from its start.
     """
 
     def __init__(self, settings, top, *, resumed=False):

@@ -40,12 +40,7 @@ FOLDER = "runs/first"
 
 @dataclass(eq=False)
 class Node:
-    """A file, a folder or a link, whatever it is called.
-
-    Attributes:
-        link: What it points to, for a link.
-        folder: Whether it is a folder.
-    """
+    """A file, a folder or a link to `link`, whatever it is called."""
 
     folder: bool = False
     link: Path | None = None
@@ -55,12 +50,8 @@ class Node:
 class Step:
     """What a call does to the disk.
 
-    Attributes:
-        touched: What has to be synced for it to be certain; either of them will do.
-        names: (folder, name, node or None) that are set.
-        writes: (file, offset, data) that are written.
-        cuts: (file, length) that are cut or filled up.
-        syncs: What is synced.
+    It sets `names` (folder, name, node or None), `writes` (file, offset, data), `cuts` (file,
+    length) and `syncs` a node. One of `touched` has to be synced for it to be certain.
     """
 
     touched: tuple = ()
@@ -72,13 +63,7 @@ class Step:
 
 @dataclass
 class Trace:
-    """A run's calls as steps on nodes, beginning with a tree that is on disk.
-
-    Attributes:
-        top: The folder below which everything lies.
-        steps: In order.
-        root: The node of `top`.
-    """
+    """A run's calls as steps on nodes below `root`, beginning with a tree that is on disk."""
 
     top: Path
     root: Node = field(default_factory=lambda: Node(folder=True))
@@ -86,13 +71,7 @@ class Trace:
 
     @classmethod
     def of(cls, top, calls, before=()):
-        """Turn calls into steps.
-
-        Args:
-            top: The folder.
-            calls: Of a `disk.Disk`.
-            before: What was on disk before, as `tree` returns it.
-        """
+        """Turn the calls of a `disk.Disk` into steps, after what `tree` returned `before`."""
         trace = cls(Path(top).absolute())
         trace._names = {trace.root: {}}
         for path, data in before:
@@ -239,15 +218,9 @@ def tree(top):
 
 
 class Watched:
-    """A run whose calls were noted.
+    """A run of `RUNS` whose calls were noted as `trace`.
 
-    Attributes:
-        name: Which of `RUNS`.
-        settings: Its changes of the small run.
-        rounds: As `resume` takes them.
-        expected: Its outcome.
-        trace: Its calls.
-        recorded: After each number of calls, how many rounds had a line that had been synced.
+    `recorded` has, after each number of calls, how many rounds had a line that had been synced.
     """
 
     def __init__(self, name, top):
