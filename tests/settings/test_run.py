@@ -67,25 +67,17 @@ def test_where_agents_train_as_fitness_measures_rounds_in_between_evaluate_nobod
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["algorithm.temperature=0.7"],
+        *([f"algorithm.{one}"] for one in ("temperature=0.7", "top_p=0.9", "top_k=5", "min_p=0.1")),
+        ["algorithm.repetition_penalty=1.1"],
         ["evolve.fitness.temperature=0.7"],
         ["evolve.hyperparameters.temperature={min: 0.5, max: 1.5}"],
-        ["algorithm.top_p=0.9"],
-        ["algorithm.top_k=5"],
-        ["algorithm.min_p=0.1"],
-        ["algorithm.repetition_penalty=1.1"],
         ["evolve.hyperparameters.top_p={min: 0.5, max: 1.0}"],
         ["evolve.hyperparameters.max_output_tokens={choices: [2, 4]}"],
-        [
-            "evolve.selection=pareto",
-            "evolve.fitness.objectives=[fitness, {name: tokens, direction: minimize}]",
-        ],
-        [
-            "population.size=2",
-            "population.init=[{}, {temperature: 0.9}]",
-        ],
+        ["evolve={selection: pareto, fitness: {objectives: [fitness, {name: tokens, direction: "
+         "minimize}]}}"],
+        ["population={size: 2, rounds: 24, init: [{}, {temperature: 0.9}]}"],
     ],
-)
+)  # fmt: skip
 def test_where_training_is_another_measure_eight_prompts_are_answered(overrides):
     assert between(*overrides) == 8
     few = [*overrides, "evolve.fitness.prompts=5"]
