@@ -5,7 +5,6 @@ import yaml
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import from_dict
-from evo_grpo.settings.population import PopulationConfig
 from evo_grpo.settings.yaml import from_written
 
 MINIMAL = {"model": "tiny-sums", "env": "sums"}
@@ -49,12 +48,6 @@ def test_what_is_filled_in_stays_when_a_run_gets_more_rounds():
         longer = first.replace(population=first.population.replace(rounds=20))
         assert longer.settled(8) == longer
         assert settled(*given, rounds=20) != longer, "another run"
-
-
-@pytest.mark.parametrize("decisions", [None, "every", [3], [2, 4, 6], (2, 4)])
-def test_decisions_are_null_every_or_ascending_rounds(decisions):
-    given = PopulationConfig(rounds=8, decisions=decisions).decisions
-    assert given == (list(decisions) if isinstance(decisions, tuple) else decisions)
 
 
 def test_where_agents_train_as_fitness_measures_rounds_in_between_evaluate_nobody():
