@@ -49,7 +49,7 @@ def test_the_hooks_are_those_of_make_check():
     [
         ("evo_grpo/cli/output.py", True),
         ("tests/test_architecture.py", True),
-        ("tests/cli/test_check.py", False),
+        ("tests/cli/test_commands.py", False),
         ("evo_grpo/assets/tiny-sums/config.json", False),
     ],
 )

@@ -64,8 +64,8 @@ def run_problems(
     first = algorithm.first_hparams(space, model.lora.rank_alpha)
     yield from below(fitness_problems(space, evolve.fitness), "evolve", "fitness")
     if (check := getattr(evolve.exploration, "problems", None)) is not None:
-        found = check(with_first_choices(first, space), space)
-        yield from below(islice(found, MOST_PROBLEMS + 1), "evolve", "exploration")
+        problems = check(with_first_choices(first, space), space)
+        yield from below(islice(problems, MOST_PROBLEMS + 1), "evolve", "exploration")
     yield from below(objective_problems(evolve), "evolve")
     if not env.kind.startswith(OBJECT):  # an object may have prompts that no file can name
         prompts = prompt_problems(space, list(env.prompts or ()))
@@ -126,7 +126,7 @@ def _objectives(fitness: FitnessConfig) -> Iterator[Problem]:
     first = "a reward that is maximized as the first objective, the fitness of the run"
     for number, one in enumerate(given):
         unclear = one.name == TOKENS and one.direction is None
-        found = contradictions(
+        problems = contradictions(
             one,
             ("name", one.name in names[:number], "each objective once", "remove one of them"),
             ("direction", unclear, "maximize or minimize for tokens", "say which is better"),
@@ -134,7 +134,7 @@ def _objectives(fitness: FitnessConfig) -> Iterator[Problem]:
             ("name", not number and one.name == TOKENS, first, "put it after one"),
             ("direction", not number and one.minimize, first, "put it after one"),
         )
-        yield from below(found, "objectives", number)
+        yield from below(problems, "objectives", number)
 
 
 def agent_problems(
@@ -301,10 +301,10 @@ def _levels(
     losses = choices("loss_type", algorithm.loss_type or algorithm.kind)
     levels = choices("importance_sampling_level", algorithm.importance_sampling_level)
     for loss_type, level in product(losses, levels):
-        if found := list(level_problems(loss_type, level)):
-            name = str(found[0].path[0])
+        if problems := list(level_problems(loss_type, level)):
+            name = str(problems[0].path[0])
             under = above if name in ranges else ("algorithm",)
-            yield from below(found, *under)
+            yield from below(problems, *under)
             return
 
 
@@ -313,6 +313,6 @@ def _outside(
 ) -> Iterator[Problem]:
     """Yield initial hyperparameters outside of their range, or among no choices."""
     space = HyperparameterConfig(**ranges)
-    for found in outside(algorithm.first_hparams(space), space):
-        name = "clip_coef" if found.name in CLIPS else found.name
-        yield Problem(("algorithm", name), found.told(dotted((*above, found.name))))
+    for value in outside(algorithm.first_hparams(space), space):
+        name = "clip_coef" if value.name in CLIPS else value.name
+        yield Problem(("algorithm", name), value.told(dotted((*above, value.name))))

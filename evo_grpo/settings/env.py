@@ -305,13 +305,9 @@ class EnvConfig(Group):
 
     def objects(self) -> list[str]:
         """Return the settings given as objects from Python, each with a description of them."""
-        found: list[str] = []
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            several: list[object] = value if isinstance(value, list) else [value]
-            found += [
-                f"env.{name} ({one.description})"
-                for one in several
-                if isinstance(one, PythonObject)
-            ]
-        return found
+        return [
+            f"env.{name} ({value.description})"
+            for name, given in self
+            for value in (given if isinstance(given, list) else [given])
+            if isinstance(value, PythonObject)
+        ]

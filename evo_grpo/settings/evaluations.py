@@ -34,8 +34,8 @@ class Evaluations(NamedTuple):
 
 def count_evaluations(population: PopulationConfig, evolve: EvolveConfig) -> Evaluations:
     """Return the most evaluations of a run of so many rounds."""
-    found = population.places(selects=evolve.selects)
-    places = tuple(found[min(n, len(found) - 1)] for n in range(population.rounds))
+    by_round = population.places(selects=evolve.selects)
+    places = tuple(by_round[min(n, len(by_round) - 1)] for n in range(population.rounds))
     always = evolve.decides_always
     decided = population.decided
     decisions = tuple(
@@ -77,5 +77,5 @@ def _finalists(population: PopulationConfig, evolve: EvolveConfig, places: tuple
     fitness = evolve.fitness
     if population.rounds == 1 or fitness.final_samples == 0 or fitness.objectives:
         return 0
-    found = 1 + int(evolve.keeps_archive) + int(places[-1] > 1)
-    return found if found > 1 else 0
+    finalists = 1 + int(evolve.keeps_archive) + int(places[-1] > 1)
+    return finalists if finalists > 1 else 0

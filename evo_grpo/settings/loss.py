@@ -103,8 +103,8 @@ class LossConfig(LossFields):
         missing = LOSS_USES[self.loss_type].by_longest and self.max_completion_length is None
         expected = f"an integer >= 1 with loss_type={self.loss_type!r}"
         row = ("max_completion_length", missing, expected, "give the most tokens of a completion")
-        found = contradictions(self, row)
-        refuse([*level_problems(self.loss_type, self.importance_sampling_level), *found])
+        problems = contradictions(self, row)
+        refuse([*level_problems(self.loss_type, self.importance_sampling_level), *problems])
         return self
 
     def of_agent(self, hparams: Hparams) -> Self:

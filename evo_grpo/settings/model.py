@@ -59,9 +59,9 @@ def _alphas(value: object) -> object:
 
 def _by_name(value: object, good: Callable[[Any], bool], expected: str) -> object:
     """Accept a mapping of regular expressions, which match the end of layer names, to numbers."""
-    found = plain(value)
+    patterns = plain(value)
     wrong: list[Problem] = []
-    entries = cast("Mapping[str, object]", found) if isinstance(found, Mapping) else {}
+    entries = cast("Mapping[str, object]", patterns) if isinstance(patterns, Mapping) else {}
     for name, number in entries.items():
         if why := why_no_pattern(ending(name)):
             text = f"expected a name or a regular expression as key, got {shown(name)} ({why})"
@@ -70,7 +70,7 @@ def _by_name(value: object, good: Callable[[Any], bool], expected: str) -> objec
             wrong.append(Problem((name,), f"expected {expected}, got {shown(number)}"))
     if wrong:
         raise Problems(*wrong)
-    return found
+    return patterns
 
 
 Modules = Annotated[str | list[str], BeforeValidator(_modules)]
@@ -238,8 +238,8 @@ def pattern_problems(
     """Yield the settings that give some layers another rank or alpha, with a sentence."""
     for searching in searched(space)[:1]:
         for name in ("rank_pattern", "alpha_pattern"):
-            if found := dict(getattr(lora, name) or {}):
-                text = f"expected none where {searching} is searched, got {found}; remove it, or"
+            if given := dict(getattr(lora, name) or {}):
+                text = f"expected none where {searching} is searched, got {given}; remove it, or"
                 yield name, f"{text} {dotted((*above, searching))}"
 
 
@@ -250,9 +250,9 @@ def begins_outside(
 
     Each has the name of the setting, `r` or `alpha`, and a sentence.
     """
-    for found in outside(Hparams().with_scale(space.names(), adapter), space):
-        if found.name.startswith(LORA):
-            yield found.name.removeprefix(LORA), found.told(dotted((*above, found.name)))
+    for value in outside(Hparams().with_scale(space.names(), adapter), space):
+        if value.name.startswith(LORA):
+            yield value.name.removeprefix(LORA), value.told(dotted((*above, value.name)))
 
 
 def too_wide(space: HyperparameterConfig, layer: str, width: int) -> str:

@@ -173,12 +173,12 @@ class PopulationConfig(Group):
         """The finished rounds after which the run decides, ascending."""
         if isinstance(self.decisions, list):
             return self.decisions
-        found = set(self._halving)
+        finished = set(self._halving)
         if isinstance(self.sizes, list):
-            found |= {n for n, (a, b) in enumerate(pairwise(self.sizes), start=1) if b < a}
+            finished |= {n for n, (a, b) in enumerate(pairwise(self.sizes), start=1) if b < a}
         if self.init == "same" and self.size > 1:
-            found.add(1)  # agents that begin alike need no evidence to become different
-        return sorted(found)
+            finished.add(1)  # agents that begin alike need no evidence to become different
+        return sorted(finished)
 
     def places(self, *, selects: bool) -> tuple[int, ...]:
         """Return the places of each round; the last number holds for all later rounds.

@@ -240,8 +240,8 @@ def algorithm_rows(seen: KnownSettings) -> tuple[Row, ...]:
 
 
 def _algorithm(seen: KnownSettings) -> Iterator[Finding]:
-    found = [one for one in _that_apply(*algorithm_rows(seen)) if seen.is_set(one.path)]
-    yield from {one.path: one for one in reversed(found)}.values()  # the first reason of each
+    findings = [one for one in _that_apply(*algorithm_rows(seen)) if seen.is_set(one.path)]
+    yield from {one.path: one for one in reversed(findings)}.values()  # the first reason of each
     beta = "has no effect with beta 0, which computes no KL; give a beta"
     least, most = seen.bounds("batch_size")[0], seen.most_rows
     rows = f"has no effect: it is {least:g}, and a step of an agent has at most {most:g} rows"
@@ -305,5 +305,5 @@ def _run(seen: KnownSettings) -> Iterator[Finding]:
 def without_effect(seen: KnownSettings) -> list[Finding]:
     """Return all settings that were given and have no effect."""
     return [
-        finding for found in (_clip_range, _algorithm, _engine, _run) for finding in found(seen)
+        finding for check in (_clip_range, _algorithm, _engine, _run) for finding in check(seen)
     ]

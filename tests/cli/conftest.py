@@ -54,7 +54,9 @@ def loop(monkeypatch):
 
     `after` counts the rounds before the error; -1 raises before the run begins.
     """
-    import evo_grpo.analysis.arms  # noqa: F401 -- with the loop itself, before a stand-in takes its place
+    # With the loop itself, before a stand-in takes its place.
+    import evo_grpo.analysis.arms
+    import evo_grpo.analysis.sampling.evaluation  # noqa: F401 -- as above
 
     calls = SimpleNamespace(seen=[], error=None, after=-1, compared=[], compare_error=None)
 

@@ -3,6 +3,7 @@ import io
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -11,10 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-import jsonschema
 import pytest
 import shown_replay
-import yaml
 from shown_run import run_folder, small_config
 from typer.testing import CliRunner, Result
 
@@ -23,6 +22,9 @@ from evo_grpo.errors import RewardError, RunDirError, RunFailedError
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.replay import Replay, read_schedule, write_replay
 from evo_grpo.settings import json_schema, load, template, to_yaml
+from evo_grpo.record.replay import Replay, write_replay
+from evo_grpo.record.replay import read_schedule
+from evo_grpo.settings import load, to_yaml
 
 MINIMAL = "model: tiny-sums\nenv: sums\n"
 PLANNED = """
@@ -74,6 +76,8 @@ ROWS = '\'env={kind: dataset, train: %s, prompt: "%s", reward: "rewards:%s"}\''
 REFUSED = [
     ("trian", "No such command 'trian'"),
     ("check --sett a=1", "No such option: --sett"),
+    ("init --template game", "--template: expected one of sums, foods, dataset, "),
+    ("init questions.csv --template dataset", "another name; the template 'dataset' writes it too"),
     ("check none.yaml", "write one with: evo-grpo init none.yaml"),
     ("check --set evolve.selection.sise=3", "did you mean 'size'?"),
     ("check --set env=sumz", 'env.kind: no task "sumz". Did you mean "sums"?'),
@@ -128,6 +132,14 @@ def test_bad_input_is_one_message_and_nothing_is_trained_or_written(line, messag
     assert sorted(os.listdir()) == before
 
 
+def test_python_m_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(sys, "argv", ["evo-grpo", "--version"])
+    with pytest.raises(SystemExit) as leaving:
+        runpy.run_module("evo_grpo", run_name="__main__")
+    assert not leaving.value.code
+    assert capsys.readouterr().out.startswith("evo-grpo ")
+
+
 def test_debug_adds_the_traceback_and_keeps_the_code():
     for arguments in (["check", "none.yaml", "--debug"], ["--debug", "check", "none.yaml"]):
         result = evo(*arguments)
@@ -173,15 +185,6 @@ def test_check_as_one_json_document():
 
 
 # --- schema --------------------------------------------------------------------------------------
-
-
-def test_the_shipped_configuration_is_valid_by_the_schema():
-    schema = json.loads(evo("schema").stdout)
-    jsonschema.validate(yaml.safe_load(template()), schema)
-    jsonschema.validate({"model": "tiny-sums", "env": "sums"}, schema)
-    assert schema == json_schema()
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({"model": "tiny-sums", "env": "sums", "engin": {}}, schema)
 
 
 def test_the_schema_in_a_file():

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from evo_grpo import run, study_of
 from evo_grpo.cli.commands import app
-from evo_grpo.settings import record as storages
 
 SERVER = "postgresql+psycopg://evo@127.0.0.1:1/evo"
 
@@ -45,15 +44,6 @@ def test_check_says_where_the_trials_will_be(storage, shown, not_shown):
     text = " ".join(result.stdout.split())
     assert all(" ".join(one.split()) in text for one in shown)
     assert not any(one in text for one in not_shown)
-
-
-def test_check_names_a_missing_driver(monkeypatch):
-    monkeypatch.setattr(storages, "find_spec", lambda name: None)
-    result = evo("check", written(storage=SERVER))
-    assert result.exit_code == 2
-    assert "needs the package psycopg" in result.stderr
-    assert 'pip install "evo-grpo[postgres]"' in result.stderr
-    assert evo("check", written(storage="sqlite")).exit_code == 0
 
 
 def test_run_names_a_server_that_is_not_there_and_leaves_no_folder():

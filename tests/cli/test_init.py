@@ -146,15 +146,3 @@ def test_a_template_in_another_folder_calls_its_file_by_its_name(name: str):
     assert "evo-grpo run mine.yaml" in text
     assert "population.yaml" not in text
     assert all(Path("there", file).is_file() for file in companions(name))
-
-
-def test_a_name_that_is_taken_by_the_template():
-    message = evo("init", "questions.csv", "--template", "dataset").stderr
-    assert "error: questions.csv: expected another name; the template 'dataset' writes" in message
-
-
-def test_an_unknown_template():
-    result = evo("init", "--template", "game")
-    assert result.exit_code == 2
-    assert "--template: expected one of sums, foods, dataset, " in result.stderr
-    assert written() == set()

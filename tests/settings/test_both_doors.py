@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -207,10 +208,31 @@ def test_both_doors_of_train_give_equal_settings(name, monkeypatch, tmp_path):
 
 OWN = ("sapo_", "vespo_")  # settings of one loss alone
 
+OF_A_STEP = (
+    *("mask_truncated_completions", "overlong_buffer", "overlong_penalty"),
+    "dynamic_sampling_tokens",
+)
+OF_ADVANTAGES = [
+    "whiten_advantages",
+    "adv_clip_range",
+    "filter_zero_adv",
+    "adv_filter_eps",
+    "kl_shaping",
+]
 # Where each setting acts: read off the object that uses it.
 ARRIVES = {
     # The learner reads a hyperparameter off the agent at each call; those below go further.
-    **{name: (lambda a, name=name: getattr(a.hparams, name)) for name in AgentFields.model_fields},
+    **{
+        name: (lambda a, path=f"{place}.{name}": attrgetter(path)(a))
+        for place, names in {
+            "hparams": AgentFields.model_fields,
+            "cohort.learner.loss": [*LossFields.model_fields, "loss_type"],
+            "cohort.settings.algorithm": OF_A_STEP,
+            "cohort.learner.algorithm": OF_ADVANTAGES,
+            "cohort.learner.engine": ("max_rows_per_microbatch", "gradient_checkpointing"),
+        }.items()
+        for name in names
+    },
     "seed": lambda a: a.cohort.seed,
     "model": lambda a: a.cohort.base.name,
     "lora": lambda a: {
@@ -224,15 +246,6 @@ ARRIVES = {
     "stop": lambda a: [*a.cohort.engine.ends.strings, *(a.cohort.engine.ends.ids & {5})],
     "max_model_len": lambda a: a.cohort.context_length,
     "adv_norm": lambda a: {"batch": "batch_std"}[a.settings.algorithm.adv_scale(a.hparams)],
-    **{
-        name: (lambda a, name=name: getattr(a.cohort.settings.algorithm, name))
-        for name in (
-            "mask_truncated_completions",
-            "overlong_buffer",
-            "overlong_penalty",
-            "dynamic_sampling_tokens",
-        )
-    },
     "separate_reference": lambda a: a.state.has_reference,
     "lr_schedule": lambda a: a.settings.algorithm.lr_schedule.model_dump(),
     "hyperparameters": lambda a: {
@@ -251,30 +264,11 @@ ARRIVES = {
     "overlap": lambda a: a.cohort.settings.engine.overlap,
     "base": lambda a: "replicated" if a.cohort.base.specialized else "sharded",
     "compile": lambda a: a.cohort.base.compiled,
-    "loss_type": lambda a: a.cohort.learner.loss.loss_type,
     "lr": lambda a: a.state.optimizer.param_groups[0]["initial_lr"],
     "group_size": lambda a: PopulationSampler.in_training(a.cohort, [0], stream=()).group_sizes[0],
     **{
         name: (lambda a, name=name: getattr(a.cohort.sampling(a.hparams), name))
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    },
-    **{
-        name: (lambda a, name=name: getattr(a.cohort.learner.loss, name))
-        for name in LossFields.model_fields
-    },
-    **{
-        name: (lambda a, name=name: getattr(a.cohort.learner.algorithm, name))
-        for name in (
-            "whiten_advantages",
-            "adv_clip_range",
-            "filter_zero_adv",
-            "adv_filter_eps",
-            "kl_shaping",
-        )
-    },
-    **{
-        name: (lambda a, name=name: getattr(a.cohort.learner.engine, name))
-        for name in ("max_rows_per_microbatch", "gradient_checkpointing")
     },
 }
 

@@ -57,31 +57,26 @@ def test_a_given_lr_or_range_decides():
 
 
 @pytest.mark.parametrize(
-    ("model", "groups", "named"),
+    ("model", "overrides", "named"),
     [
-        ("tiny-sums", {"algorithm": {"lr": 1.0}}, "algorithm.lr 1 is far"),
-        ("owner/name", {"algorithm": {"lr": 0.01}}, "algorithm.lr 0.01 is far"),
-        ("owner/name", {"algorithm": {"lr": 1e-8}}, "algorithm.lr 1e-8 is far"),
+        ("tiny-sums", ["algorithm.lr=1.0"], "algorithm.lr 1 is far"),
+        ("owner/name", ["algorithm.lr=0.01"], "algorithm.lr 0.01 is far"),
+        ("owner/name", ["algorithm.lr=1e-8"], "algorithm.lr 1e-8 is far"),
         (
             "owner/name",
-            {
-                "algorithm": {"lr": 0.1},
-                "evolve": {"hyperparameters": {"lr": {"min": 1e-9, "max": 1}}},
-            },
+            ["algorithm.lr=0.1", "evolve.hyperparameters={lr: {min: 1e-9, max: 1}}"],
             "algorithm.lr 0.1 is far",
         ),
         (
             "owner/name",
-            {
-                "population": {"size": 2, "init": [{}, {"lr": 0.5}]},
-                "evolve": {"hyperparameters": {}},
-            },
+            ["population={size: 2, init: [{}, {lr: 0.5}]}", "evolve.hyperparameters={}"],
             "population.init[1].lr 0.5 is far",
         ),
     ],
 )
-def test_an_lr_far_from_usual_is_warned_of_once(model, groups, named):
-    (text,) = [text for text in warnings(made(model, **groups)) if "usual lr" in text]
+def test_an_lr_far_from_usual_is_warned_of_once(model, overrides, named):
+    config = from_dict({"model": model, "env": "sums"}, overrides)
+    (text,) = [text for text in warnings(config) if "usual lr" in text]
     assert text.startswith(named)
     assert "1e-6 to 3e-4" in text or "1e-4 to 0.01" in text
 

@@ -43,19 +43,10 @@ def test_a_file_names_its_rows(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"train": 5},
-            "train: expected the name of a file, a dataset of the Hub, or .* got 5",
-        ),
+        ({"train": 5}, "train: expected the name of a file, a dataset of the Hub, or .* got 5"),
         ({"train": ""}, "train: expected a string that is not empty"),
-        (
-            {"reward": [exact, 3]},
-            r"reward\[1\]: expected a function as a string, .* got 3",
-        ),
-        (
-            {"reward": 7},
-            "reward: expected a function as a string, a mapping with kind",
-        ),
+        ({"reward": [exact, 3]}, r"reward\[1\]: expected a function as a string, .* got 3"),
+        ({"reward": 7}, "reward: expected a function as a string, a mapping with kind"),
         ({"few_shot": {"rows": 0, "answer": "x"}}, "few_shot.rows: expected an integer >= 1, or"),
     ],
 )

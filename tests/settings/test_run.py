@@ -5,7 +5,6 @@ import yaml
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import from_dict
-from evo_grpo.settings.population import PopulationConfig
 from evo_grpo.settings.yaml import from_written
 
 MINIMAL = {"model": "tiny-sums", "env": "sums"}
@@ -51,12 +50,6 @@ def test_what_is_filled_in_stays_when_a_run_gets_more_rounds():
         assert settled(*given, rounds=20) != longer, "another run"
 
 
-@pytest.mark.parametrize("decisions", [None, "every", [3], [2, 4, 6], (2, 4)])
-def test_decisions_are_null_every_or_ascending_rounds(decisions):
-    given = PopulationConfig(rounds=8, decisions=decisions).decisions
-    assert given == (list(decisions) if isinstance(decisions, tuple) else decisions)
-
-
 def test_where_agents_train_as_fitness_measures_rounds_in_between_evaluate_nobody():
     assert between() == 0
     assert between("algorithm.temperature=0.7", "evolve.fitness.temperature=0.7") == 0
@@ -67,25 +60,17 @@ def test_where_agents_train_as_fitness_measures_rounds_in_between_evaluate_nobod
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["algorithm.temperature=0.7"],
+        *([f"algorithm.{one}"] for one in ("temperature=0.7", "top_p=0.9", "top_k=5", "min_p=0.1")),
+        ["algorithm.repetition_penalty=1.1"],
         ["evolve.fitness.temperature=0.7"],
         ["evolve.hyperparameters.temperature={min: 0.5, max: 1.5}"],
-        ["algorithm.top_p=0.9"],
-        ["algorithm.top_k=5"],
-        ["algorithm.min_p=0.1"],
-        ["algorithm.repetition_penalty=1.1"],
         ["evolve.hyperparameters.top_p={min: 0.5, max: 1.0}"],
         ["evolve.hyperparameters.max_output_tokens={choices: [2, 4]}"],
-        [
-            "evolve.selection=pareto",
-            "evolve.fitness.objectives=[fitness, {name: tokens, direction: minimize}]",
-        ],
-        [
-            "population.size=2",
-            "population.init=[{}, {temperature: 0.9}]",
-        ],
+        ["evolve={selection: pareto, fitness: {objectives: [fitness, {name: tokens, direction: "
+         "minimize}]}}"],
+        ["population={size: 2, rounds: 24, init: [{}, {temperature: 0.9}]}"],
     ],
-)
+)  # fmt: skip
 def test_where_training_is_another_measure_eight_prompts_are_answered(overrides):
     assert between(*overrides) == 8
     few = [*overrides, "evolve.fitness.prompts=5"]

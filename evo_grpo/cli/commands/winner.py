@@ -98,14 +98,14 @@ def export(  # noqa: PLR0913 -- each is an option of the command
 
 def _target(out: Path | None, best: Path | None, *, named: bool) -> Path:
     """Return the output folder; `named` says whether another agent than the winner is named."""
-    if best is not None and out is None:
-        if named:
-            text = "--best writes the winner; for another agent give OUT without it"
-            raise typer.BadParameter(text)
-        return best
-    if out is None or best is not None:
-        raise typer.BadParameter("expected one output folder, as OUT or as --best OUT")
-    return out
+    target = out or best
+    if target is None or (out is not None and best is not None):
+        problem = "expected one output folder, as OUT or as --best OUT"
+    elif best is not None and named:
+        problem = "--best writes the winner; for another agent give OUT without it"
+    else:
+        return target
+    raise typer.BadParameter(problem)
 
 
 @app.command(rich_help_panel=PANEL)

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from evo_grpo import run
 from evo_grpo.cli.plan.plan import make_plan
-from evo_grpo.errors import ConfigError, DataError
+from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.sizes import planned_rows
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.settings import from_dict
@@ -293,18 +293,6 @@ def test_an_unknown_architecture_is_not_guessed(tmp_path: Path):
 
 
 # --- order and cost ------------------------------------------------------------------------------
-
-
-def test_the_task_is_looked_at_before_the_model(tmp_path: Path):
-    rows = tmp_path / "rows.csv"
-    rows.write_text("question,answer\n")
-    settings = {
-        "model": "no/such/model",
-        "env": {"kind": "dataset", "train": str(rows), "reward": "operator:eq"},
-    }
-    with pytest.raises((DataError, ConfigError)) as caught:
-        make_plan(from_dict(settings))
-    assert "model" not in str(caught.value)
 
 
 def test_keywords_that_the_chat_template_ignores_are_said():
