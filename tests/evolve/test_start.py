@@ -50,13 +50,6 @@ def test_the_first_population_is_drawn_within_the_ranges(seed):
         assert isinstance(hparams.get(name), MUTABLE[name])
 
 
-def test_what_does_not_mutate_keeps_its_value():
-    config = HyperparameterConfig(beta=RLParameter(0.0, 0.1))
-    hparams = sample_hparams(INSIDE, config, np.random.default_rng(0))
-    assert hparams.replace(beta=INSIDE.beta) == INSIDE
-    assert sample_hparams(INSIDE, HyperparameterConfig(), np.random.default_rng(0)) == INSIDE
-
-
 def test_draws_are_uniform_in_the_logarithm_or_in_the_value_from_zero():
     config = HyperparameterConfig(
         lr=RLParameter(1e-6, 1e-2),
@@ -211,11 +204,6 @@ def test_the_first_population_is_drawn_from_start_where_a_range_has_one(init):
             low, high = agent.clip_bounds
             assert 0.1 - 1e-12 <= 1 - low <= 0.2 + 1e-12
             assert 0.1 - 1e-12 <= high - 1 <= 0.2 + 1e-12
-
-
-def test_a_population_of_one_has_nothing_to_draw():
-    for init in ("latin_hypercube", "sample", "same"):
-        assert start_hparams(INSIDE, WIDE, 1, init, 0) == [INSIDE]
 
 
 def test_same_gives_all_the_same_and_without_ranges_all_names_do():
