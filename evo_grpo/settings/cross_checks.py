@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from typing import Any
 
-from evo_grpo.evolve.explore.schedule import ScheduleExploration
 from evo_grpo.evolve.kinds import OWN
 from evo_grpo.evolve.sizes import planned_rows, wrong_sizes
 from evo_grpo.evolve.start import start_problems, with_first_choices
@@ -66,8 +65,9 @@ def run_problems(
     space = search_space(evolve.hyperparameters, algorithm.hparams())
     first = algorithm.first_hparams(space, model.lora.rank_alpha)
     yield from below(fitness_problems(space, evolve.fitness), "evolve", "fitness")
-    if isinstance(evolve.exploration, ScheduleExploration):
-        found = evolve.exploration.problems(with_first_choices(first, space), space)
+    problems = getattr(evolve.exploration, "problems", None)
+    if problems is not None:
+        found = problems(with_first_choices(first, space), space)
         yield from below(islice(found, MOST_PROBLEMS + 1), "evolve", "exploration")
     yield from below(objective_problems(evolve), "evolve")
     if not env.kind.startswith(OBJECT):  # an object may have prompts that no file can name

@@ -164,13 +164,6 @@ def test_a_population_behind_its_best_goes_on_from_it_at_lower_learning_rates():
     )
 
 
-def test_the_range_of_lr_bounds_what_comes_back():
-    narrow = HyperparameterConfig(lr=RLParameter(8e-3, 1e-1))
-    standings = [standing(0, 3), standing(1, 2)]
-    generation, _ = run(standings, 2, kept=archive(35), fresh=behind(0), space=narrow)
-    assert [h.lr for h in generation.hparams] == [8e-3, 8e-3]
-
-
 def test_the_archive_comes_back_on_fresh_draws_alone():
     standings = [standing(0, 30), standing(1, 29)]
     nothing = ({}, {Slot(9): score(40)}, {Slot(0): score(0)}, None)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.ranges import latin_hypercube, value_at
+from evo_grpo.evolve.ranges import latin_hypercube
 from evo_grpo.evolve.start import (
     described_start,
     sample_hparams,
@@ -174,20 +174,6 @@ def test_integers_on_it_are_spread_too(seed):
     assert all(type(one) is int and 2 <= one <= 16 for one in sizes)
     assert sorted(sizes)[0] == 2
     assert sorted(sizes)[-1] > 12
-
-
-def test_a_value_lies_at_its_share_of_the_range():
-    assert value_at(RLParameter(1e-4, 1e-2), 0.5) == pytest.approx(1e-3)
-    assert value_at(RLParameter(0, 0.4), 0.25) == pytest.approx(0.1)
-    whole = RLParameter(0, 3, dtype="int")
-    assert [value_at(whole, share) for share in (0.01, 0.25, 0.26, 0.5, 0.75, 1.0)] == [
-        0,
-        0,
-        1,
-        1,
-        2,
-        3,
-    ]
 
 
 @pytest.mark.parametrize("init", ["latin_hypercube", "sample"])

@@ -21,7 +21,6 @@ from evo_grpo import resume, run
 from evo_grpo.analysis.export.export import export
 from evo_grpo.errors import (
     CheckpointError,
-    ModelError,
     RewardAbortError,
     RunDirError,
     RunFailedError,
@@ -465,13 +464,6 @@ def test_a_folder_that_is_taken_is_refused_until_forced(tmp_path):
         run(config, out=tmp_path / "mine")
     run(small(population__rounds=2), out=folder, force=True)
     assert len(read_rounds(folder)) == 2
-
-
-def test_bad_input_leaves_no_folder_behind(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match="not a model folder"):
-        run(small(model__name=str(tmp_path / "empty")), out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def test_threads_are_set_when_asked_for(tmp_path):

@@ -55,9 +55,9 @@ class Mutations(Group):
     ) -> tuple[Hparams, Changes]:
         """Move one hyperparameter with the probability that the weights give.
 
-        `rl_hp` counts where a hyperparameter has a range, `choice` where one has choices. A pair-
-        valued clip_coef moves at one end, by its distance from 1. A batch_size of None (all rows)
-        counts as the maximum of its range.
+        `rl_hp` counts where a hyperparameter has a range, `choice` where one has choices. A
+        clip_coef that is a pair moves at one end, by its distance from 1. A batch_size of None (all
+        rows) counts as the maximum of its range.
         """
         hparams = candidate.hparams
         if not hp_config or not self._may_mutate(candidate):
