@@ -17,6 +17,7 @@ from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.replay import read_schedule
 from evo_grpo.record.steering import ask
+from evo_grpo.record.replay import read_schedule
 from evo_grpo.record.stopping import Played, why_it_ended
 from evo_grpo.record.summary import read_summary
 
@@ -44,12 +45,6 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     played(folder)
     return folder
-
-
-@pytest.mark.slow
-def test_a_run_without_rules_plays_all_rounds(whole):
-    assert len(read_rounds(whole)) == ROUNDS
-    assert read_summary(whole)["stopped"] == {}
 
 
 def rule_for(name, rounds, ends):
@@ -128,16 +123,6 @@ def test_a_run_that_is_stopped_at_such_an_end_comes_to_it(tmp_path, whole, ended
     sound(tmp_path / "run")
 
 
-def test_a_finished_run_is_left_as_it_is(tmp_path, ended):
-    shutil.copytree(ended, tmp_path / "run")
-    before = outcome(tmp_path / "run")
-    observer = Told()
-    resume(tmp_path / "run", observer=observer)
-    resume(tmp_path / "run", rounds=2)
-    assert observer.calls == [("finished", 2)]
-    assert outcome(tmp_path / "run") == before
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [4, ROUNDS, ROUNDS + 1])
 @pytest.mark.parametrize("stop", [None, ("learn", 2), ("learn", 3)])
@@ -158,45 +143,6 @@ def test_more_rounds_are_those_of_a_run_without_the_rule(tmp_path, ended, rounds
     assert first["leaderboard"] == second["leaderboard"]
     assert first["completions"] == second["completions"]
     assert [record.stopped for record in read_rounds(tmp_path / "run")][1] == ("tokens",)
-    sound(tmp_path / "run")
-
-
-def test_a_kill_in_the_middle_of_an_extension_to_the_planned_rounds_is_made_good(
-    tmp_path, whole, ended, monkeypatch
-):
-    from evo_grpo.record import run_dir
-
-    shutil.copytree(ended, tmp_path / "run")
-
-    def stop(path, *_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run_dir, "remove", stop)  # the summary is set aside by then
-    with pytest.raises(KeyboardInterrupt):
-        resume(tmp_path / "run", rounds=ROUNDS)
-    monkeypatch.undo()
-    assert verify(tmp_path / "run").damage == []
-    resume(tmp_path / "run")
-    assert len(read_rounds(tmp_path / "run")) == ROUNDS
-    assert outcome(tmp_path / "run")["leaderboard"] == outcome(whole)["leaderboard"]
-
-
-@pytest.mark.slow
-def test_what_steering_asked_for_of_an_extension_survives_a_stop_of_it(tmp_path, whole):
-    value, _ = rule_for("tokens", read_rounds(whole), 1)
-
-    class Late(Told):
-        def stage(self, round, name, done, total):
-            if (name, round) == ("evaluate", 1):
-                ask(tmp_path / "run", "stop-agent", agent=0)
-
-    played(tmp_path / "run", Late(), tokens=value)
-    assert [len(record.agents) for record in read_rounds(tmp_path / "run")] == [3, 3]
-    for stop in (("learn", 2), ("learn", 2)):
-        with pytest.raises(KeyboardInterrupt):
-            resume(tmp_path / "run", rounds=4, observer=Told(stop))
-    resume(tmp_path / "run")
-    assert [len(record.agents) for record in read_rounds(tmp_path / "run")] == [3, 3, 2, 2]
     sound(tmp_path / "run")
 
 

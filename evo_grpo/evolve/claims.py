@@ -37,29 +37,27 @@ def signs(
 
     The differences are those of one agent to others, with their p-values; NaN is never claimed. The
     probability of any claim about two equal agents is at most `level`, however the one of the
-    `agents` was chosen. This is Holm's test (1979) over all pairs, with the count of Shaffer
-    (1986): once agents are known to differ from the one, fewer pairs can be equal. The pairs may
-    depend on each other in any way.
+    `agents` was chosen: Holm's test (1979) over all pairs, with the count of Shaffer (1986), since
+    fewer pairs can be equal once agents are known to differ from the one.
     """
     pairs = [math.comb(agents, 2), math.comb(agents - 1, 2), 1 + math.comb(max(agents - 2, 0), 2)]
     count = -1
-    found: list[bool] = []
-    while sum(found) > count:
-        count = sum(found)
+    claimed: list[bool] = []
+    while sum(claimed) > count:
+        count = sum(claimed)
         most = max(1, pairs[min(count, 2)])
-        found = [p <= level / most for p in chances]
-    return [int(np.sign(d)) if ok else 0 for d, ok in zip(differences, found, strict=True)]
+        claimed = [p <= level / most for p in chances]
+    return [int(np.sign(d)) if ok else 0 for d, ok in zip(differences, claimed, strict=True)]
 
 
 def chance(first: Score, second: Score) -> float:
     """Return the two-sided p-value of the difference of two scores, 1 without a shared prompt.
 
-    The null hypothesis is that both have the same distribution of rewards on every prompt, so that
-    each difference has either sign with the same probability. The p-value is the share of sign
-    patterns that give at least the observed sum, within 3e-8: exact if all differences are
-    multiples of 1/840 of the largest, else rounded up. That test exceeds its level for rewards of
-    equal means and unlike shape, such as 1 against a rare 20. So the p-value is at least that of
-    the t statistic corrected for skewness (Hall 1992, J. R. Statist. Soc. B 54).
+    The null hypothesis is one distribution of rewards for both on every prompt, so that each
+    difference has either sign with the same probability; see `sign_flip`. That test exceeds its
+    level for rewards of equal means and unlike shape, such as 1 against a rare 20. So the p-value
+    is at least that of the t statistic corrected for skewness (Hall 1992, J. R. Statist. Soc. B
+    54).
     """
     apart = _apart(first, second)
     moved = apart[apart != 0]
@@ -71,8 +69,8 @@ def _apart(first: Score, second: Score) -> np.ndarray:
     own, other = (one.first_look or one.per_prompt for one in (first, second))
     if len(own) != len(other):
         return np.empty(0)
-    found = np.subtract(own, other, dtype=np.float64)
-    return found[np.isfinite(found)]
+    differences = np.subtract(own, other, dtype=np.float64)
+    return differences[np.isfinite(differences)]
 
 
 def _skewed(apart: np.ndarray) -> float:

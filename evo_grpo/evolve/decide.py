@@ -37,10 +37,8 @@ COLLAPSE_LEVEL = 0.01
 class Standing:
     """An agent after an evaluation, as evolution sees it.
 
-    Attributes:
-        hparams: The hyperparameters it trained with.
-        history: Its scores, latest last; empty for an agent that failed.
-        collapsed: Reason why it can no longer learn; empty if it can.
+    `hparams` are those it trained with, `history` its scores, latest last (none for an agent that
+    failed), and `collapsed` the reason why it can no longer learn, empty if it can.
     """
 
     slot: Slot
@@ -55,8 +53,7 @@ class Strategy:
     """The settings that choose the next generation.
 
     Attributes:
-        significance: Largest p-value at which a difference between two agents counts; None counts
-            every difference.
+        significance: Largest p-value of a difference that counts; None counts every difference.
         window: Latest scores of a member that the selector sees, >= 1.
         archive_level: Largest p-value at which the archive counts as ahead of the best agent.
     """
@@ -85,7 +82,7 @@ def decide(  # noqa: PLR0913 -- a decision is made of all that a round has found
 
     Standings are by position; the archive is the best agent before this round, in its own slot.
     `round` was just evaluated, `next_id` is unused, and `trials` are all agents of all rounds.
-    `fresh` has scores, by slot, of the archive and of the round's best agent from draws that
+    `fresh` has scores of the archive and of the round's best agent, by slot, from draws that
     selected neither; without both, the archive is not compared.
     """
     # If all agents are unusable, collapsed ones may continue: there are no others.
@@ -167,9 +164,8 @@ def why_collapsed(
         best: Fitness of the best agent of the round, on the same prompts.
         kl: Mean KL divergence from the reference, in nats per token; 0 if none is computed.
         dead_steps: Consecutive GRPO steps in which all groups of the agent had equal rewards; 0 if
-            they are too few to count. They collapse an agent only if it is behind the best, since
-            an agent that always answers correctly has such steps too.
-        last: Whether the run ends here. Then an evaluation in which all prompts had equal rewards
+            they are too few to count. An agent that is not behind the best does not collapse.
+        last: Whether the run ends here: then an evaluation in which all prompts had equal rewards
             counts as a dead step, because no later step can show the effect of the last update.
     """
     if kl > KL_LIMIT:
@@ -204,10 +200,10 @@ def _decline(
     """Return how far the archive is ahead of the best agent; None if it is not, or not measured."""
     if archive is None or archive.slot not in fresh:
         return None
-    found = next((fresh[s.slot] for s in standings if s.slot in fresh), None)
-    if found is None:
+    best = next((fresh[s.slot] for s in standings if s.slot in fresh), None)
+    if best is None:
         return None
-    ahead = compare(fresh[archive.slot], found)
+    ahead = compare(fresh[archive.slot], best)
     return ahead if ahead.significant(level) else None
 
 
@@ -224,19 +220,17 @@ def _restored(
     present = [scores[parent] for parent in generation.parents]
     order = list[int](ranked(present, strategy.significance))
     order += [place for place in range(len(present)) if place not in order]
-    chosen = sorted(order[-len(RESTORED_LR) :])
-    agents = [generation.slots[place] for place in chosen]
-    copies, restored = _copies_of_archive(
-        archive, agents, strategy, decline, round, generation.next_id
-    )
+    worst = sorted(order[-len(RESTORED_LR) :])
+    agents = [generation.slots[place] for place in worst]
+    next_id = generation.next_id
+    copies = _copies_of_archive(archive, agents, strategy, decline, round, next_id)
     members, hparams = list(generation.members), list(generation.hparams)
     parents = list(generation.parents)
-    for number, place in enumerate(chosen):
-        members[place], hparams[place] = copies.members[number], copies.hparams[number]
-        parents[place] = archive.slot
+    for place, (member, values, _) in zip(worst, copies, strict=True):
+        members[place], hparams[place], parents[place] = member, values, archive.slot
+    new = Generation(tuple(members), tuple(hparams), tuple(parents), next_id + len(copies))
     kept = [d for d in decisions if d.agent not in agents or d.kind == "collapsed"]
-    new = Generation(tuple(members), tuple(hparams), tuple(parents), copies.next_id)
-    return new, [*kept, *restored]
+    return new, [*kept, *(decision for _, _, decision in copies)]
 
 
 def _all_restored(
@@ -250,7 +244,9 @@ def _all_restored(
     """Continue with the best agent ever alone, because no agent of this round can be ranked."""
     agents = [s.slot for s in standings]
     count = min(places, len(RESTORED_LR), len(agents))
-    new, restored = _copies_of_archive(archive, agents[:count], strategy, None, round, next_id)
+    copies = _copies_of_archive(archive, agents[:count], strategy, None, round, next_id)
+    members, hparams, restored = zip(*copies, strict=True)
+    new = Generation(members, hparams, (archive.slot,) * count, next_id + count)
     return new, (*restored, *map(_failed, agents[count:]))
 
 
@@ -261,24 +257,19 @@ def _copies_of_archive(
     decline: Comparison | None,
     round: int,
     next_id: int,
-) -> tuple[Generation, list[Decision]]:
+) -> list[tuple[Member, Hparams, Decision]]:
     """Return copies of the best agent ever for the slots of `agents`, one per `RESTORED_LR`."""
-    members: list[Member] = []
-    hparams: list[Hparams] = []
-    decisions: list[Decision] = []
+    copies: list[tuple[Member, Hparams, Decision]] = []
     for number, (agent, factor) in enumerate(zip(agents, RESTORED_LR, strict=False)):
         values, changes = lower_lr(archive.hparams, factor, strategy.hp_config)
         mutation = Mutation("restore", changes)
-        members.append(Member(next_id + number, agent, archive.member.id, round + 1, mutation))
-        hparams.append(values)
+        member = Member(next_id + number, agent, archive.member.id, round + 1, mutation)
         text = (
             f"agent {agent} took the weights of the best agent so far (member {archive.member.id}) "
             f"at lr {shown_value(values.lr, 2)}, since the population fell behind it"
         )
-        decisions.append(_decision("restored", agent, None, decline, text))
-    parents = (archive.slot,) * len(members)
-    new = Generation(tuple(members), tuple(hparams), parents, next_id + len(members))
-    return new, decisions
+        copies.append((member, values, _decision("restored", agent, None, decline, text)))
+    return copies
 
 
 def _decisions(
@@ -292,36 +283,37 @@ def _decisions(
     hparams = dict(zip(generation.slots, generation.hparams, strict=True))
     sources = dict(zip(generation.slots, generation.parents, strict=True))
     parents = {offspring.position: offspring.parent for offspring in settled.plan}
-    found: list[Decision] = []
+    decisions: list[Decision] = []
     for standing in standings:
         if standing.collapsed and sources.get(standing.slot) != standing.slot:
             agent = standing.slot
-            found.append(_decision("collapsed", agent, None, None, _why(standing)))
+            decisions.append(_decision("collapsed", agent, None, None, _why(standing)))
     for position, lead in settled.copies.items():
         agent, parent = agents[position], agents[parents[position]]
         lr = shown_value(hparams[agent].lr, 2)
         text = f"agent {agent} took agent {parent}'s weights at lr {lr}"
-        found.append(_decision("copied", agent, parent, lead, text))
+        decisions.append(_decision("copied", agent, parent, lead, text))
     for position, (parent, lead) in settled.kept.items():
         agent = agents[position]
         text = (
             f"agent {agent} kept its weights, since agent {agents[parent]} is not significantly "
             "ahead"
         )
-        found.append(_decision("kept", agent, agents[parent], lead, text))
+        decisions.append(_decision("kept", agent, agents[parent], lead, text))
     for position, compared in settled.left.items():
         agent = agents[position]
         if compared is None:
             if not standings[position].collapsed:
-                found.append(_failed(agent))
+                decisions.append(_failed(agent))
             continue
         other, lead = agents[compared[0]], compared[1]
         room = len(generation.slots)
         places = f"{room} places" if room > 1 else "one place"
-        text = f"agent {agent} left, since the next round has {places} for {len(agents)} agents"
-        text += ", and " + _why_left(other, lead, scores[position], scores[compared[0]], strategy)
-        found.append(_decision("left", agent, other, lead, text))
-    return found
+        why = _why_left(other, lead, scores[position], scores[compared[0]], strategy)
+        text = f"agent {agent} left, since the next round has {places} for {len(agents)} agents, "
+        text += f"and {why}"
+        decisions.append(_decision("left", agent, other, lead, text))
+    return decisions
 
 
 def _why_left(
@@ -330,8 +322,8 @@ def _why_left(
     """Return why an agent left and not `other`; `own` and `its` are their scores."""
     level = strategy.significance
 
-    def counts(found: Comparison) -> bool:
-        return found.difference > 0 if level is None else found.significant(level)
+    def counts(lead_of: Comparison) -> bool:
+        return lead_of.difference > 0 if level is None else lead_of.significant(level)
 
     if counts(lead):
         return f"agent {other}, which stays, is ahead"

@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 class Generation:
     """The agents of the next round, by position; other agents of this round leave.
 
-    Attributes:
-        members: Member of each agent.
-        hparams: Hyperparameters of each agent.
-        parents: Slots that their weights come from; for a survivor its own slot.
-        next_id: The first unused member id.
+    `parents` are the slots that their weights come from, for a survivor its own one; `next_id` is
+    the first unused member id.
     """
 
     members: tuple[Member, ...]
@@ -58,10 +55,9 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
 ) -> Generation:
     """Return the generation that a plan and an exploration give; no adapter is copied here.
 
-    A copy, or an agent whose hyperparameters changed, becomes a new member, whose parent is the
-    member it comes from. A survivor without changes keeps its member. The plan must have passed
-    `check_plan`. `members` and `hparams` are by position; for the other arguments see `decide`.
-    Hyperparameters that are only drawn at the start are not explored, but a schedule may set them.
+    A copy, or an agent whose hyperparameters changed, becomes a new member; a survivor without
+    changes keeps its member. The plan has passed `check_plan`; `members` and `hparams` are by
+    position. Hyperparameters that are only drawn at the start are set by a schedule alone.
     """
     space = hp_config if getattr(explorer, "scheduled", False) else hp_config.mutating()
     new_members: list[Member] = []
@@ -100,10 +96,10 @@ def _shares_of_twins(
     drawn from a stream that `rng` spawns.
     """
     same: dict[Hparams, list[int]] = {}
-    for place, one in enumerate(plan):
-        same.setdefault(hparams[one.parent], []).append(place)
+    for place, offspring in enumerate(plan):
+        same.setdefault(hparams[offspring.parent], []).append(place)
     (stream,) = rng.spawn(1)
-    found: dict[int, tuple[float, ...]] = {}
+    shares: dict[int, tuple[float, ...]] = {}
     for places in same.values():
         keeper = min(
             places, key=lambda p: (plan[p].parent != plan[p].position, not plan[p].elite, p)
@@ -111,29 +107,35 @@ def _shares_of_twins(
         twins = [place for place in places if place != keeper]
         if twins:
             rows = latin_hypercube(len(twins), names, stream).tolist()
-            found |= {place: tuple(row) for place, row in zip(twins, rows, strict=True)}
-    return found
+            shares |= {place: tuple(row) for place, row in zip(twins, rows, strict=True)}
+    return shares
 
 
 def check_plan(name: str, plan: Sequence[Offspring], size: int, places: int) -> None:
     """Check that the plan of method `name` suits `size` agents and `places` in the next round."""
+    if wrong := _wrong_in(plan, size, places):
+        raise ShapeError(f"{name}: {wrong}")
+
+
+def _wrong_in(plan: Sequence[Offspring], size: int, places: int) -> str:
     numbers = [number for one in plan for number in (one.position, one.parent)]
     if not all(is_whole(number) and 0 <= number < size for number in numbers):
-        raise ShapeError(
-            f"{name}: expected positions and parents in 0..{size - 1}, the indices of "
-            f"`histories`, got {shown(numbers)}"
+        return (
+            f"expected positions and parents in 0..{size - 1}, the indices of `histories`, got "
+            f"{shown(numbers)}"
         )
     filled = [one.position for one in plan]
     if not filled or len(filled) > places or any(a >= b for a, b in pairwise(filled)):
-        raise ShapeError(
-            f"{name}: expected 1 to {places} offspring at different positions in ascending order, "
-            f"got positions {shown(filled)}"
+        return (
+            f"expected 1 to {places} offspring at different positions in ascending order, got "
+            f"positions {shown(filled)}"
         )
     survivors = {one.position for one in plan if one.parent == one.position}
-    for one in plan:
-        if one.parent not in survivors:
-            raise ShapeError(
-                f"{name}: position {one.position} copies position {one.parent}, expected a parent "
-                f"that survives, which is its own parent: {shown(sorted(survivors))}; an agent "
-                "that leaves or is overwritten cannot be copied"
+    for position, parent in ((one.position, one.parent) for one in plan):
+        if parent not in survivors:
+            return (
+                f"position {position} copies position {parent}, expected a parent that survives, "
+                f"which is its own parent: {shown(sorted(survivors))}; an agent that leaves or is "
+                "overwritten cannot be copied"
             )
+    return ""

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
 
 def dominates(first: Score, second: Score, level: float | None) -> bool:
-    """Return whether the first agent dominates the second.
+    """Return whether the first agent is worse in no goal and significantly better in one.
 
-    It does if its mean is worse in no goal, and significantly better in one, at the p-value
-    `level`, which is not divided among the goals. With None, every difference of means counts. A
-    worse mean counts without a test: few prompts must not turn it into a tie, because a copy
-    destroys the agent that it overwrites.
+    `level`, the p-value, is not divided among the goals; None counts every difference of means. A
+    worse mean counts without a test, because a copy destroys the agent that it overwrites.
     """
     pairs = list(zip(first.goals, second.goals, strict=False))
     return all(one.mean >= other.mean for one, other in pairs) and any(
@@ -41,40 +39,39 @@ def ahead(first: Score, second: Score, level: float | None) -> Comparison:
     With several goals, it is the comparison in the goal with the least p-value if the first agent
     dominates the second; else that of fitness, with a p-value of 1.
     """
-    found = compare(first, second)
+    fitness = compare(first, second)
     if not first.further:
-        return found
+        return fitness
     if not dominates(first, second, level):
-        return replace(found, p=1.0)
-    compared = [found] + [
+        return replace(fitness, p=1.0)
+    compared = [fitness] + [
         replace(compare(one.upward, other.upward), objective=one.name)
         for one, other in zip(first.further, second.further, strict=False)
     ]
     better = [one for one in compared if one.difference > 0]
-    return min(better, key=lambda one: one.p, default=found)
+    return min(better, key=lambda one: one.p, default=fitness)
 
 
 def fronts(scores: Sequence[Score], level: float | None) -> list[list[int]]:
     """Return the indices of scores by front, the best first; ascending within a front.
 
-    Agents on the first front are dominated by none; those on each further front only by agents of
-    the fronts before it. Dominance by tests is not transitive. Yet no agents dominate each other in
-    a circle, since the means of each are at least as good as those of the next and better in one
-    goal. So every front has an agent, and the fronts do not depend on the order of the agents.
+    Agents on a front are dominated only by agents of the fronts before it. Dominance by tests is
+    not transitive, but has no circles, since means never get worse along it and get better in one
+    goal.
     """
     count = len(scores)
     above = np.zeros((count, count), dtype=bool)
     for i, one in enumerate(scores):
         for j, other in enumerate(scores):
             above[i, j] = i != j and dominates(one, other, level)
-    found: list[list[int]] = []
+    sorted_out: list[list[int]] = []
     left = np.arange(count)
     while len(left):
         below = above[np.ix_(left, left)].any(axis=0)
         assert not below.all(), "dominance has no circles"
-        found.append([int(index) for index in left[~below]])
+        sorted_out.append([int(index) for index in left[~below]])
         left = left[below]
-    return found
+    return sorted_out
 
 
 def crowding(scores: Sequence[Score]) -> list[float]:

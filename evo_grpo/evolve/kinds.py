@@ -56,9 +56,7 @@ by_kind = Discriminator(_kind)
 def kind_or_settings(default: str, method: str) -> BeforeValidator:
     """Return the validator that turns a strategy setting into a mapping with a kind.
 
-    The string `k` becomes `{kind: k}`. A mapping without a kind and an empty value get the default
-    kind. A `Group` passes through. Any other object with the method is an error, because a file
-    cannot hold it.
+    An object with the method is an error, because a file cannot hold it; see `Population.train`.
     """
 
     def expand(value: object) -> object:

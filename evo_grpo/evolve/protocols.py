@@ -135,8 +135,9 @@ class Explorer(Protocol):
     """Varies the hyperparameters of the agents that a selection planned.
 
     A class may also declare `copies_only = True` if survivors keep their values, `scheduled = True`
-    if its values apply from given rounds on, and a method `check(first, hp_config)` that raises
-    ConfigError, before a run, for what `explore` would refuse.
+    if its values apply from given rounds on, a method `check(first, hp_config)` that raises
+    ConfigError, before a run, for what `explore` would refuse, and a method `problems`, with the
+    same arguments, that yields what settings alone can tell of it.
     """
 
     def explore(

@@ -43,14 +43,11 @@ def settle(
 
     Each planned copy overwrites the best agent that does not survive in the plan, but only if its
     parent is significantly better. Then an agent that would leave replaces a significantly worse
-    one that stays.
+    one that stays. With several goals, better means that it dominates (see `evolve.goals`), and
+    each copy overwrites the agent that the plan names.
 
-    With several goals, an agent is significantly better than another if it dominates it (see
-    `evolve.goals`), and each copy overwrites the agent that the plan names.
-
-    `scores` are the latest by position; None for an agent that cannot be ranked, which is
-    overwritten without a test. `level` is the largest p-value of a significant difference; None
-    keeps the plan.
+    `scores` are by position; None is an agent that cannot be ranked, which is overwritten without a
+    test. `level` is the largest p-value of a significant difference; None keeps the plan.
     """
     parents = {offspring.position: offspring.parent for offspring in plan}
     elites = {offspring.position for offspring in plan if offspring.elite}
@@ -94,19 +91,19 @@ def _supported(
             continue
         else:
             position = waiting.pop(0)
-        found = _compared(scores, parent, position, level)
-        if found is None or found.significant(level):
+        lead = _compared(scores, parent, position, level)
+        if lead is None or lead.significant(level):
             parents[position] = parent
         else:
             parents[position] = position
             survivors.add(position)
-            kept[position] = (parent, found)
+            kept[position] = (parent, lead)
     # Agents that would leave take the places of significantly worse ones that stay.
     parents_of_copies = {parent for position, parent in parents.items() if position != parent}
     movable = [p for p in reversed(order) if p in survivors - elites - parents_of_copies]
     for weak, strong in zip(movable, waiting, strict=False):
-        found = _compared(scores, strong, weak, level)
-        if found is None or not found.significant(level):
+        lead = _compared(scores, strong, weak, level)
+        if lead is None or not lead.significant(level):
             break
         del parents[weak]
         kept.pop(weak, None)
@@ -123,8 +120,8 @@ def _left(
         position = Position(number)
         if position in parents:
             continue
-        found = _compared(scores, staying[-1], position, level) if staying else None
-        left[position] = None if found is None else (staying[-1], found)
+        lead = _compared(scores, staying[-1], position, level) if staying else None
+        left[position] = None if lead is None else (staying[-1], lead)
     return left
 
 

@@ -29,9 +29,8 @@ def halvings(size: int) -> int:
 def decisions_by_share(rounds: int, size: int) -> list[int]:
     """Return the rounds after which a run decides, as ascending numbers of finished rounds.
 
-    There are as many equal shares as halvings from `size` agents down to `LEAST`, one more in which
-    the better of the last agents trains on with its copy, and at least `SHARES`. With fewer rounds
-    than shares, a run decides after every round. The last number is `rounds`.
+    There are as many equal shares as halvings from `size` agents to `LEAST`, one more in which the
+    better of the last agents trains on, and at least `SHARES`, if there are as many rounds.
     """
     shares = max(SHARES, halvings(size) + 2)
     return sorted({max(1, round(rounds * share / shares)) for share in range(1, shares + 1)})
@@ -51,9 +50,9 @@ def decides_after(finished: int, decisions: Sequence[int]) -> bool:
 def places_by_round(size: int, sizes: Sizes, decisions: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the places of each round; the last number holds for all later rounds.
 
-    The first round has `size` places. None halves them at `decisions`, rounding up, down to
-    `LEAST`; the last halving is two decisions before the end if there are enough, and the halvings
-    without a decision are left out. "constant" keeps them. A list is returned as it is.
+    None halves `size` places at `decisions`, rounding up, down to `LEAST`; the last halving is two
+    decisions before the end if there are enough. "constant" keeps them; a list is returned as it
+    is.
     """
     if sizes is not None and sizes != "constant":
         return tuple(sizes)
@@ -74,30 +73,23 @@ def wrong_sizes(size: int, sizes: Sizes, *, archive: bool) -> Iterator[str]:
     """
     if not isinstance(sizes, list):
         return
-    shown = shorten(", ".join(map(str, sizes)))
+    got = f"got [{shorten(', '.join(map(str, sizes)))}]"
     if not sizes or min(sizes) < 1:
-        yield (
-            f"expected at least one number, each >= 1, got [{shown}]; no more agents can leave "
-            "than there are"
-        )
+        yield f"expected at least one number >= 1, {got}; no more agents can leave than there are"
         return
     if sizes[0] != size:
-        yield f"expected population.size ({size}) as the first number, got [{shown}]"
+        yield f"expected population.size ({size}) as the first number, {got}"
     if any(later > earlier for earlier, later in pairwise(sizes)):
-        yield (
-            f"expected no number above the one before it, got [{shown}]; an agent that has left "
-            "does not come back"
-        )
+        yield f"expected no number above the one before it, {got}; who has left does not come back"
     elif len(sizes) > 1 and 2 * sizes[1] < sizes[0]:
         yield (
-            f"expected at least half of the agents after the first round, got [{shown}]: those "
-            "that lead so early are often those with too high a learning rate; give "
-            f"{(sizes[0] + 1) // 2} or more as the second number"
+            f"expected {(sizes[0] + 1) // 2} agents or more after the first round, {got}: those "
+            "that lead so early often have too high a learning rate"
         )
     if min(sizes) == 1 and size > 1 and not archive:
         yield (
-            f"expected at least 2 agents in every round without evolve.archive, got [{shown}]: "
-            "from one agent that fails there is no way back; set evolve.archive: true"
+            f"expected at least 2 agents in every round without evolve.archive, {got}: from one "
+            "agent that fails there is no way back; set evolve.archive: true"
         )
 
 
@@ -106,9 +98,8 @@ def prompts_of_agents(
 ) -> tuple[tuple[int, ...], ...]:
     """Divide the rows of a step among the agents; return P_i >= 1 of each agent, for each step.
 
-    All agents get equal shares in whole groups, and agent i takes the first P_i shared prompts. The
-    remainder carries over to the next agent, from the largest of `group_sizes` to the smallest, so
-    the total is off by at most half of the smallest group.
+    All agents get equal shares in whole groups. The remainder carries over to the next agent, from
+    the largest of `group_sizes` down, so the total is off by at most half of the smallest group.
     """
     counts = _groups_of_agents(rows * steps, steps, group_sizes)
     return tuple(

@@ -41,15 +41,13 @@ def start_hparams(
     `same`: all agents have the values of `first`.
 
     `latin_hypercube` (McKay, Beckman & Conover 1979): agent 0 has the values of `first`, and the
-    others cover every range evenly. Each range is cut into N - 1 strata of equal length, on a log
-    scale if its minimum is above 0. Each stratum holds the value of exactly one agent, in a random
-    order per hyperparameter. Each choice goes to the same number of agents, or to one more. A clip
-    pair with low >= high is drawn at random instead.
+    others cover every range evenly, on a log scale if its minimum is above 0. Each choice goes to
+    the same number of agents, or to one more. A clip pair with low >= high is drawn at random
+    instead.
 
     `sample`: agent 0 has the values of `first`, and each other agent draws independently.
 
-    A list has one mapping per agent, with the values that differ from `first`. If a range has a
-    `start`, values are drawn from it instead of the whole range.
+    A list has one mapping per agent, with the values that differ from `first`.
     """
     first = with_first_choices(first, hp_config)
     refuse(below(start_problems(first, hp_config, size, init), "init"))
@@ -243,9 +241,8 @@ def starts_with(
 ) -> list[dict[str, Any]]:
     """Return `population.init` as a list, half of which is found and the rest drawn.
 
-    Agent 0 has the values of `first`. The next agents, up to half of all, have those in `found`,
-    best first and inside the ranges. The others cover the ranges evenly; see `start_hparams`. Each
-    mapping has all values that may mutate, so that it does not depend on the earlier runs.
+    Agent 0 has the values of `first`, the next ones those in `found`, best first; the others cover
+    the ranges evenly. Each mapping has all values that may mutate, whatever the earlier runs had.
     """
     best = [one for one in dict.fromkeys(found) if one != first][: size // 2]
     drawn = spread(first, hp_config, size - 1 - len(best), generator(seed, "init"))
@@ -260,20 +257,20 @@ def carried_over(
     A number outside its range moves to the nearest end or choice. A name, or true or false, that is
     none of the choices is left out.
     """
-    found = first
+    hparams = first
     for name in (one for one in names if one not in CLIPS):
         value, parameter = earlier.get(name), hp_config[name]
         is_name = isinstance(value, str | bool)  # true and false have no nearest choice
         if value is None or (is_name and not parameter.allows(value)):
             continue
-        found = found.with_value(name, value if is_name else parameter.clip(value))
-    return _with_clip(found, earlier, hp_config) if set(names) & set(CLIPS) else found
+        hparams = hparams.with_value(name, value if is_name else parameter.clip(value))
+    return _with_clip(hparams, earlier, hp_config) if set(names) & set(CLIPS) else hparams
 
 
 def in_both(names: Collection[str], hp_config: HyperparameterConfig) -> list[str]:
     """Return those hyperparameters of `names` that a run also has; all clip forms count as one."""
     clips = bool(set(names) & set(CLIPS))
-    return [one for one in hp_config.names() if one in names or (one in CLIPS and clips)]
+    return [name for name in hp_config.names() if name in names or (name in CLIPS and clips)]
 
 
 def _with_clip(found: Hparams, earlier: Hparams, hp_config: HyperparameterConfig) -> Hparams:

@@ -39,13 +39,10 @@ class Membership(NamedTuple):
 
 @dataclass(frozen=True)
 class Boundary:
-    """The state of a run between two rounds.
+    """The state of a run between two rounds, after `round` (0-based).
 
-    Attributes:
-        round: The round that was played last (0-based).
-        played: Member id -> slot, of each member that played it.
-        hp_config: Hyperparameters that may change, with their ranges.
-        next_id: A member id that no member of the run has had.
+    `played` has the slot of each member that played it, `hp_config` the ranges, and `next_id` is a
+    member id that no member of the run has had.
     """
 
     round: int
@@ -59,9 +56,8 @@ def steer(
 ) -> tuple[Membership, RequestOutcome]:
     """Carry out a request about agents; return the new plan, and the outcome of the request.
 
-    A clone takes the weights of its source in the next round. Its parent is the member of those
-    weights: one that finished the round, or the best agent ever. A member that has not trained yet
-    keeps its id. A request that cannot be carried out is refused and changes no agent.
+    The parent of a clone is the member of its weights: one that finished the round, or the best
+    agent ever. A member that has not trained yet keeps its id. A refused request changes no agent.
     """
     why = ""
     try:
@@ -170,9 +166,8 @@ def _plain(value: object) -> str:
 def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig) -> Changes:
     """Return the differences as mutations record them: name -> (old, new).
 
-    A clip range appears as clip_low and clip_high if one of the values is a pair or its ends
-    mutate. A hyperparameter that is None on one side is left out, since there is no value to
-    record.
+    A clip range appears by its ends if one of the values is a pair or its ends mutate. What is None
+    on one side is left out.
     """
     ends = any(isinstance(one.clip_coef, tuple) for one in (old, new)) or bool(
         set(CLIP_ENDS) & set(hp_config.names())

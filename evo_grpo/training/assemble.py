@@ -43,7 +43,7 @@ from evo_grpo.record.names import JUDGED
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.rollout.engine import check_engine
 from evo_grpo.rollout.generation_config import warn_of_processors
-from evo_grpo.schema.problems import Problems
+from evo_grpo.schema.problems import below, refuse
 from evo_grpo.settings import (
     AgentSettings,
     DoubtfulSetting,
@@ -122,19 +122,12 @@ class Prepared:
         """Check that reward functions exist, and that the rounds can be played as set."""
         evolve, space = self.round_settings.evolve, self.cohort.hp_config
         fitness = evolve.fitness
-        check_rewards(
-            named_weights(self.env),
-            space,
-            fitness.reward,
-            fitness.objectives,
-            self.round_settings.population.stop.rewards,
-        )
+        stop = self.round_settings.population.stop.rewards
+        check_rewards(named_weights(self.env), space, fitness.reward, fitness.objectives, stop)
         check_columns(getattr(self.env, "task", None), self.round_settings.record.columns)
-        if found := list(fitness_problems(space, fitness)):
-            raise Problems(*found).below("evolve", "fitness")
+        refuse(below(fitness_problems(space, fitness), "evolve", "fitness"))
         own = isinstance(self.round_settings.selector, CheckedSelector)
-        if found := list(objective_problems(evolve, own=own)):
-            raise Problems(*found).below("evolve")
+        refuse(below(objective_problems(evolve, own=own), "evolve"))
 
     def is_unfinished(self, rounds: Sequence[RoundRecord]) -> bool:
         """Return whether the run, or the call of `train`, has further rounds to play."""
@@ -193,31 +186,25 @@ def build_cohort(
     """Build the base and the parts that agents share; return them with the agents' first adapter.
 
     None in place of the adapter means that agents start from the base.
-
-    Raises:
-        ConfigError: The model is given twice or not at all.
-        EngineUnavailable: The rollout engine is not installed.
-        ModelError: The base cannot be loaded.
-        CheckpointError: `adapter` is not a PEFT folder.
     """
-    given = objects or Objects()
+    given_objects = objects or Objects()
     if team is None:
         # A run passes its team; a script that uses DeepSpeed may also run in several processes.
         team = Team() if settings.engine.zero is None else find_team()
     with team.sharing_errors():
-        base, start = _base(settings, given, team)
-        if given.padding is not None:
-            base.set_padding(*given.padding)
-        lora = given.lora
+        base, start = _base(settings, given_objects, team)
+        if given_objects.padding is not None:
+            base.set_padding(*given_objects.padding)
+        lora = given_objects.lora
         if lora is None and start is not None and settings.lora.is_default:
             lora = trainable(start.config)
         cohort = Cohort(
             base,
             lora or lora_config(settings.lora),
             settings,
-            objects=given.names(),
+            objects=given_objects.names(),
             team=team,
-            accelerator=given.accelerator,
+            accelerator=given_objects.accelerator,
         )
         check_adapters(cohort)
         if settings.engine.compile is not None:
@@ -239,12 +226,7 @@ def build_agents(
 def add_agents(
     cohort: Cohort, size: int, init: Start, start: AdapterCopy | None = None
 ) -> tuple[Slot, ...]:
-    """Add the first population; without `start`, actors and references start from the base.
-
-    Raises:
-        ConfigError: `init` is a list of another length, or has values that no agent can train with;
-            or a rank is above the width of a layer.
-    """
+    """Add the first population; without `start`, actors and references start from the base."""
     adapter = rank_alpha(cohort.slots.config)
     first = cohort.settings.algorithm.first_hparams(cohort.hp_config, adapter)
     begin = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
@@ -339,9 +321,6 @@ def round_settings(
     """Return the settings of rounds in which a step has `prompts` prompts of `group_size` samples.
 
     Agents that change their group size keep an equal share of `prompts * group_size`.
-
-    Raises:
-        ConfigError: A custom selection or exploration cannot be loaded.
     """
     return RoundSettings(
         population,
@@ -357,10 +336,7 @@ def round_settings(
 def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
     """Build an environment with the cohort's tokenizer and seed, limited to the model's context.
 
-    Raises:
-        ConfigError: `env` is neither an environment nor the name of a task, or the agents lack the
-            tokenizer that it needs.
-        PromptTooLongError: A prompt leaves no room for a completion.
+    `env` is as `Population.train` takes it. A prompt that leaves no room is a PromptTooLongError.
     """
     made = resolve_environment(
         env,

@@ -178,12 +178,12 @@ def _read(process: subprocess.Popen[bytes], said: SimpleQueue[str | None]) -> No
 
 
 def _environment() -> dict[str, str]:
-    found = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     here = str(Path(__file__).resolve().parents[2])
-    paths = [path for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
-    found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, here]))
-    found["OMP_NUM_THREADS"] = "1"
-    return found
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, here]))
+    environment["OMP_NUM_THREADS"] = "1"
+    return environment
 
 
 def _step_back(process: int) -> None:

@@ -71,9 +71,6 @@ class FromPython:
 
         `call` is the call that takes the objects, for messages. `played` says whether a finished
         round has checkpoints with the state of the agents.
-
-        Raises:
-            ConfigError: An object is missing, or replaces one that population.yaml names.
         """
         recorded, config = recorded_objects(folder), read_config(folder)
         config = self.with_env(recorded, config, folder, call)
@@ -110,34 +107,30 @@ class FromPython:
 
         `recorded` are the objects of the run, as `recorded_objects` returns them; `call` is the
         call that takes the environment, for messages.
-
-        Raises:
-            ConfigError: The environment is missing, or is of another kind than that of the run.
         """
         own = recorded.get("env")
-        inside_settings = [text for name, text in recorded.items() if name.startswith("env.")]
+        in_settings = [text for name, text in recorded.items() if name.startswith("env.")]
         named = None if self.env is None else named_task(self.env)
-        if own is None and not inside_settings:
-            if self.env is not None and named != config.env:
-                raise ConfigError(
-                    f"env: expected the task that the run was begun with, {config.env.kind!r} with "
-                    f"its settings in population.yaml, got {shown(self.env)}; leave env out, or "
-                    "start another run with Population.train"
-                )
+        by_name = own is None and not in_settings
+        if by_name and (self.env is None or named == config.env):
             return config
-        begun = own or f"settings with {', '.join(inside_settings)}"
+        if not by_name and self.env is not None and (named is None) == (own is not None):
+            return config if named is None else config.replace(env=named)
+        begun = own or f"settings with {', '.join(in_settings)}"
         if self.env is None:
             raise ConfigError(
-                f"{folder}: expected the environment that the run was begun with, {begun}, "
-                f"which no file can name, got none; give it in Python: {call}"
+                f"{folder}: expected the environment that the run was begun with, {begun}, which "
+                f"no file can name, got none; give it in Python: {call}"
             )
-        if (named is None) != (own is not None):
-            got = type(self.env).__name__ if named is None else f"the task {named.kind!r}"
-            raise ConfigError(
-                f"env: expected the environment that the run was begun with, {begun}, got "
-                f"{got}; give that environment, or start another run with Population.train"
-            )
-        return config if named is None else config.replace(env=named)
+        what, remedy = f"environment that the run was begun with, {begun}", "give that environment"
+        if by_name:
+            what = f"task that the run was begun with, {config.env.kind!r} of population.yaml"
+            remedy = "leave env out"
+        got = type(self.env).__name__ if named is None else f"the task {named.kind!r}"
+        raise ConfigError(
+            f"env: expected the {what}, got {got}; {remedy}, or start another run with "
+            "Population.train"
+        )
 
     def parts(self, seed: int) -> dict[str, str]:
         """Return what identifies the objects, for the record of a run; see `envs.describing`."""

@@ -114,24 +114,24 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
         RunFailedError: No agent of the last round has a fitness, and there is no archive.
     """
     last = rounds[-1]
-    found: list[Finalist] = []
+    candidates: list[Finalist] = []
     best = leading_agent(last)
     if best is not None:
-        found.append(_finalist("last", best, cohort.agents[best.agent], best.checkpoint))
+        candidates.append(_finalist("last", best, cohort.agents[best.agent], best.checkpoint))
     ever, archive = best_ever(rounds), cohort.archive
     if archive is not None and ever is not None and ever is not best:
-        found.append(_finalist("archive", ever, archive, BEST))
-    if not found:
+        candidates.append(_finalist("archive", ever, archive, BEST))
+    if not candidates:
         raise RunFailedError(
             f"round {last.round + 1}: expected an agent with a finite fitness to compare with "
             "the base, got none; lower the bounds of lr, then start the run anew"
         )
     several = ever is not None and ever.score is not None and bool(ever.score.further)
     if several:
-        found = found[-1:]
+        candidates = candidates[-1:]
     pair = None if several else _relatives(cohort, rounds)
     # The first rank compares the finalists, and judges the best one.
-    compared = [one.slot for one in found] + [one.agent for one in pair or ()]
+    compared = [one.slot for one in candidates] + [one.agent for one in pair or ()]
     cohort.move(dict.fromkeys(compared, 0))
     if pair is not None:
         first, second = pair
@@ -141,8 +141,8 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
         # Do not reserve the id: an extension of the run uses the same ids with or without a mean.
         cohort.agents[slot].member = member
         mix_agents(cohort, (first.agent, second.agent), slot)
-        found.append(Finalist("mean", slot, member, None, math.nan, MEAN))
-    return found
+        candidates.append(Finalist("mean", slot, member, None, math.nan, MEAN))
+    return candidates
 
 
 def _finalist(
@@ -277,7 +277,7 @@ def judge(
 
 
 def _tested(score: Score) -> Mapping[str, Any]:
-    rewards = {one.name: _score(one) for one in score.rewards}
+    rewards = {reward.name: _score(reward) for reward in score.rewards}
     return {**_score(score), "per_prompt": score.per_prompt, "rewards": rewards}
 
 
@@ -303,19 +303,19 @@ def candidates_summary(candidates: Sequence[Finalist], choice: Choice) -> list[d
     signs = claims(scores, won, TIE_LEVEL) if scores else [None] * len(candidates)
     return [
         {
-            "kind": one.kind,
-            "agent": one.agent,
-            "member": one.member.id,
-            "parents": _parents(one.member),
+            "kind": candidate.kind,
+            "agent": candidate.agent,
+            "member": candidate.member.id,
+            "parents": _parents(candidate.member),
             "validation": None if score is None else _score(score),
-            "tie": None if one is choice.best or sign is None else sign < 1,
+            "tie": None if candidate is choice.best or sign is None else sign < 1,
         }
-        for one, score, sign in zip(candidates, choice.scores, signs, strict=True)
+        for candidate, score, sign in zip(candidates, choice.scores, signs, strict=True)
     ]
 
 
 def _parents(member: Member) -> list[int]:
-    return [one for one in (member.parent, member.second_parent) if one is not None]
+    return [parent for parent in (member.parent, member.second_parent) if parent is not None]
 
 
 def _score(score: Score | RewardScore) -> Mapping[str, float]:

@@ -91,9 +91,9 @@ _SCHEMA = TypeAdapter(Inputs)
 
 def inputs_of(config: RunConfig) -> Inputs:
     """Return the present inputs of a run, without running the user's code."""
-    found = dict(_files(config))
-    files = {name: None if file is None else sha256_of(file) for name, file in found.items()}
-    places = {name: str(file.absolute()) for name, file in found.items() if file is not None}
+    paths = dict(_files(config))
+    files = {name: None if file is None else sha256_of(file) for name, file in paths.items()}
+    places = {name: str(file.absolute()) for name, file in paths.items() if file is not None}
     for name in DATA:
         rows = _data(config, name)
         if isinstance(rows, PythonObject) or hub_dataset(rows) is not None:
@@ -117,12 +117,7 @@ def _digest(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_inputs_of(folder: Path) -> Inputs:
-    """Read the inputs that a run folder records.
-
-    Raises:
-        CheckpointError: The record is missing or damaged.
-        RunFailedError: The disk cannot be read.
-    """
+    """Read the inputs that a run folder records; CheckpointError if they are missing or damaged."""
     file = folder / INPUTS
     try:
         if not os.path.lexists(file):
@@ -131,14 +126,14 @@ def read_inputs_of(folder: Path) -> Inputs:
             data = unseal(read_plain(file))
         if data.get("format") != FORMAT:
             raise ValueError(f"format: expected {FORMAT}, got {shown(data.get('format'))}")
-        found = validated(_SCHEMA, data)
-        _check_numbers_of_rounds(found)
+        inputs = validated(_SCHEMA, data)
+        _check_numbers_of_rounds(inputs)
     except ValueError as error:
         raise CheckpointError(
             f"{file}: expected the record of what the run was made of, but {error}; put the file "
             "back as it was"
         ) from error
-    return found
+    return inputs
 
 
 def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -154,10 +149,15 @@ def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 def _check_numbers_of_rounds(inputs: Inputs) -> None:
     """Raise ValueError unless settings and changes give valid numbers of rounds."""
     numbers = [inputs.settings.get(ROUNDS)]
-    for one in inputs.changes:
-        if not {"name", "round", "from", "to"} <= set(one):
-            raise ValueError(f"changes: expected name, round, from and to, got {shown(dict(one))}")
-        numbers += [one["round"], *((one["from"], one["to"]) if one["name"] == ROUNDS else ())]
+    for change in inputs.changes:
+        if not {"name", "round", "from", "to"} <= set(change):
+            raise ValueError(
+                f"changes: expected name, round, from and to, got {shown(dict(change))}"
+            )
+        numbers += [
+            change["round"],
+            *((change["from"], change["to"]) if change["name"] == ROUNDS else ()),
+        ]
     if wrong := [number for number in numbers if type(number) is not int]:
         raise ValueError(f"expected integers as numbers of rounds, got {shown(wrong[0])}")
 
@@ -165,9 +165,9 @@ def _check_numbers_of_rounds(inputs: Inputs) -> None:
 def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
     env = config.env
     for name in DATA:
-        given = _data(config, name)
-        if isinstance(given, str) and hub_dataset(given) is None:
-            yield name, find(given)
+        data = _data(config, name)
+        if isinstance(data, str) and hub_dataset(data) is None:
+            yield name, find(data)
     if config.model.adapter is not None:
         # Agents start from this adapter, and it is the reference of the KL term in every round.
         adapter = find(config.model.adapter)
@@ -182,9 +182,9 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
     strategies = {name: getattr(config.evolve, name).kind for name in ("selection", "exploration")}
     named += [(f"evolve.{name}", kind) for name, kind in strategies.items() if ":" in kind]
     for setting, code in named:
-        own = code.partition(":")[0]
+        defining = code.partition(":")[0]
         for module, file in defining_files(code).items():
-            yield f"{setting}: {code}" + (f" ({module})" if module != own else ""), file
+            yield f"{setting}: {code}" + (f" ({module})" if module != defining else ""), file
 
 
 def refuse_own_code(config: RunConfig, folder: Path | None) -> None:
@@ -202,15 +202,15 @@ def refuse_own_code(config: RunConfig, folder: Path | None) -> None:
 
 
 def _software(config: RunConfig) -> dict[str, str]:
-    found = {"python": platform.python_version(), "processor": _processor()}
+    software = {"python": platform.python_version(), "processor": _processor()}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            software[name] = version(name)
         except PackageNotFoundError:  # run from source, not installed
-            found[name] = "unknown"
+            software[name] = "unknown"
     threads = config.engine.threads
-    found["threads"] = str(threads or os.environ.get("OMP_NUM_THREADS") or os.cpu_count())
-    return found
+    software["threads"] = str(threads or os.environ.get("OMP_NUM_THREADS") or os.cpu_count())
+    return software
 
 
 def _processor() -> str:
@@ -241,11 +241,8 @@ def check_same_run(
 ) -> None:
     """Refuse ranks that were started with different inputs; all ranks call this first.
 
-    The ranks compare the function that was called (`call`), its arguments (`given`), and the
-    settings with their files. `config` is None if only the first rank has them.
-
-    Raises:
-        ConfigError: Raised on all ranks; it names a rank and what differs.
+    They compare the function that was called (`call`), its arguments (`given`), and the settings
+    with their files, if every rank has them (`config`). The ConfigError is raised on all ranks.
     """
     if team.size > 1:
         settings = {} if config is None else _compared(config)
@@ -271,8 +268,8 @@ def _compared(config: RunConfig) -> Mapping[str, Any]:
 
 
 def _compared_files(now: Inputs) -> Mapping[str, Any]:
-    found = {f"the file of {name}": digest or "missing" for name, digest in now.files.items()}
-    return {**found, "the version of evo-grpo": now.software["evo-grpo"]}
+    digests = {f"the file of {name}": digest or "missing" for name, digest in now.files.items()}
+    return {**digests, "the version of evo-grpo": now.software["evo-grpo"]}
 
 
 def _check_ranks(parts: Sequence[Mapping[str, Any]]) -> None:

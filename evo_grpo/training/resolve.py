@@ -41,13 +41,7 @@ def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
     """Resolve the settings of a new run that depend on its machine, the Hub and earlier runs.
 
     All ranks get the same settings. They never change afterwards: the number of shards and the
-    batch limits decide how sums are rounded.
-
-    Returns:
-        The settings, and the single-turn task of the run; None if its episodes have several turns.
-
-    Raises:
-        EvoGrpoError: Any subclass, for a run that cannot be played as its settings ask.
+    batch limits decide how sums are rounded. The task is None if episodes have several turns.
     """
     if config.engine.zero is None and (shards := config.engine.parts(team.size)) > 1:
         config = config.replace(engine=config.engine.replace(shards=shards))
@@ -84,8 +78,8 @@ def checked_task(config: RunConfig, team: Team | None = None) -> Task | None:
 
 
 def _with_revisions(config: RunConfig, team: Team) -> RunConfig:
-    found = team.first(pinned(config.env) if team.rank == 0 else None)
-    return config.replace(env=config.env.replace(**found)) if found else config
+    revisions = team.first(pinned(config.env) if team.rank == 0 else None)
+    return config.replace(env=config.env.replace(**revisions)) if revisions else config
 
 
 def check_ranks(config: RunConfig, team: Team) -> None:
@@ -133,11 +127,14 @@ def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None
 
 def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfig:
     """Return settings with the rows and tokens that fit on every rank in place of null limits."""
-    found: dict[str, int] = {}
+    limits: dict[str, int] = {}
     if setup is not None:
-        found = choose_limits(_with_adapter(config, setup), setup)
-    every = team.gather(found)
-    agreed = {name: min(one[name] for one in every if name in one) for name in set().union(*every)}
+        limits = choose_limits(_with_adapter(config, setup), setup)
+    every = team.gather(limits)
+    agreed = {
+        name: min(chosen[name] for chosen in every if name in chosen)
+        for name in set().union(*every)
+    }
     return config.replace(engine=config.engine.replace(**agreed)) if agreed else config
 
 

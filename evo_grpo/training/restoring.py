@@ -25,12 +25,8 @@ from evo_grpo.types import Member, Score, Slot
 def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> tuple[Slot, ...]:
     """Restore a cohort after a run's last complete round; return the slots of the next round.
 
-    It loads the checkpoints of the round, then evolves as recorded.
-
-    Raises:
-        RunDirError: Ranks that train together do not all see the folder.
-        CheckpointError: The population had another size, or a checkpoint of the last round is
-            missing or was modified.
+    It loads the checkpoints of the round, then evolves as recorded. A population of another size,
+    and a checkpoint that is missing or was modified, are a CheckpointError.
     """
     first, last, cohort = rounds[0], rounds[-1], prepared.cohort
     if len(first.agents) != len(prepared.slots):
@@ -104,14 +100,14 @@ def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
     if cohort.team.size == 1 and read_attributes(place).get("reference") == "own":
         cohort.add_reference(slot)
     fit_slot(cohort.slots, state.adapter, read_adapter_config(place / "actor"))
-    own = place / "reference"
-    if state.has_reference and own.is_dir():
-        fit_slot(cohort.slots, state.reference, read_adapter_config(own))
+    reference = place / "reference"
+    if state.has_reference and reference.is_dir():
+        fit_slot(cohort.slots, state.reference, read_adapter_config(reference))
 
 
 def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
     """Load the agents of this rank; send their counters, which are not in records, to all ranks."""
-    found: dict[Slot, dict[str, int]] = {}
+    counted: dict[Slot, dict[str, int]] = {}
     for slot, (place, files, origin) in checkpoints.items():
         if not cohort.is_local(slot):
             continue
@@ -125,8 +121,8 @@ def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
             )
         _fit(cohort, slot, place)
         load_agent(cohort, slot, place, load_optimizer=True)
-        found[slot] = cohort.agents[slot].counters
-    for part in cohort.team.gather(found):
+        counted[slot] = cohort.agents[slot].counters
+    for part in cohort.team.gather(counted):
         for slot, counters in part.items():
             cohort.agents[slot].counters = counters
 

@@ -212,58 +212,55 @@ def compare_inputs(
     """Compare the recorded inputs of a run with those it would continue with.
 
     The settings are those of population.yaml, where only `rounds` replaces population.rounds.
-    Files, and parts of Python objects, named in `allow` may have changed. Nothing is written,
-    except the record of a run that has none yet.
+    Files, and parts of Python objects, named in `allow` may have changed; before the first round is
+    finished, all files may. Nothing is written, except the record of a run that has none yet.
 
     Raises:
-        ConfigError: Other inputs have changed; the message names all of them. Files may change
-            before the first round is finished.
-        CheckpointError: The record is missing or damaged.
+        ConfigError: Other inputs have changed; the message names all of them.
         RunDirError: The version of evo-grpo that began the run decided by other rules.
     """
     record_inputs(folder, config, objects)
-    then, played = read_inputs_of(folder.path), folder.rounds()
+    recorded, played = read_inputs_of(folder.path), folder.rounds()
     # The run would continue by other rules than it began with.
-    if gone := [name for name in map(".".join, REMOVED) if name in then.settings]:
+    if gone := [name for name in map(".".join, REMOVED) if name in recorded.settings]:
         raise RunDirError(
-            f"{folder.path}: expected a run that this version began, got one of an earlier "
+            f"{folder.path}: expected a run that this version began, got change of an earlier "
             f"version, with {', '.join(gone)}; finish it with evo-grpo "
-            f"{then.software.get('evo-grpo')}, which began it, or start another run"
+            f"{recorded.software.get('evo-grpo')}, which began it, or start another run"
         )
-    check_whole(folder.path, then)
-    now, found = _differences(then, config, objects)
-    wrong = [
-        one
-        for one in found
-        if not _is_harmless(one, then, now)
-        and not (rounds is not None and one.name == ROUNDS)
+    now, changes = _differences(folder.path, recorded, config, objects)
+    refused = [
+        change
+        for change in changes
+        if not _is_harmless(change, recorded, now)
+        and not (rounds is not None and change.name == ROUNDS)
         # Before the first round is finished, no result depends on a file.
-        and (played or one.kind == "settings")
+        and (played or change.kind == "settings")
     ]
     command = f"resume {folder.path}" if objects is None else None
-    _refuse(folder.path, then, wrong, allow, command)
-    changes = [
-        {"round": len(played), "name": one.name, "from": one.before, "to": one.after}
-        for one in found
+    _refuse(folder.path, recorded, refused, allow, command)
+    entries = [
+        {"round": len(played), "name": change.name, "from": change.before, "to": change.after}
+        for change in changes
     ]
-    known = {*then.settings, *(one.name for one in found)}
-    changes += [  # by a newer version, at their defaults
+    known = {*recorded.settings, *(change.name for change in changes)}
+    entries += [  # by a newer version, at their defaults
         {"round": len(played), "name": name, "from": None, "to": value}
         for name, value in now.settings.items()
         if name not in known
     ]
     ended = any(record.is_end for record in played[-1:])
-    if rounds is not None and ended and all(one.name != ROUNDS for one in found):
+    if rounds is not None and ended and all(change.name != ROUNDS for change in changes):
         # A rule ended the run before its planned number of rounds: play the remaining ones.
-        changes.append({"round": len(played), "name": ROUNDS, "from": rounds, "to": rounds})
+        entries.append({"round": len(played), "name": ROUNDS, "from": rounds, "to": rounds})
     notes = [
-        f"{one.name} was {shown(one.before)} and is {shown(one.after)}: the rounds that follow may "
-        "differ in rounding from those of a run that was never stopped"
-        for one in found
-        if one.name in ROUNDING or one.kind == "software"
+        f"{change.name} was {shown(change.before)} and is {shown(change.after)}: the rounds that "
+        "follow may differ in rounding from those of a run that was never stopped"
+        for change in changes
+        if change.name in ROUNDING or change.kind == "software"
     ]
-    now = replace(now, changes=(*then.changes, *changes))
-    return Changed(then, now, config, rounds is not None, notes)
+    now = replace(now, changes=(*recorded.changes, *entries))
+    return Changed(recorded, now, config, rounds is not None, notes)
 
 
 def check_inputs(
@@ -276,17 +273,12 @@ def check_inputs(
 ) -> None:
     """Refuse to train beside a run with inputs other than the recorded ones; write nothing.
 
-    Changes that a resume permits are permitted too.
-
-    Raises:
-        ConfigError: Other inputs have changed; the message names all of them.
-        CheckpointError: The record is missing or damaged.
+    Changes that a resume permits are permitted too. The ConfigError names all others.
     """
-    then = read_inputs_of(folder)
-    check_whole(folder, then)
-    now, found = _differences(then, config, objects)
-    wrong = [one for one in found if not _is_harmless(one, then, now)]
-    _refuse(folder, then, wrong, allow, command if objects is None else None)
+    recorded = read_inputs_of(folder)
+    now, changes = _differences(folder, recorded, config, objects)
+    refused = [change for change in changes if not _is_harmless(change, recorded, now)]
+    _refuse(folder, recorded, refused, allow, command if objects is None else None)
 
 
 def record_changes(folder: RunDir, changed: Changed) -> None:
@@ -303,20 +295,20 @@ def begun_extension(folder: RunDir) -> int | None:
     return int(changes[-1]["to"]) if changes else None
 
 
-def changed_settings(then: Inputs, now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def changed_settings(recorded: Inputs, now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return the settings that differ from the record: name, recorded value, present value.
 
     A setting that is missing in the record counts as unchanged if it has its default.
     """
-    return list(changed(_filled_in(then.settings) or then.settings, now))
+    return list(changed(_filled_in(recorded.settings) or recorded.settings, now))
 
 
-def check_whole(folder: Path, then: Inputs) -> None:
+def check_whole(folder: Path, recorded: Inputs) -> None:
     """Refuse a population.yaml that lacks a setting, which would silently take its default."""
     left = dict(flat(read_settings(folder)))
     # A setting of a newer version was never written to population.yaml.
-    later = {one["name"] for one in then.changes if one["from"] is None}
-    if missing := [name for name in then.settings if name not in {*left, *later}]:
+    later = {change["name"] for change in recorded.changes if change["from"] is None}
+    if missing := [name for name in recorded.settings if name not in {*left, *later}]:
         raise ConfigError(
             f"{folder / CONFIG}: expected every setting of the run, got none of "
             f"{', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; put the file back"
@@ -329,66 +321,74 @@ def may_change(name: str) -> bool:
 
 
 def _differences(
-    then: Inputs, config: RunConfig, objects: Mapping[str, str] | None
+    folder: Path, recorded: Inputs, config: RunConfig, objects: Mapping[str, str] | None
 ) -> tuple[Inputs, list[Change]]:
     """Return the present inputs and their changes; without `objects`, those are not compared."""
-    parts = then.objects if objects is None else objects
+    check_whole(folder, recorded)
+    parts = recorded.objects if objects is None else objects
     # The places stay those of the start of the run.
-    now = replace(inputs_of(config), id=then.id, places=then.places, objects=parts)
-    found = [Change("settings", *one) for one in changed_settings(then, now.settings)]
+    now = replace(inputs_of(config), id=recorded.id, places=recorded.places, objects=parts)
+    changes = [Change("settings", *one) for one in changed_settings(recorded, now.settings)]
     for kind in ("files", "software", "objects"):
-        found += [Change(kind, *one) for one in changed(getattr(then, kind), getattr(now, kind))]
+        differing = changed(getattr(recorded, kind), getattr(now, kind))
+        changes += [Change(kind, *one) for one in differing]
     # A part that the recording version did not have cannot be compared.
-    return now, [one for one in found if one.kind != "objects" or one.before]
+    return now, [change for change in changes if change.kind != "objects" or change.before]
 
 
-def _is_harmless(one: Change, then: Inputs, now: Inputs) -> bool:
+def _is_harmless(change: Change, recorded: Inputs, now: Inputs) -> bool:
     """Return whether the remaining rounds can use a changed input."""
-    if one.kind == "files":  # a file that is read only because another file changed goes with that
-        return one.name not in then.files or one.name not in now.files
-    if one.kind != "settings" or may_change(one.name):
-        return one.kind != "objects"
+    name, before, after = change.name, change.before, change.after
+    if change.kind == "files":  # a file that only another changed file reads goes with that one
+        return name not in recorded.files or name not in now.files
+    if change.kind != "settings" or may_change(name):
+        return change.kind != "objects"
     # The content of a data set at a new path is compared; its suffix decides how it is read.
-    moved = one.name in DATA and isinstance(one.before, str) and isinstance(one.after, str)
-    same = moved and Path(one.before).suffix.lower() == Path(one.after).suffix.lower()
-    return same and then.files.get(one.name) is not None
+    moved = name in DATA and isinstance(before, str) and isinstance(after, str)
+    same = moved and Path(before).suffix.lower() == Path(after).suffix.lower()
+    return same and recorded.files.get(name) is not None
 
 
 def _refuse(
-    folder: Path, then: Inputs, wrong: Sequence[Change], allow: Iterable[str], command: str | None
+    folder: Path,
+    recorded: Inputs,
+    refused: Sequence[Change],
+    allow: Iterable[str],
+    command: str | None,
 ) -> None:
     """Refuse changes by name, except those in `allow`; the remedy repeats `command`."""
-    allowed, known = set(allow), {*then.files, *then.objects}
+    allowed, known = set(allow), {*recorded.files, *recorded.objects}
     if unknown := sorted(allowed - known):
         names = ", ".join(sorted(known)) or "none, for this run reads no file of yours"
         raise ConfigError(
             f"allow: expected names of files that the run reads ({names}), got {unknown[0]!r}"
         )
-    wrong = [one for one in wrong if one.kind == "settings" or one.name not in allowed]
-    more = {one.name for one in wrong if one.kind != "settings" and one.after is not None}
+    refused = [one for one in refused if one.kind == "settings" or one.name not in allowed]
+    more = {one.name for one in refused if one.kind != "settings" and one.after is not None}
     names = sorted(allowed | more)
     options = "".join(f" --allow {name!r}" for name in names)
     go_on = f"allow={names}" if command is None else f"evo-grpo {command}{as_option()}{options}"
-    problems = [Problem((), _sentence(one, go_on, then.places.get(one.name))) for one in wrong]
-    if problems:
-        raise Problems(*problems, source=f"{folder}: the run was begun with something else")
+    sentences = [_sentence(one, go_on, recorded.places.get(one.name)) for one in refused]
+    if sentences:
+        source = f"{folder}: the run was begun with something else"
+        raise Problems(*(Problem((), text) for text in sentences), source=source)
 
 
-def _sentence(one: Change, go_on: str, place: str | None) -> str:
-    what = f"the file of {one.name}" if one.kind == "files" else one.name
-    was = f"{what} was {shown(one.before)} and is {shown(one.after)}"
+def _sentence(change: Change, go_on: str, place: str | None) -> str:
+    what = f"the file of {change.name}" if change.kind == "files" else change.name
+    was = f"{what} was {shown(change.before)} and is {shown(change.after)}"
     begun = "" if place is None else f" (the run was begun with {place})"
-    if one.name == ROUNDS:
-        return f"{was}; put it back, and give --rounds {one.after} to evo-grpo resume"
-    if one.kind == "settings":
+    if change.name == ROUNDS:
+        return f"{was}; put it back, and give --rounds {change.after} to evo-grpo resume"
+    if change.kind == "settings":
         return f"{was}; put it back in {CONFIG}, or start another run"
-    if one.after is None:
+    if change.after is None:
         return (
             f"{what} is not there{begun}; put it back, go on from the folder in which the run was "
             "begun, or name the folder that has it with --code"
         )
     told = was
-    if one.kind == "files" or str(one.before).startswith(DIGEST):
+    if change.kind == "files" or str(change.before).startswith(DIGEST):
         told = f"{what} has changed{begun}"
     return f"{told}; put it back as it was, or go on with this: {go_on}"
 

@@ -239,12 +239,9 @@ def _removed_on_failure(folder: RunDir | None, *, fresh: bool) -> Generator[None
 
 @dataclass(frozen=True)
 class _Past:
-    """The recorded rounds of a run, read on the first rank.
+    """The recorded rounds of a run, read on the first rank, with the summaries of its earlier ends.
 
-    Attributes:
-        rounds: The whole records of the finished rounds; later rounds are appended.
-        earlier_summaries: Summaries of the run from before it was extended by more rounds.
-        recorded_requests: Number of requests in the record of the last round; later ones are new.
+    `recorded_requests` is the number of requests in the record of the last round.
     """
 
     rounds: list[RoundRecord]

@@ -20,15 +20,15 @@ def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> 
     `rows` has the number of rows by split; a missing split is unlimited, as episode seeds are.
     `prompts` are those of a GRPO step.
     """
-    for key, split, wanted in (
+    for key, split, asked_for in (
         ("algorithm.prompts_per_step", "train", prompts),
         ("evolve.fitness.prompts", "validation", fitness.prompts),
         ("evolve.fitness.test_prompts", "test", fitness.test_prompts),
     ):
-        number = rows.get(split, wanted)
-        if wanted > number:
+        number = rows.get(split, asked_for)
+        if asked_for > number:
             rest = "only these are used; add rows, or lower it"
-            yield f"{key} is {wanted}, but {split} has {count(number, 'row')}: {rest}"
+            yield f"{key} is {asked_for}, but {split} has {count(number, 'row')}: {rest}"
 
 
 def few_prompts(task: Task) -> Iterator[str]:

@@ -45,9 +45,7 @@ def lora_config(lora: LoraSettings) -> LoraConfig:
 def read_start(model: ModelConfig) -> AdapterCopy | None:
     """Read the adapter that agents start from; None if they start from the base.
 
-    Raises:
-        CheckpointError: A file is missing or damaged.
-        ConfigError: It is more than plain LoRA, not finite, or unlike `model.lora` where given.
+    It has to be plain LoRA, finite, and like `model.lora` where that is given.
     """
     if model.adapter is None:
         return None
@@ -80,32 +78,29 @@ def with_adapter(model: ModelConfig, base: ModelSize, searched: Collection[str])
     """Return settings whose `lora` is that of `adapter`, checked against the base.
 
     `searched` are the names of the hyperparameters that may change.
-
-    Raises:
-        CheckpointError, ConfigError: As `read_start`; or it has a layer that the base lacks.
     """
     start = read_start(model)
     if start is None:
         return model
-    given, lora = start.config, model.lora
+    config, lora = start.config, model.lora
     names = {module_of(key) for key in start.state if ".lora_" in key}
-    named = given.target_modules if given.layers_to_transform is None else None
-    own = LoraSettings(
-        r=given.r,
-        alpha=given.lora_alpha,
-        dropout=given.lora_dropout,
+    named = config.target_modules if config.layers_to_transform is None else None
+    of_adapter = LoraSettings(
+        r=config.r,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
         target_modules=_plain(named or names),
-        exclude_modules=_plain(given.exclude_modules),
+        exclude_modules=_plain(config.exclude_modules),
         target_sets=lora.target_sets,
-        use_rslora=given.use_rslora,
-        rank_pattern=given.rank_pattern or {},
-        alpha_pattern=given.alpha_pattern or {},
+        use_rslora=config.use_rslora,
+        rank_pattern=config.rank_pattern or {},
+        alpha_pattern=config.alpha_pattern or {},
     )
-    _check_tensors(start.state, base, own, model)
+    _check_tensors(start.state, base, of_adapter, model)
     # An adapter takes the rank, the alpha and the layers of its agent where these are searched.
     kept = {name: getattr(lora, name) for name in _SEARCHED if f"lora.{name}" in searched}
-    own = own.model_copy(update=kept)
-    return model.model_copy(update={"lora": own})
+    of_adapter = of_adapter.model_copy(update=kept)
+    return model.model_copy(update={"lora": of_adapter})
 
 
 def _plain(modules: str | Iterable[str] | None) -> Any:  # noqa: ANN401 -- as `LoraSettings` takes it

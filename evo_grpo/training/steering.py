@@ -69,18 +69,22 @@ class RunSteering(Steerer):
         new = rounds[-1].steering[before:] if rounds else ()
         self._done |= carried_out(rounds)
         # New requests are removed only after they are recorded.
-        done = (self._done | self._of_earlier_processes()) - {one.request.id for one in new}
+        done = (self._done | self._of_earlier_processes()) - {outcome.request.id for outcome in new}
         remove_requests(self._place, done)
         if new:
             self._amend(rounds[-1])
-        for one in new:
-            text = f"asked for before this process: {_in_words(one)}"
+        for outcome in new:
+            text = f"asked for before this process: {_in_words(outcome)}"
             self.folder.note(text)
             observer.note(text)
 
     def _of_earlier_processes(self) -> set[str]:
         requests = read_requests(self._place).requests
-        return {one.id for one in requests if one.op in ON_RUN and not is_new(one, self.folder)}
+        return {
+            request.id
+            for request in requests
+            if request.op in ON_RUN and not is_new(request, self.folder)
+        }
 
     def steer(self, plan: RoundPlan, *, next_id: int) -> RoundPlan:
         """Carry out the requests made during a round."""
@@ -102,9 +106,9 @@ class RunSteering(Steerer):
             new = now.record.steering[len(plan.record.steering) :]
             if new:
                 self._amend(now.record)
-                for one in new:
-                    if one.request.op not in ON_RUN:
-                        now = self._noting(now, _in_words(one))
+                for outcome in new:
+                    if outcome.request.op not in ON_RUN:
+                        now = self._noting(now, _in_words(outcome))
                 if not now.paused and not now.record.ends_process:
                     return self._noting(now, f"round {now.record.round + 2} begins, as asked for")
                 return self._noting_the_end(now)
@@ -126,8 +130,8 @@ class RunSteering(Steerer):
     def _look(self, plan: RoundPlan) -> RoundPlan:
         # Announce first: requests made from now on name the next round and wait for its end.
         self.folder.lock.write_round(plan.record.round + 1)
-        found = read_requests(self._place).requests
-        fresh = [request for request in found if request.id not in self._done]
+        requests = read_requests(self._place).requests
+        fresh = [request for request in requests if request.id not in self._done]
         done: list[RequestOutcome] = []
         if not plan.last:  # else they are kept for a run of more rounds
             plan, done, self._next_id = with_agents_steered(
@@ -155,15 +159,17 @@ def resumed(
     A request to pause or stop an ended process is not carried out.
     """
     folder.lock.write_round(len(rounds))
-    known = carried_out(rounds)
-    fresh = [one for one in read_requests(folder.path).requests if one.id not in known]
+    done_before = carried_out(rounds)
+    fresh = [
+        request for request in read_requests(folder.path).requests if request.id not in done_before
+    ]
     next_id = next_member_id(rounds)
     plan = RoundPlan(rounds[-1], {}, last=False)
     plan, done, next_id = with_agents_steered(plan, fresh, hp_config, next_id)
     done += [
-        RequestOutcome(one, "the process that it was asked of has ended")
-        for one in fresh
-        if one.op in ON_RUN and not is_new(one, folder)
+        RequestOutcome(request, "the process that it was asked of has ended")
+        for request in fresh
+        if request.op in ON_RUN and not is_new(request, folder)
     ]
     return with_steering(plan, done, next_id).record
 
@@ -182,7 +188,7 @@ def with_agents_steered(
             steered, request, Boundary(record.round, played, hp_config, next_id)
         )
         done.append(became)
-        next_id = max([next_id, *(one.id + 1 for one in steered.members)])
+        next_id = max([next_id, *(member.id + 1 for member in steered.members)])
     record = replace(
         record,
         members=steered.members,
@@ -196,7 +202,7 @@ def with_steering(plan: RoundPlan, done: Sequence[RequestOutcome], next_id: int)
     """Return the plan with the outcomes of requests added to its record."""
     if not done:
         return plan
-    steering = (*plan.record.steering, *sorted(done, key=lambda one: one.request.id))
+    steering = (*plan.record.steering, *sorted(done, key=lambda outcome: outcome.request.id))
     return replace(plan, record=replace(plan.record, steering=steering, next_member=next_id))
 
 
@@ -216,5 +222,9 @@ def _refused(request: Request, *, paused: bool, last: bool) -> str:
     return ""
 
 
-def _in_words(one: RequestOutcome) -> str:
-    return f"{one.request}: refused: {one.refused}" if one.refused else f"{one.request}: done"
+def _in_words(outcome: RequestOutcome) -> str:
+    return (
+        f"{outcome.request}: refused: {outcome.refused}"
+        if outcome.refused
+        else f"{outcome.request}: done"
+    )

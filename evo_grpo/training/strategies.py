@@ -44,9 +44,7 @@ def explorer(exploration: Exploration) -> Explorer:
 def check_strategies(evolve: EvolveConfig) -> None:
     """Check the classes that a run file names, by their source and without importing them.
 
-    Raises:
-        ConfigError: The module or the class is missing, does not accept its arguments, or lacks the
-            method `plan` or `explore`.
+    They have to exist, accept their arguments, and have the method `plan` or `explore`.
     """
     chosen = (
         ("selection", "plan", evolve.selection),
@@ -56,10 +54,10 @@ def check_strategies(evolve: EvolveConfig) -> None:
         if not isinstance(strategy, OwnStrategy):
             continue
         where = f"evolve.{name}"
-        found = find_name(strategy.kind, where)
-        if wrong := found.refuses(strategy.args):
+        source = find_name(strategy.kind, where)
+        if wrong := source.refuses(strategy.args):
             raise _refused_arguments(strategy, where, f"TypeError: {wrong}")
-        if found.lacks(method):
+        if source.lacks(method):
             raise _without_method(strategy, where, method, "an object without it")
 
 
@@ -93,13 +91,7 @@ def check_columns(task: object, names: Sequence[str]) -> None:
 
 
 def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
-    """Let an exploration propose values before a run, to find errors early.
-
-    Raises:
-        ConfigError: Optuna's sampler rejects its arguments, or cannot propose within the ranges; or
-            a value of a schedule is outside its range, or has none.
-        EngineUnavailable: It needs a package that is not installed.
-    """
+    """Let an exploration check itself against the ranges before a run; see `Explorer`."""
     check = getattr(explorer, "check", None)
     if check is not None:
         space = settings.search_space()

@@ -161,7 +161,7 @@ class FolderWriter(RunWriter):
 
     def _drop_requests(self, record: RoundRecord) -> None:
         """Remove the requests whose outcome is recorded; keep a pause until it ends."""
-        ids = {one.request.id for one in record.steering} - {record.paused_by}
+        ids = {outcome.request.id for outcome in record.steering} - {record.paused_by}
         remove_requests(self.folder.path, ids)
 
 

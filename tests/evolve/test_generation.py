@@ -107,24 +107,6 @@ def test_copies_and_survivors_without_mutation():
     assert new.next_id == 11
 
 
-def test_a_survivor_that_mutates_begins_a_new_life():
-    plan = (Offspring(0, 0, elite=True), Offspring(1, 1))
-    new = step(plan, founders(2), [Hparams(), Hparams()], ALWAYS)
-    assert new.members[0] == Member(0, 0)
-    child = new.members[1]
-    assert (child.id, child.agent, child.parent, child.born) == (10, 1, 1, 1)
-    assert child.mutation.op == "mutate"
-    ((name, (_, value)),) = child.mutation.changes.items()
-    assert new.hparams[1] == Hparams().with_value(name, value)
-
-
-def test_the_elite_mutates_when_asked():
-    plan = (Offspring(0, 0, elite=True), Offspring(1, 1))
-    mutations = Mutations(step="factors", mutate_elite=True)
-    new = step(plan, founders(2), [Hparams(), Hparams()], mutations)
-    assert [member.id for member in new.members] == [10, 11]
-
-
 def test_agents_keep_their_numbers_when_others_leave():
     members = [Member(id=number, agent=slot) for number, slot in enumerate((2, 5, 7))]
     hparams = [Hparams(lr=lr) for lr in (1e-3, 1e-4, 1e-5)]
@@ -133,13 +115,6 @@ def test_agents_keep_their_numbers_when_others_leave():
     assert new.parents == (7, 7)
     assert new.members == (Member(10, 2, 2, 1, Mutation("clone")), members[2])
     assert new.hparams == (hparams[2], hparams[2])
-
-
-def test_the_exploration_is_handed_the_trials():
-    watching, trials = Watching(), (Trial(Hparams(), 0.5, 0),)
-    plan = (Offspring(0, 0), Offspring(1, 0))
-    step(plan, founders(2), [Hparams()] * 2, watching, trials=trials)
-    assert [found.trials for found in watching.seen] == [trials, trials]
 
 
 def test_of_agents_alike_one_keeps_its_values_and_the_others_are_twins():

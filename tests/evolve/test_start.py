@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.ranges import latin_hypercube, value_at
+from evo_grpo.evolve.ranges import latin_hypercube
 from evo_grpo.evolve.start import (
     described_start,
     sample_hparams,
@@ -48,13 +48,6 @@ def test_the_first_population_is_drawn_within_the_ranges(seed):
         bounds = WIDE[name]
         assert bounds.min <= hparams.get(name) <= bounds.max
         assert isinstance(hparams.get(name), MUTABLE[name])
-
-
-def test_what_does_not_mutate_keeps_its_value():
-    config = HyperparameterConfig(beta=RLParameter(0.0, 0.1))
-    hparams = sample_hparams(INSIDE, config, np.random.default_rng(0))
-    assert hparams.replace(beta=INSIDE.beta) == INSIDE
-    assert sample_hparams(INSIDE, HyperparameterConfig(), np.random.default_rng(0)) == INSIDE
 
 
 def test_draws_are_uniform_in_the_logarithm_or_in_the_value_from_zero():
@@ -183,20 +176,6 @@ def test_integers_on_it_are_spread_too(seed):
     assert sorted(sizes)[-1] > 12
 
 
-def test_a_value_lies_at_its_share_of_the_range():
-    assert value_at(RLParameter(1e-4, 1e-2), 0.5) == pytest.approx(1e-3)
-    assert value_at(RLParameter(0, 0.4), 0.25) == pytest.approx(0.1)
-    whole = RLParameter(0, 3, dtype="int")
-    assert [value_at(whole, share) for share in (0.01, 0.25, 0.26, 0.5, 0.75, 1.0)] == [
-        0,
-        0,
-        1,
-        1,
-        2,
-        3,
-    ]
-
-
 @pytest.mark.parametrize("init", ["latin_hypercube", "sample"])
 def test_the_first_population_is_drawn_from_start_where_a_range_has_one(init):
     config = HyperparameterConfig(
@@ -211,11 +190,6 @@ def test_the_first_population_is_drawn_from_start_where_a_range_has_one(init):
             low, high = agent.clip_bounds
             assert 0.1 - 1e-12 <= 1 - low <= 0.2 + 1e-12
             assert 0.1 - 1e-12 <= high - 1 <= 0.2 + 1e-12
-
-
-def test_a_population_of_one_has_nothing_to_draw():
-    for init in ("latin_hypercube", "sample", "same"):
-        assert start_hparams(INSIDE, WIDE, 1, init, 0) == [INSIDE]
 
 
 def test_same_gives_all_the_same_and_without_ranges_all_names_do():

@@ -1,4 +1,4 @@
-"""What every exploration keeps. tests/evolve/explore/test_contract.py runs it on each of them."""
+"""What every exploration keeps. tests/evolve/test_kinds.py runs it on each of them."""
 
 import math
 from dataclasses import replace

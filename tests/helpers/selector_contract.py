@@ -1,4 +1,4 @@
-"""What every selection keeps. tests/evolve/select/test_contract.py runs it on each of them."""
+"""What every selection keeps. tests/evolve/test_kinds.py runs it on each of them."""
 
 import math
 

@@ -98,7 +98,7 @@ def test_best_archive_and_mean_of_relatives_take_part():
 def test_the_mean_of_a_resumed_run_is_that_of_one_that_was_not_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(judge, "founder_of", lambda rounds, member: 0)
     fitness = {**SETTINGS["evolve"]["fitness"], "final_samples": 1}
-    config = small(evolve__fitness=fitness, evolve__significance=0.5)
+    config = small(population__rounds=2, evolve__fitness=fitness, evolve__significance=0.5)
     whole = run(config, out=tmp_path / "whole")
     resumed = stopped_and_resumed(config, tmp_path / "run", ("learn", 1))
     members = []

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import yaml
-from small_run import Told, outcome, small
+from small_run import Told, small
 
 from evo_grpo import leaderboard, resume, run
 from evo_grpo.analysis.arms import compare, replay
@@ -75,8 +75,6 @@ def rewrite(folder, **changes):
     [
         ("seed", 7, "seed was 3 and is 7; put it back in population.yaml, or start another run"),
         ("algorithm__max_grad_norm", 0.5, r"algorithm.max_grad_norm was 1.0 and is 0.5"),
-        ("algorithm__lr", 0.002, r"algorithm.lr was 0.001 and is 0.002"),
-        ("population__steps_per_round", 3, "population.steps_per_round was"),
         (
             "population__rounds",
             9,
@@ -84,8 +82,6 @@ def rewrite(folder, **changes):
         ),
         ("evolve__selection__size", 3, "evolve.selection.size was 4 and is 3"),
         ("population__decisions", [1, 3], r"population.decisions was \[1, 2, 3\] and is \[1, 3\]"),
-        ("population__decisions", None, r"population.decisions was \[1, 2, 3\] and is None"),
-        ("evolve__fitness__between", 3, "evolve.fitness.between was 0 and is 3"),
         ("evolve__hyperparameters", {}, "evolve.hyperparameters"),
     ],
 )
@@ -96,14 +92,6 @@ def test_a_changed_setting_is_refused_by_name(copied, path, value, message):
         resume(copied)
     after = {p: p.read_bytes() for p in copied.rglob("*") if p.is_file() and p.name != ".lock"}
     assert after == before
-
-
-def test_all_changes_are_named_at_once(copied):
-    rewrite(copied, seed=7, algorithm__lr=0.002)
-    with pytest.raises(
-        ConfigError, match=r"(?s)begun with something else: 2 problems\n  seed .*\n  algorithm.lr"
-    ):
-        resume(copied)
 
 
 @pytest.mark.slow
@@ -415,9 +403,3 @@ def test_a_damaged_record_is_named(copied, text, message):
     file.unlink() if text is None else file.write_text(text)
     with pytest.raises(CheckpointError, match=rf"inputs.json: .*{message}"):
         resume(copied)
-
-
-def test_a_run_that_was_never_changed_resumes_to_the_same_result(stopped, copied, tmp_path):
-    resume(copied)
-    whole = run(small(), out=tmp_path / "whole")
-    assert outcome(copied) == outcome(whole)

@@ -161,19 +161,11 @@ def test_a_run_that_is_extended_twice_keeps_both_ends(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_unfinished_run_may_be_given_more_rounds(tmp_path):
+@pytest.mark.parametrize(("rounds", "stop"), [(3, ("done", 0)), (2, ("test", 1))])
+def test_an_unfinished_run_may_be_given_more_rounds(tmp_path, rounds, stop):
     long = run(small(population__rounds=4), out=tmp_path / "long")
     with pytest.raises(KeyboardInterrupt):
-        run(small(population__rounds=3), out=tmp_path / "short", observer=Told(("done", 0)))
-    resume(tmp_path / "short", rounds=4)
-    equal_but_for_the_way(long, tmp_path / "short")
-
-
-@pytest.mark.slow
-def test_an_unfinished_run_whose_last_round_is_played_gets_its_selection(tmp_path):
-    long = run(small(population__rounds=4), out=tmp_path / "long")
-    with pytest.raises(KeyboardInterrupt):
-        run(small(population__rounds=2), out=tmp_path / "short", observer=Told(("test", 1)))
+        run(small(population__rounds=rounds), out=tmp_path / "short", observer=Told(stop))
     resume(tmp_path / "short", rounds=4)
     equal_but_for_the_way(long, tmp_path / "short")
 

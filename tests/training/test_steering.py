@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from small_run import Told, outcome, small
+from small_run import Told, small
 from steered_runs import OPERATIONS, Steers, steered_outcome, tensors
 
 from evo_grpo import resume, run
@@ -139,43 +139,6 @@ def _trials(folder):
     ).trials
 
 
-@pytest.mark.slow
-def test_trials_tell_what_was_done_by_hand(tmp_path):
-    steered(
-        tmp_path / "run",
-        {("learn", 0): [OPERATIONS["set"], OPERATIONS["clone"]]},
-        record__storage="sqlite",
-        population__rounds=2,
-    )
-    import optuna
-
-    (summary,) = optuna.get_all_study_summaries(f"sqlite:///{tmp_path / 'run' / 'study.db'}")
-    study = optuna.load_study(
-        study_name=summary.study_name, storage=f"sqlite:///{tmp_path / 'run' / 'study.db'}"
-    )
-    said = {
-        (t.user_attrs["round"], t.user_attrs["agent"]): t.user_attrs for t in study.get_trials()
-    }
-    assert said[1, 0]["op"] == "steer-set"
-    assert said[1, 0]["mutated"]["lr"][1] == 0.002
-    assert said[1, 2]["op"] == "steer-clone"
-    # It was cloned as it was set, and so is a child of the same member.
-    assert said[1, 2]["parent"] == said[1, 0]["parent"]
-    assert said[1, 2]["parent_trial"] == said[1, 0]["parent_trial"]
-    sound(tmp_path / "run")
-
-
-def test_the_schedule_of_a_steered_winner_is_that_of_its_line(tmp_path):
-    steered(tmp_path / "run", {("learn", 0): [OPERATIONS["set"], OPERATIONS["clone"]],
-                               ("learn", 1): [("stop-agent", {"agent": 1})]},
-            population__rounds=3)  # fmt: skip
-    schedule = read_schedule(tmp_path / "run")
-    rounds = read_rounds(tmp_path / "run")
-    for one in schedule.rounds:
-        record = next(a for a in rounds[one.round].agents if a.member == one.member)
-        assert one.hparams == record.hparams
-
-
 def test_the_card_of_the_winner_says_what_was_set_by_hand(tmp_path):
     from evo_grpo.analysis.export.export import export
 
@@ -199,24 +162,6 @@ def test_requests_are_done_in_the_order_in_which_they_are_asked_for(tmp_path):
     assert [agent.agent for agent in rounds[1].agents] == [1, 2]
     assert rounds[1].agents[1].hparams.lr == 0.003
     sound(tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_what_only_the_selection_can_know_is_recorded_and_said(tmp_path):
-    # Places for two: the third agent leaves after the first round, whoever that is.
-    sizes = {"population__sizes": [3, 2], "population__rounds": 2}
-    whole = read_rounds(run(small(**sizes), out=tmp_path / "whole"))
-    (gone,) = {0, 1, 2} - {member.agent for member in whole[0].members}
-    rounds, observer = steered(
-        tmp_path / "run", {("learn", 0): [("stop-agent", {"agent": gone})]}, **sizes
-    )
-    (one,) = rounds[0].steering
-    assert one.refused.endswith(f"got {gone}, which left after this round")
-    assert rounds[0].decisions[-1].kind == "refused"
-    assert len(rounds) == 2
-    found, plain = steered_outcome(tmp_path / "run"), outcome(tmp_path / "whole")
-    assert found["leaderboard"] == plain["leaderboard"]
-    assert observer.calls[-1] == ("finished", 2)
 
 
 # --- and repeated by a resume ---------------------------------------------------------------------
@@ -256,15 +201,6 @@ def test_a_stop_after_steering_changes_nothing(tmp_path, at, storage):
 
 
 @pytest.mark.slow
-def test_what_was_asked_for_in_a_round_that_was_lost_is_done_after_it(tmp_path, whole_run):
-    stopped(tmp_path / "run", ("evaluate", 1), {("learn", 1): [OPERATIONS["set"]]})
-    (waiting,) = state_of(tmp_path / "run").waiting
-    assert waiting.after == 1
-    resume(tmp_path / "run")
-    assert steered_outcome(tmp_path / "run") == steered_outcome(whole_run("set"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("killed_again", [False, True])
 def test_what_is_asked_for_while_nobody_trains_is_done_before_the_next_round(
     tmp_path, stopped_run, whole_run, killed_again
@@ -283,22 +219,6 @@ def test_what_is_asked_for_while_nobody_trains_is_done_before_the_next_round(
     assert steered_outcome(tmp_path / "run") == steered_outcome(whole)
     assert tensors(tmp_path / "run") == tensors(whole)
     assert any("stop-agent 1: done" in note for note in observer.notes) != killed_again
-    sound(tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_a_run_that_is_given_more_rounds_does_what_was_kept(tmp_path, whole_run):
-    asked = {("learn", 1): [OPERATIONS["set"], OPERATIONS["stop"]]}
-    _, observer = steered(tmp_path / "run", asked, population__rounds=2)
-    assert observer.notes == []
-    with pytest.raises(KeyboardInterrupt):
-        resume(tmp_path / "run", rounds=4, observer=Told(("learn", 2)))
-    resume(tmp_path / "run")
-    first, second = map(steered_outcome, (tmp_path / "run", whole_run("set", "stop")))
-    for one in (first, second):
-        one["summary"].pop("earlier")
-        one["files"] = [name for name in one["files"] if ".rounds-" not in name]
-    assert first == second
     sound(tmp_path / "run")
 
 
@@ -369,12 +289,6 @@ def test_a_run_that_is_killed_while_it_is_paused_goes_on_with_a_resume(tmp_path,
     assert read_requests(tmp_path / "run").requests == ()
 
 
-def test_a_pause_that_is_called_off_in_time_does_not_happen(tmp_path):
-    rounds, observer = steered(tmp_path / "run", {("learn", 1): [("pause", {}), ("continue", {})]})
-    assert observer.notes == []
-    assert [one.request.op for one in rounds[1].steering] == ["pause", "continue"]
-
-
 @pytest.mark.slow
 def test_stop_after_round_ends_the_process_with_a_folder_that_goes_on(tmp_path, whole_run):
     rounds, observer = steered(
@@ -427,11 +341,6 @@ def test_the_last_round_takes_no_request_to_its_process(tmp_path, op):
     ("op", "given", "said"),
     [
         ("stop-agent", {"agent": 3}, "expected one that trains in round 3, 0, 1, 2, got 3"),
-        ("clone", {"source": 1, "agent": 1}, "expected another agent to clone, got itself"),
-        ("set", {"agent": 0, "values": {"lr": 1.0}}, "its range [0.0001, 0.01], got 1"),
-        ("set", {"agent": 0, "values": {"rate": 1.0}}, "rate: unknown key"),
-        ("pause", {}, "which no process trains"),
-        ("continue", {}, "which no process trains"),
         ("stop-after-round", {}, "which no process trains"),
         ("explode", {}, "expected one of stop-agent, clone"),
     ],
@@ -522,17 +431,11 @@ def stepping_back(monkeypatch):
     monkeypatch.setattr(time, "time_ns", lambda: 3600 * 10**9 * next(hours))
 
 
-def test_a_pause_and_its_continue_keep_their_order_where_the_clock_steps_back(
-    tmp_path, stepping_back
-):
-    rounds, observer = steered(tmp_path / "run", {("learn", 1): [("pause", {}), ("continue", {})]})
-    assert [one.request.op for one in rounds[1].steering] == ["pause", "continue"]
-    assert not any(one.refused for one in rounds[1].steering)
-    assert observer.notes == []
-    assert len(rounds) == 4
-
-
-def test_of_two_values_the_younger_wins_where_the_clock_steps_back(tmp_path, stepping_back):
+def test_requests_keep_their_order_where_the_clock_steps_back(tmp_path, stepping_back):
     values = [("set", {"agent": 0, "values": {"lr": lr}}) for lr in (0.002, 0.003)]
-    rounds, _ = steered(tmp_path / "run", {("learn", 1): values})
+    asked = [("pause", {}), values[0], ("continue", {}), values[1]]
+    rounds, observer = steered(tmp_path / "run", {("learn", 1): asked})
+    assert [one.request.op for one in rounds[1].steering] == [op for op, _ in asked]
+    assert not any(one.refused for one in rounds[1].steering)
+    assert (observer.notes, len(rounds)) == ([], 4)
     assert rounds[2].agents[0].hparams.lr == 0.003

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, Self, final
 
 from pydantic import model_validator
 
-from evo_grpo.evolve.explore.step import between, in_order, put_all, step
+from evo_grpo.evolve.explore.step import between, in_order, put, step
 from evo_grpo.evolve.protocols import Candidate, Changes
 from evo_grpo.evolve.ranges import end_of_distance, parts, placed
 from evo_grpo.schema.group import Group, setting
@@ -55,11 +55,9 @@ class Mutations(Group):
     ) -> tuple[Hparams, Changes]:
         """Move one hyperparameter with the probability that the weights give.
 
-        `rl_hp` counts where a hyperparameter has a range, `choice` where one has choices. Nothing
-        is drawn for the elite unless `mutate_elite` is set, nor for survivors if `copies_only` is
-        set. A pair-valued clip_coef moves at one end, by its distance from 1. The range of
-        clip_coef is that of the distance; the ranges of clip_low and clip_high are those of the
-        ratio bounds. A batch_size of None (all rows) counts as the maximum of its range.
+        `rl_hp` counts where a hyperparameter has a range, `choice` where one has choices. A
+        clip_coef that is a pair moves at one end, by its distance from 1. A batch_size of None (all
+        rows) counts as the maximum of its range.
         """
         hparams = candidate.hparams
         if not hp_config or not self._may_mutate(candidate):
@@ -85,7 +83,7 @@ class Mutations(Group):
         value = between(hparams, name, parameter, tried, share)
         if not in_order(hparams, name, value):
             return step(hparams, name, parameter, rng.random())
-        return put_all(hparams, {name: value}, {name: parameter}, hp_config.names())
+        return put(hparams, {name: value}, {name: parameter})
 
     def _may_mutate(self, candidate: Candidate) -> bool:
         if self.step == "between":
@@ -110,6 +108,6 @@ class Mutations(Group):
             weight = self.rl_hp if parameter.choices is None else self.choice
             if weight == 0 or not in_order(hparams, name, value):
                 continue
-            moved, change = put_all(hparams, {name: value}, {name: parameter}, hp_config.names())
+            moved, change = put(hparams, {name: value}, {name: parameter})
             hparams, changes = moved, changes | change
         return hparams, changes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, final
 from pydantic import AfterValidator
 
 from evo_grpo.errors import ConfigError, EngineUnavailable
-from evo_grpo.evolve.explore.step import put_all, value_of
+from evo_grpo.evolve.explore.step import put, value_of
 from evo_grpo.evolve.protocols import Candidate, Changes, Trial
 from evo_grpo.evolve.ranges import distance_range, from_distance, parts
 from evo_grpo.evolve.start import sample_hparams
@@ -54,11 +54,10 @@ def _without_seed(args: Mapping[str, Any]) -> Mapping[str, Any]:
 class OptunaExploration(Group):
     """A sampler of Optuna proposes the hyperparameters of copies; survivors keep their values.
 
-    It proposes within the ranges. It learns from the hyperparameters and the fitness of the agents
-    of all rounds. Fitness is relative to the mean of its round, because it grows from round to
-    round in all agents. TPESampler (Bergstra et al. 2011) and GPSampler learn from such trials.
-    Samplers that learn only from their own proposals, such as CMA-ES, never leave their start-up
-    phase.
+    It proposes within the ranges, and learns from the hyperparameters and the fitness of the agents
+    of all rounds. Fitness is relative to the mean of its round, because it grows in all agents.
+    TPESampler (Bergstra et al. 2011) and GPSampler learn from such trials. Samplers that learn only
+    from their own proposals, such as CMA-ES, never leave their start-up phase.
     """
 
     copies_only: ClassVar[bool] = True
@@ -75,11 +74,7 @@ class OptunaExploration(Group):
     ) -> tuple[Hparams, Changes]:
         """Propose the hyperparameters of a copy; nothing is drawn for survivors.
 
-        A proposed clip pair with low >= high is dropped, and the copy keeps its parent's.
-
-        Raises:
-            ConfigError: The sampler refuses its arguments, or cannot propose in these ranges.
-            EngineUnavailable: The sampler needs a package that is not installed.
+        A clip pair with low >= high is dropped. Raises ConfigError for what the sampler refuses.
         """
         hparams = candidate.hparams
         space = dict(parts(hparams, hp_config.parameters))
@@ -90,7 +85,7 @@ class OptunaExploration(Group):
         low, high = (values.get(*end) for end in zip(CLIP_ENDS, hparams.clip_bounds, strict=True))
         if cast("float", low) >= cast("float", high):
             values = {name: value for name, value in values.items() if name not in CLIP_ENDS}
-        return put_all(hparams, values, space, hp_config.names())
+        return put(hparams, values, space)
 
     def check(self, first: Hparams, hp_config: HyperparameterConfig) -> None:
         """Let the sampler propose for an invented run, to find the errors of `explore` early."""

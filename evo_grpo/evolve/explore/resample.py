@@ -49,7 +49,7 @@ class Resample(Group):
             anew = rng.random() < self.probability
             value = draw_value(name, parameter, rng) if anew else None
             if value is not None and in_order(hparams, name, value):
-                hparams, change = put(hparams, name, parameter, value)
+                hparams, change = put(hparams, {name: value}, {name: parameter})
             elif isinstance(hparams.get(name), str | bool):
                 continue
             else:

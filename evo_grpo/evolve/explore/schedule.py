@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, final
 
 from pydantic import AfterValidator, BeforeValidator
 
-from evo_grpo.evolve.explore.step import put_all
+from evo_grpo.evolve.explore.step import put
 from evo_grpo.evolve.protocols import Candidate, Changes
 from evo_grpo.evolve.ranges import parts
 from evo_grpo.evolve.start import with_values
@@ -36,7 +36,7 @@ def _entries(value: object) -> object:
 
 def _in_order(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Check that rounds are whole numbers in ascending order, and that each has values."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     before = 1
     for index, entry in enumerate(entries):
         number = entry.get(ROUND)
@@ -45,18 +45,18 @@ def _in_order(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
             least = "the second round or a later one: round 1 has the values of `algorithm`"
             if index:
                 least = f"a round after {before}, that of the entry before"
-            found.append(Problem((index, ROUND), f"expected {least}, got {got}"))
+            problems.append(Problem((index, ROUND), f"expected {least}, got {got}"))
         else:
             before = number
         if not entry.keys() - {ROUND}:
             text = "expected a value beside the round, for instance lr: 1.0e-3, got none"
-            found.append(Problem((index,), text))
-        found += [
+            problems.append(Problem((index,), text))
+        problems += [
             Problem((index, name), "expected a value, got null; leave it out to keep the present")
             for name, value in entry.items()
             if value is None and name != ROUND
         ]
-    refuse(found)
+    refuse(problems)
     return entries
 
 
@@ -87,7 +87,7 @@ class ScheduleExploration(Group):
         del rng
         hparams = candidate.hparams
         space = dict(parts(hparams, hp_config.parameters))
-        return put_all(hparams, self.values_of(candidate.round), space, hp_config.names())
+        return put(hparams, self.values_of(candidate.round), space)
 
     def values_of(self, round: int) -> dict[str, Any]:
         """Return the values that agents take before a round (0-based); empty if none change."""

@@ -9,7 +9,7 @@ from evo_grpo.evolve.start import with_values
 from evo_grpo.schema.hparams import CLIP_ENDS, LEAST_LR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from evo_grpo.evolve.protocols import Changes
     from evo_grpo.schema.hparams import Hparams, Value
@@ -28,25 +28,12 @@ def value_of(hparams: Hparams, name: str, parameter: RLParameter) -> Value:
 
 
 def put(
-    hparams: Hparams, name: str, parameter: RLParameter, value: Value
-) -> tuple[Hparams, Changes]:
-    """Set a value; return the new hyperparameters and the changes."""
-    old = value_of(hparams, name, parameter)
-    if value == old:
-        return hparams, {}
-    return hparams.with_value(name, value), {name: (old, value)}
-
-
-def put_all(
-    hparams: Hparams,
-    values: Mapping[str, Value],
-    space: Mapping[str, RLParameter],
-    names: Iterable[str],
+    hparams: Hparams, values: Mapping[str, Value], space: Mapping[str, RLParameter]
 ) -> tuple[Hparams, Changes]:
     """Set the values that have a range in `space`; return the new hyperparameters and changes."""
     old = {name: value_of(hparams, name, space[name]) for name in values if name in space}
     changes = {n: (before, values[n]) for n, before in old.items() if values[n] != before}
-    return with_values(hparams, {n: new for n, (_, new) in changes.items()}, names), changes
+    return with_values(hparams, {n: new for n, (_, new) in changes.items()}, space), changes
 
 
 def lower_lr(
@@ -71,7 +58,7 @@ def step(
     if name in CLIP_ENDS:
         return _step_clip_end(hparams, name, parameter, draw)
     value = value_of(hparams, name, parameter)
-    return put(hparams, name, parameter, moved(name, parameter, value, draw))
+    return put(hparams, {name: moved(name, parameter, value, draw)}, {name: parameter})
 
 
 def between(
@@ -79,12 +66,9 @@ def between(
 ) -> Value:
     """Return a value between those that were tried next to the present one, below and above it.
 
-    It lies between the middles of the two gaps beside the present value, at `share` in (0, 1]. On a
-    side without a tried value, the gap reaches to the end of the range. Distances are logarithmic
-    if the range begins above 0, as in `evolve.ranges.value_at`. So values move far while few are
-    known.
-
-    `tried` are hyperparameters that agents have trained with.
+    It lies between the middles of the two gaps beside the present value, at `share` in (0, 1], so
+    that values move far while few are known. On a side without a tried value, the gap reaches to
+    the end of the range. Distances are those of `ranges.value_at`.
     """
 
     def place(one: Hparams) -> float:

@@ -49,12 +49,7 @@ class ParetoSelection(Group):
 
 @dataclass(frozen=True)
 class ParetoSelector:
-    """`ParetoSelection` at a level of significance; None compares means.
-
-    Attributes:
-        size: Agents of the front that are drawn for a copy.
-        level: Largest p-value at which an agent counts as better in an objective.
-    """
+    """`ParetoSelection` with tests at a level of significance; None compares means."""
 
     size: int
     level: float | None

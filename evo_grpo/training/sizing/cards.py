@@ -125,7 +125,7 @@ def cuda_devices() -> list[Gpu | None]:
     if tool is None:
         return []
     try:
-        said = subprocess.run(
+        answer = subprocess.run(
             [tool, "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
@@ -135,9 +135,9 @@ def cuda_devices() -> list[Gpu | None]:
         )
     except (OSError, subprocess.SubprocessError):  # nvidia-smi does not start, or hangs
         return []
-    if said.returncode != 0:  # no device, or no driver
+    if answer.returncode != 0:  # no device, or no driver
         return []
-    lines = [line.partition(",") for line in said.stdout.splitlines() if line.strip()]
+    lines = [line.partition(",") for line in answer.stdout.splitlines() if line.strip()]
     return _visible(
         [
             Gpu(name.strip(), int(size) << 20) if size.strip().isdigit() else None
@@ -172,12 +172,12 @@ def _visible(devices: list[Gpu | None]) -> list[Gpu | None]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return devices
-    found: list[Gpu | None] = []
+    visible: list[Gpu | None] = []
     for name in map(str.strip, chosen.split(",")):
         if name.startswith(("GPU-", "MIG-")):
-            found.append(None)
+            visible.append(None)
         elif name.isdigit() and int(name) < len(devices):
-            found.append(devices[int(name)])
+            visible.append(devices[int(name)])
         else:  # CUDA ignores all further entries
             break
-    return found
+    return visible

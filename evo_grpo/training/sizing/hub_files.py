@@ -26,11 +26,7 @@ def fetch_small_files(name: str) -> str | None:
     """Fetch a model's small files into the hub's cache; return why the hub did not answer, or None.
 
     Cached files are fetched again if the hub has others. Nothing is fetched for a model that is no
-    hub id, or if HF_HUB_OFFLINE is set.
-
-    Raises:
-        ModelError: The hub has no such model or gives no access to it, or it has no config.json.
-        EngineUnavailable: See `sources.resolve`.
+    hub id, or if HF_HUB_OFFLINE is set. A model that the hub refuses is a ModelError.
     """
     source = resolve(name)
     if source.local:
@@ -46,10 +42,6 @@ def check_available(name: str) -> None:
     """Refuse a hub model that cannot be downloaded, before a run is set up.
 
     A model whose weights are in the hub's cache needs no request.
-
-    Raises:
-        ModelError: The hub refuses the model (see `fetch_small_files`), or cannot be asked.
-        EngineUnavailable: See `sources.resolve`.
     """
     source = resolve(name)
     if source.local or any(config_file(source, file) for file in WEIGHTS):

@@ -107,22 +107,22 @@ def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
     The result is empty on a CPU without `engine.memory`, and for a model of unknown size.
     """
     rows, tokens = LIMITS
-    engine, on_cpu, found = config.engine, setup.device == "cpu", dict[str, int]()
+    engine, on_cpu, limits = config.engine, setup.device == "cpu", dict[str, int]()
     plan = None if on_cpu and engine.memory is None else setup.plan(config, **{rows: 1})
     if plan is None:
-        return found
+        return limits
     if engine.max_decode_rows is None:
         if engine.rollout_settings.shares_base:
             most = DECODE_ROWS if on_cpu else MOST_ROWS
             # The completions of one prompt are not split.
-            found[rows] = _largest(config, setup, found, rows, plan.decode_rows, most)
+            limits[rows] = _largest(config, setup, limits, rows, plan.decode_rows, most)
         else:
             small = not on_cpu and setup.capacity < SMALL_GPU
-            found[rows] = FEW_OF_ENGINE if small else DECODE_ROWS
+            limits[rows] = FEW_OF_ENGINE if small else DECODE_ROWS
     if engine.max_tokens_per_microbatch is None:
         most = max(plan.micro_batch_tokens if on_cpu else MOST_TOKENS, plan.row)
-        found[tokens] = _largest(config, setup, found, tokens, plan.row, most)
-    return found
+        limits[tokens] = _largest(config, setup, limits, tokens, plan.row, most)
+    return limits
 
 
 def _largest(
@@ -191,13 +191,13 @@ def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
 def propose(config: RunConfig, setup: Setup) -> Fit | None:
     """Return a run with the first of five changes that fits; None if none does."""
     for changes in _proposals(config, setup):
-        if (found := _tried(config, setup, changes)) is None:
+        if (fit := _tried(config, setup, changes)) is None:
             continue
         for name in reversed(changes):  # leave out what the last change has made unnecessary
             fewer = {key: value for key, value in changes.items() if key != name}
             if (less := _tried(config, setup, fewer)) is not None:
-                found, changes = less, fewer
-        return found
+                fit, changes = less, fewer
+        return fit
     return None
 
 
@@ -234,11 +234,11 @@ def _proposals(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
 
 def _tried(config: RunConfig, setup: Setup, changes: Mapping[str, object]) -> Fit | None:
     try:
-        found = changed(config, changes)
+        tried = changed(config, changes)
     except EvoGrpoError:  # the settings contradict the change
         return None
-    chosen = choose_limits(found, setup)
-    plan = setup.plan(found, **chosen)
+    chosen = choose_limits(tried, setup)
+    plan = setup.plan(tried, **chosen)
     if plan is None or not plan.fits(setup.capacity * ROOM):
         return None
     new = {name: value for name, value in changes.items() if attrgetter(name)(config) != value}
@@ -287,7 +287,7 @@ def setup_here(
     plans for this machine.
     """
     seen = [] if gpu is not None else cuda_devices()
-    known = [one for one in seen if one is not None]
+    devices = [gpu_seen for gpu_seen in seen if gpu_seen is not None]
     processes = config.most_processes if config.engine.base == "sharded" else 1
     for dtype, device in dtypes(config, gpu).items():
         card = gpu
@@ -295,8 +295,9 @@ def setup_here(
             place, capacity = gpu
         elif device == "cuda":
             # torch may number devices in another order than nvidia-smi.
-            card = min(known, key=lambda one: one.bytes, default=None)
-            place = f"the {'smallest ' * (len({one.bytes for one in known}) > 1)}CUDA device"
+            card = min(devices, key=lambda gpu_seen: gpu_seen.bytes, default=None)
+            unlike = len({device.bytes for device in devices}) > 1
+            place = "the smallest CUDA device" if unlike else "the CUDA device"
             capacity = None if card is None else card.bytes
             if card is not None and card.older and config.engine.dtype == "auto":
                 dtype = "float16"
@@ -331,13 +332,13 @@ def format_bytes(size: int) -> str:
 def machine_memory() -> int | None:
     """Return the bytes of memory of this machine or container, per process; None if unknown."""
     try:
-        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not available on every system
         return None
     for name in _CGROUPS:
         try:
-            found = min(found, int(Path(name).read_text()))
+            size = min(size, int(Path(name).read_text()))
         except (OSError, ValueError):  # "max", or no such file
             continue
     # The processes of a launcher on one machine share its memory.
-    return found // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    return size // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))

@@ -118,13 +118,9 @@ def adapted_layers(size: ModelSize, lora: LoraSettings) -> dict[str, tuple[int, 
 def check_adapters_fit(
     model: ModelConfig, largest: LoraSettings, space: HyperparameterConfig, size: ModelSize
 ) -> None:
-    """Check adapters that may be searched against the layers of the model, if these are known.
+    """Refuse sets of layers that the model lacks, and ranks above the width of a layer.
 
-    `largest` is the largest adapter that an agent may have.
-
-    Raises:
-        ConfigError: A set of layers names one that the model lacks, or a rank is above the width of
-            a layer.
+    `largest` is the largest adapter that an agent may have. Unknown layers are not checked.
     """
     lora = model.lora
     for name, targets in lora.target_sets.items() if size.linears else ():

@@ -281,12 +281,7 @@ def has_chat_template(name: str) -> bool | None:
 
 
 def chat_template_of(name: str) -> str | dict[str, str] | None:
-    """Return a model's chat template, or several by name; "" if it has none, None if unknown.
-
-    Raises:
-        ModelError: The model does not exist, or its files are damaged.
-        EngineUnavailable: See `sources.resolve`.
-    """
+    """Return a model's chat template, or several by name; "" if it has none, None if unknown."""
     source = resolve(name)
     if source.gguf_file is not None:
         file = Path(source.path) / source.gguf_file

@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 from explorer_contract import INSIDE, RANGES
 
-from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
 from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
-from evo_grpo.settings import from_dict
 
 
 def explore(explorer, hparams, config, **candidate):
@@ -37,22 +35,8 @@ def test_a_copy_at_the_least_lr_stays_there():
     assert explore(LowerLROnCopy(), INSIDE, config, copied=True) == (INSIDE, {})
 
 
-@pytest.mark.parametrize("elite", [True, False])
-def test_survivors_keep_everything(elite):
-    config = HyperparameterConfig(**RANGES)
-    assert explore(LowerLROnCopy(), INSIDE, config, elite=elite) == (INSIDE, {})
-
-
 def test_a_long_line_of_copies_never_reaches_zero():
     hparams = INSIDE
     for _ in range(2000):
         hparams, _ = explore(LowerLROnCopy(), hparams, HyperparameterConfig(), copied=True)
     assert hparams.lr > 0
-
-
-def test_yaml_names_it():
-    exploration = {"kind": "on_copy", "factor": 0.8}
-    config = from_dict({"model": "m", "env": "e", "evolve": {"exploration": exploration}})
-    assert config.evolve.exploration == LowerLROnCopy(factor=0.8)
-    with pytest.raises(ConfigError, match=r"^factor: expected a number in \(0, 1\), got 1"):
-        LowerLROnCopy(factor=1.0)

@@ -107,11 +107,7 @@ def test_every_sampler_of_the_installed_optuna_is_known():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            {"sampler": "TPESampeler"},
-            r"^sampler: .* TPESampler \(did you mean 'TPESampler'\?\), got",
-        ),
-        ({"sampler": "BaseSampler"}, r"^sampler: expected a sampler of optuna.samplers: Brute"),
+        ({"sampler": "TPESampeler"}, r"^sampler: expected 'Brute.*; did you mean 'TPESampler'"),
         ({"args": {"seed": 1}}, r"^args: expected no seed, because it follows from"),
     ],
 )

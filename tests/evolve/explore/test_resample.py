@@ -1,7 +1,5 @@
 """Resampling: every value of a copy is drawn anew or moved by a factor."""
 
-import math
-
 import numpy as np
 import pytest
 from explorer_contract import INSIDE, PROPERTY, RANGES
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 from evo_grpo.evolve.explore.resample import Resample
 from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
-from evo_grpo.settings import from_dict
 
 WIDE = HyperparameterConfig(**RANGES)
 seeds = st.integers(0, 2**32)
@@ -70,12 +67,6 @@ def test_overlapping_ranges_of_a_clip_pair_keep_its_order(seed, probability):
         hparams, _ = explore(Resample(probability=probability), hparams, config, seed + step)
         low, high = hparams.clip_bounds
         assert 0.5 <= low < high <= 1.4
-
-
-def test_yaml_names_it():
-    config = from_dict({"model": "m", "env": "e", "evolve": {"exploration": "resample"}})
-    assert config.evolve.exploration == Resample()
-    assert math.isclose(Resample().probability, 0.25)
 
 
 def test_a_choice_is_drawn_anew_or_moves_to_the_next_one():

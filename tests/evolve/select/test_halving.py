@@ -7,7 +7,6 @@ from selector_contract import PROPERTY, history, rounds
 
 from evo_grpo.evolve.protocols import Offspring, rank
 from evo_grpo.evolve.select.halving import HalvingSelection, NoSelection
-from evo_grpo.settings import from_dict
 
 
 @PROPERTY
@@ -32,22 +31,10 @@ def test_failed_agents_leave_first_then_the_worst_then_the_higher_position(place
     histories = [history(0.5), [], history(0.9), history(0.5, 0.7), history(float("nan"))]
     plan = HalvingSelection().plan(histories, places, np.random.default_rng(0))
     assert plan == tuple(Offspring(p, p, elite=p == 2) for p in stay)
+    plan = NoSelection().plan(histories, places, np.random.default_rng(0))
+    assert plan == tuple(Offspring(p, p) for p in stay)
 
 
 def test_equal_agents_leave_from_the_highest_position():
     plan = HalvingSelection().plan([history(0.5)] * 4, 2, np.random.default_rng(0))
     assert plan == (Offspring(0, 0, elite=True), Offspring(1, 1))
-
-
-def test_it_keeps_whom_no_selection_keeps():
-    histories = [history(mean) for mean in (0.1, 0.9, 0.3, 0.2)]
-    ours, other = (
-        [o.position for o in strategy.plan(histories, 2, np.random.default_rng(0))]
-        for strategy in (HalvingSelection(), NoSelection())
-    )
-    assert ours == other == [1, 2]
-
-
-def test_yaml_names_it():
-    config = from_dict({"model": "m", "env": "e", "evolve": {"selection": "halving"}})
-    assert config.evolve.selection == HalvingSelection()

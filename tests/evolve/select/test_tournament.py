@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from selector_contract import PROPERTY, history, rounds
 
-from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.protocols import Offspring, rank
 from evo_grpo.evolve.select.tournament import TournamentSelection, _winners
 
@@ -31,15 +30,6 @@ def test_survivors_are_the_winners_of_the_tournaments(selection, case):
     assert len(copies) == places - len(set(winners)), "no more copies than needed"
     losers = [p for p in range(len(histories)) if p not in winners]
     assert [copy.position for copy in copies] == losers[: len(copies)]
-
-
-@PROPERTY
-@given(TOURNAMENTS, rounds())
-def test_the_elite_is_the_best_and_there_only_with_elitism(selection, case):
-    histories, places, seed = case
-    plan = selection.plan(histories, places, np.random.default_rng(seed))
-    elites = [offspring.position for offspring in plan if offspring.elite]
-    assert elites == ([rank(histories)[0]] if selection.elitism else [])
 
 
 def test_a_full_tournament_leaves_only_the_best():
@@ -72,11 +62,6 @@ def test_pressure_grows_with_the_size_of_the_tournament():
     assert kept[0] < 9 < 13 < kept[-1]
 
 
-def test_equal_fitness_goes_to_the_lower_position():
-    plan = TournamentSelection(size=3).plan([history(0.5)] * 3, 3, np.random.default_rng(0))
-    assert [offspring.parent for offspring in plan] == [0, 0, 0]
-
-
 def test_a_tournament_is_no_larger_than_the_agents_that_have_not_failed():
     plan = TournamentSelection(size=9).plan([history(0.5), []], 2, np.random.default_rng(0))
     assert [offspring.parent for offspring in plan] == [0, 0]
@@ -102,25 +87,3 @@ def test_the_draws_of_a_seed_do_not_change():
     histories = [history(mean) for mean in (0.3, 0.7, 0.1, 0.9, 0.5, 0.2)]
     plan = TournamentSelection(size=2).plan(histories, 6, np.random.default_rng(4))
     assert [offspring.parent for offspring in plan] == [0, 1, 3, 3, 4, 0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"size": 0}, r"^size: expected .* >= 1, got 0"),
-        ({"size": 2.5}, r"^size: expected an integer"),
-        ({"elitism": 1}, r"^elitism: expected true or false, got 1"),
-        ({"tournament_size": 2}, r"^tournament_size: unknown key"),
-    ],
-)
-def test_values_out_of_range_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        TournamentSelection(**settings)
-
-
-def test_it_is_frozen_and_equal_by_its_settings():
-    selection = TournamentSelection(size=3)
-    with pytest.raises(ValueError, match="frozen"):
-        selection.size = 4
-    assert selection == TournamentSelection(size=3, elitism=True)
-    assert repr(selection) == "TournamentSelection(kind='tournament', size=3, elitism=True)"

@@ -1,14 +1,12 @@
 """Truncation: the worst share copies agents of the best share, and the others stay."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from selector_contract import PROPERTY, history, rounds
 
 from evo_grpo.evolve.protocols import rank
 from evo_grpo.evolve.select.truncation import TruncationSelection
-from evo_grpo.settings import from_dict
 
 TRUNCATIONS = st.builds(TruncationSelection, share=st.floats(0.01, 0.5))
 
@@ -46,9 +44,3 @@ def test_the_copied_are_drawn_at_random_from_all_of_the_best():
         if offspring.parent != offspring.position
     }
     assert drawn == {4, 5, 6, 7}
-
-
-@pytest.mark.parametrize("given", ["truncation", {"kind": "truncation", "share": 0.5}])
-def test_yaml_names_it(given):
-    config = from_dict({"model": "m", "env": "e", "evolve": {"selection": given}})
-    assert isinstance(config.evolve.selection, TruncationSelection)

@@ -1,8 +1,10 @@
-"""Lengths of prompts that `check` reads by a tokenizer.json, beside those of transformers."""
+"""Chat templates and lengths of prompts that `check` reads, beside those of transformers."""
 
 import json
+import shutil
 from pathlib import Path
 
+import gguf
 import pytest
 from transformers import AutoTokenizer
 
@@ -15,7 +17,7 @@ from evo_grpo.errors import ConfigError, ModelError, PromptTooLongError
 from evo_grpo.settings import EnvConfig, from_dict
 from evo_grpo.sources import embedded_models
 from evo_grpo.training.sizing import prompt_lengths
-from evo_grpo.training.sizing.prompt_lengths import FileTokenizer, read_prompts
+from evo_grpo.training.sizing.prompt_lengths import FileTokenizer, has_chat_template, read_prompts
 
 QUESTION = [{"role": "user", "content": "{question}"}]
 BEGUN = [*QUESTION, {"role": "assistant", "content": "It is "}]
@@ -140,12 +142,13 @@ def test_the_first_prompt_is_shown_as_the_model_gets_it(model):
         ("{{ 'a' * 10**9 }}", "roles user: it needs more than 104,857,600 bytes of memory"),
         (
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "roles user: it takes more than 5 s",
+            "roles user: it takes more than 0.5 s",
         ),
         ("{{ 'a' * 2 * 10**6 }}", "it adds 1,9.*; expected at most 1,000,000"),
     ],
 )
-def test_a_template_without_an_end_is_refused(template, told, model):
+def test_a_template_without_an_end_is_refused(template, told, model, monkeypatch):
+    monkeypatch.setattr(prompt_lengths, "MOST_SECONDS", 0.5)
     kind = {"kind": "dataset", "train": [{"question": f"{n}"} for n in range(20)]}
     task = build_task(EnvConfig(**kind, reward=lambda completion: 1.0), 0)
     made = model("{{ messages }}")
@@ -161,3 +164,107 @@ def test_a_damaged_tokenizer_is_named(model, tmp_path):
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer.json cannot be read: .*; fetch it anew"):
         read_prompts(task, str(tmp_path / "model"), None, None)
+
+
+# --- chat templates
+
+TEMPLATE = "{{ messages[0]['content'] }}"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model whose tokenizer has no chat template."""
+    made = tmp_path / "model"
+    shutil.copytree(embedded_models()["tiny-sums"], made)
+    configure(made, chat_template=None)
+    return made
+
+
+def configure(folder, **settings):
+    file = folder / "tokenizer_config.json"
+    content = json.loads(file.read_text()) | settings
+    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def agreed(folder):
+    """What transformers has loaded, which must be what was foretold."""
+    found = has_chat_template(str(folder))
+    assert found == bool(AutoTokenizer.from_pretrained(folder).chat_template)
+    return found
+
+
+def test_beside_no_limit_of_tokens_which_transformers_writes_as_a_long_integer(folder):
+    configure(folder, chat_template=TEMPLATE, model_max_length=int(1e30))
+    assert agreed(folder)
+
+
+@pytest.mark.parametrize("name", embedded_models())
+def test_the_embedded_models_have_one(name):
+    assert has_chat_template(name)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(TEMPLATE, True), ([{"name": "default", "template": TEMPLATE}], True), ("", False)],
+)
+def test_in_the_configuration(folder, template, expected):
+    assert not agreed(folder)
+    configure(folder, chat_template=template)
+    assert agreed(folder) is expected
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tools.jinja"])
+def test_in_a_file_of_its_own(folder, name):
+    file = folder / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(TEMPLATE)
+    assert agreed(folder) is True
+
+
+def test_without_a_configuration_nothing_is_said(folder):
+    (folder / "tokenizer_config.json").unlink()
+    assert has_chat_template(str(folder)) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "cannot be read as JSON"), ("[]", "expected an object in")]
+)
+def test_a_damaged_configuration(folder, content, message):
+    (folder / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ModelError, match=message):
+        has_chat_template(str(folder))
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+def test_in_a_gguf_file(tmp_path, template):
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(str(file), "llama")
+    if template is not None:
+        writer.add_chat_template(template)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert has_chat_template(str(file)) is (template is not None)
+
+
+@pytest.mark.parametrize(
+    ("files", "missing", "expected"),
+    [
+        ({}, (), None),  # nothing was downloaded
+        ({"tokenizer_config.json": json.dumps({"chat_template": TEMPLATE})}, (), True),
+        ({"tokenizer_config.json": "{}"}, (), None),  # the other file was not asked for so far
+        ({"tokenizer_config.json": "{}", "chat_template.jinja": TEMPLATE}, (), True),
+        ({"tokenizer_config.json": "{}"}, ("chat_template.jinja",), False),
+    ],
+)
+def test_of_a_hub_model_what_the_cache_holds_is_known(
+    files, missing, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    root = tmp_path / "hub" / "models--owner--model"
+    for file, text in (("refs/main", "abc"), *((f"snapshots/abc/{n}", t) for n, t in files.items()),
+                       *((f".no_exist/abc/{n}", "") for n in missing)):  # fmt: skip
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(text)
+    assert has_chat_template("owner/model") is expected

@@ -1,16 +1,17 @@
-"""A selection of the user's own: whatever it returns, nothing is overwritten without a plan."""
+"""User-defined strategies: whatever they return, agents train with what is planned and recorded."""
 
 import numpy as np
 import pytest
+from explorer_contract import INSIDE, ExplorerContract
 from hypothesis import strategies as st
 from selector_contract import SelectorContract, history
 
 from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
-from evo_grpo.evolve.checked import CheckedSelector
-from evo_grpo.evolve.kinds import OwnStrategy
-from evo_grpo.evolve.protocols import Offspring
+from evo_grpo.evolve.checked import CheckedExplorer, CheckedSelector
+from evo_grpo.evolve.explore.mutate import Mutations
+from evo_grpo.evolve.protocols import Candidate, Offspring
 from evo_grpo.evolve.select.tournament import TournamentSelection
-from evo_grpo.settings import from_dict
+from evo_grpo.schema.search_space import HyperparameterConfig
 
 HISTORIES = [history(0.1), history(0.9), history(0.5)]
 
@@ -24,14 +25,26 @@ class Mine:
             raise self.answer
         return self.answer
 
+    def explore(self, candidate, hp_config, rng):
+        return self.plan((), 0, rng)
+
 
 def plan(answer, places=3):
     return CheckedSelector(Mine(answer)).plan(HISTORIES, places, np.random.default_rng(0))
 
 
-class TestContract(SelectorContract):
+def explore(answer):
+    rng = np.random.default_rng(0)
+    return CheckedExplorer(Mine(answer)).explore(Candidate(INSIDE), HyperparameterConfig(), rng)
+
+
+class TestSelector(SelectorContract):
     example = CheckedSelector(TournamentSelection())
     selectors = st.just(example)
+
+
+class TestExplorer(ExplorerContract):
+    explorers = st.just(CheckedExplorer(Mutations(copies_only=True)))
 
 
 @pytest.mark.parametrize(
@@ -78,32 +91,56 @@ def test_more_offspring_than_places_are_refused():
         plan([Offspring(p, p) for p in range(3)], places=2)
 
 
-def test_an_error_of_the_class_is_one_sentence_with_its_name():
-    with pytest.raises(
-        ConfigError,
-        match=r"^evolve.selection: Mine.plan raised ZeroDivisionError: by 0; it is called with",
-    ) as info:
-        plan(ZeroDivisionError("by 0"))
-    assert isinstance(info.value.__cause__, ZeroDivisionError)
-
-
 def test_a_population_that_failed_is_still_a_failed_run():
     with pytest.raises(RunFailedError, match=r"^nobody is left$"):
         plan(RunFailedError("nobody is left"))
 
 
-@pytest.mark.parametrize("given", ["my_module:Mine", "package.module:Outer.Mine"])
-def test_settings_name_it_without_importing_it(given):
-    data = {"model": "m", "env": "e", "evolve": {"selection": given}}
-    config = from_dict(data)
-    assert config.evolve.selection == OwnStrategy(kind=given)
-    data["evolve"]["selection"] = {"kind": given, "args": {"share": 0.5}}
-    assert from_dict(data).evolve.selection == OwnStrategy(kind=given, args={"share": 0.5})
+@pytest.mark.parametrize(
+    ("changes", "new"),
+    [
+        ({}, INSIDE),
+        ({"lr": (1e-4, 2e-4)}, INSIDE.replace(lr=2e-4)),
+        ({"lr": [1e-4, np.float64(2e-4)]}, INSIDE.replace(lr=2e-4)),
+        ({"clip_low": (0.8, 1.3), "clip_high": (1.2, 1.4)}, INSIDE.replace(clip_coef=(1.3, 1.4))),
+        ({"batch_size": (64, 8)}, INSIDE.replace(batch_size=8)),
+    ],
+)
+def test_what_changed_comes_through_in_plain_values(changes, new):
+    hparams, found = explore((new, changes))
+    assert hparams == new
+    assert found == {name: tuple(change) for name, change in changes.items()}
+    assert {type(end) for change in found.values() for end in change} <= {int, float}
 
 
 @pytest.mark.parametrize(
-    "given", ["my_module:", ":Mine", "./mine.py:Mine", "my module:Mine", "a:b:c"]
+    ("answer", "message"),
+    [
+        (None, r"expected \(hparams, changes\), an Hparams and a mapping.* got None"),
+        (INSIDE, r"expected \(hparams, changes\).* got Hparams\("),
+        ((INSIDE, None), r"expected \(hparams, changes\)"),
+        (({"lr": 1e-4}, {}), r"expected \(hparams, changes\)"),
+        ((INSIDE, {"lr": 2e-4}), r"expected changes such as \{'lr': \(old, new\)\}, got \{'lr': 0"),
+        ((INSIDE, {"size": (1, 2)}), r"expected changes such as .* got \{'size': \(1, 2\)\}"),
+        ((INSIDE, {"lr": (1e-4, "x")}), r"expected changes such as"),
+        ((INSIDE.replace(lr=1e-3, beta=0.1), {}), r"got \{\} beside another lr, beta; name each"),
+        ((INSIDE, {"lr": (1e-4, 1e-3)}), r"got \{'lr': \(0.0001, 0.001\)\} beside another lr"),
+    ],
 )
-def test_what_cannot_be_a_class_is_refused(given):
-    with pytest.raises(ConfigError, match=r"selection.kind: expected a module and a class in it"):
-        from_dict({"model": "m", "env": "e", "evolve": {"selection": given}})
+def test_changes_that_do_not_lead_to_the_values_are_refused(answer, message):
+    with pytest.raises(ShapeError, match=message) as info:
+        explore(answer)
+    assert str(info.value).startswith("Mine.explore: ")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (plan, r"^evolve.selection: Mine.plan raised ZeroDivisionError: by 0; it is called with"),
+        (explore, r"^evolve.exploration: Mine.explore raised ZeroDivisionError: by 0; it is call"),
+    ],
+)
+def test_an_error_of_the_class_is_one_sentence_with_its_name(call, message):
+    with pytest.raises(ConfigError, match=message) as info:
+        call(ZeroDivisionError("by 0"))
+    assert isinstance(info.value.__cause__, ZeroDivisionError)
