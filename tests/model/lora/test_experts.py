@@ -8,8 +8,6 @@ from transformers import (
     GptOssConfig,
     Lfm2Config,
     LlamaConfig,
-    Mamba2Config,
-    ZambaConfig,
 )
 
 from evo_grpo.model.base import SharedBase
@@ -34,33 +32,16 @@ def dbrx():
     return tiny.of(config)
 
 
-def zamba():
-    """A matrix for each head of a recurrence, and no expert."""
-    sizes = {"attention_head_dim": 16, "mamba_d_state": 8, "mamba_dt_rank": 4}
-    config = ZambaConfig(
-        **WIDTHS | sizes, use_mamba_kernels=False, layers_block_type=["hybrid"] * 2
-    )
-    return tiny.of(config)
-
-
 def lfm2():
     """A convolution, whose weight has three dimensions."""
     return tiny.of(Lfm2Config(**WIDTHS, layer_types=["conv", "full_attention"]))
-
-
-def mamba2():
-    config = Mamba2Config(
-        vocab_size=tiny.VOCABULARY, hidden_size=32, num_heads=4, head_dim=16, state_size=8,
-        n_groups=1, num_hidden_layers=2, chunk_size=4, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return tiny.of(config)
 
 
 def base_of(model):
     return SharedBase(model, None, "tiny")
 
 
-NONE = {"zamba": zamba, "lfm2": lfm2, "mamba2": mamba2, "llama": tiny.llama}
+NONE = {"lfm2": lfm2, "llama": tiny.llama}
 
 
 @pytest.mark.parametrize(
