@@ -96,17 +96,11 @@ class SharedBase:
         self.entry: Callable[..., Tensor] = self._trunk_states
         #: A context in which the weights are whole; None if one process cannot gather them.
         self.gathered: Callable[[], AbstractContextManager[None]] | None = nullcontext
-        self._settle(model)
-
-    def _settle(self, model: Any) -> None:  # noqa: ANN401 -- as for the constructor
-        """Freeze the model, find its parts, and check what it computes."""
         model.requires_grad_(False)
         model.eval()
-        config = (
-            model.config.get_text_config()
-            if hasattr(model.config, "get_text_config")
-            else model.config
-        )
+        config = model.config
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config()
         self.head: nn.Linear = _head(model, self.name)
         self.trunk: nn.Module = _trunk(model)
         self.logit_scale = float(
@@ -118,8 +112,11 @@ class SharedBase:
         self.vocabulary = int(self.head.weight.shape[0])
         self._features = _linear_features(self.trunk)
         self._check_ids()
+        columns = columns_of_probe(model, self.context_length)
+        ids = probe_ids(self.vocabulary, columns=columns, avoid=(self.pad_id, *self.eos_ids))
+        parts = self.name, model, self.trunk, self.hidden, self.logits
         #: Layout of the inputs of each linear layer, by name; see `watch_linear_inputs`.
-        self.linear_inputs = self._check_forward()
+        self.linear_inputs = check_forward(*parts, ids.to(self.device))
 
     @property
     def context_length(self) -> int:
@@ -189,25 +186,20 @@ class SharedBase:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """All ids that end a completion, that of the tokenizer first."""
-        found: list[int] = []
+        ids: list[int] = []
         generation = getattr(self.model, "generation_config", None)
-        for value in (
-            getattr(self.tokenizer, "eos_token_id", None),
-            getattr(generation, "eos_token_id", None),
-            getattr(self.model.config, "eos_token_id", None),
-        ):
-            found += [value] if isinstance(value, int) else list(value or [])
-        return tuple(dict.fromkeys(found))
+        for holder in (self.tokenizer, generation, self.model.config):
+            value = getattr(holder, "eos_token_id", None)
+            ids += [value] if isinstance(value, int) else list(value or [])
+        return tuple(dict.fromkeys(ids))
 
     @property
     def pad_id(self) -> int:
         """Padding id. Any valid id is possible, since masks are made from lengths."""
-        own = getattr(self.tokenizer, "pad_token_id", None)
+        tokenizers = getattr(self.tokenizer, "pad_token_id", None)
         chosen = None if self.padding is None else self.padding[0]
-        for value in (chosen, own, *self.eos_ids):
-            if isinstance(value, int):
-                return value
-        return 0
+        ids = (value for value in (chosen, tokenizers, *self.eos_ids) if isinstance(value, int))
+        return next(ids, 0)
 
     def set_padding(self, pad_id: int, pad_token: str | None = None) -> None:
         """Set the padding id, and the padding token of a tokenizer without one."""
@@ -269,9 +261,8 @@ class SharedBase:
         """
         if self.quantization is not None:
             raise ModelError(
-                f"model {self.name!r}: it was quantised to {self.quantization} when it was loaded "
-                "and is not written; save adapters alone (lora_only=True), which fit the original "
-                "model"
+                f"model {self.name!r}: quantised to {self.quantization}, it is not written; save "
+                "adapters alone (lora_only=True), which fit the original model"
             )
         folder.mkdir(parents=True, exist_ok=True)
         own = self.weights() if weights is None else weights
@@ -348,18 +339,12 @@ class SharedBase:
             kernels=self.head_kernels,
         )  # fmt: skip
 
-    def _check_forward(self) -> dict[str, str]:
-        columns = columns_of_probe(self.model, self.context_length)
-        ids = probe_ids(self.vocabulary, columns=columns, avoid=(self.pad_id, *self.eos_ids))
-        parts = self.name, self.model, self.trunk, self.hidden, self.logits
-        return check_forward(*parts, ids.to(self.device))
-
     def _check_ids(self) -> None:
         """Raise ModelError if an end or padding id is outside of the vocabulary."""
         pad = getattr(self.tokenizer, "pad_token_id", None)
-        found = [("end token", i) for i in self.eos_ids]
-        found += [("padding token", pad)] if isinstance(pad, int) else []
-        for what, number in found:
+        ids = [("end token", number) for number in self.eos_ids]
+        ids += [("padding token", pad)] if isinstance(pad, int) else []
+        for what, number in ids:
             if not 0 <= number < self.vocabulary:
                 raise ModelError(
                     f"model {self.name!r}: its {what} has id {number}, expected one in "
@@ -371,12 +356,8 @@ class SharedBase:
 
 def _head(model: Any, name: str) -> nn.Linear:  # noqa: ANN401 -- as for SharedBase
     head = model.get_output_embeddings()
-    if head is None:
-        raise ModelError(
-            f"model {name!r}: expected a causal language model with a head, got {type(model)}"
-        )
     if not isinstance(getattr(head, "weight", None), Tensor):
-        # A list of heads, one per codebook of an audio model.
+        # None, or a list of heads, one per codebook of an audio model.
         raise ModelError(
             f"model {name!r} ({type(model).__name__}): expected a head with one matrix over its "
             f"vocabulary, got {type(head).__name__}; use a language model of text"
@@ -406,10 +387,8 @@ def _linear_features(trunk: nn.Module) -> int:
         weight = getattr(module, "weight", None)
         if is_quantized(module):
             total += int(module.in_features) + int(module.out_features)  # pyright: ignore[reportArgumentType] -- of nn.Linear
-        elif (
-            isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
-        ):
-            total += sum(weight.shape)
+        elif not isinstance(module, nn.Embedding) and isinstance(weight, Tensor):
+            total += sum(weight.shape) if weight.ndim == 2 else 0
     return total
 
 

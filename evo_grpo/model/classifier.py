@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, final
 
@@ -74,16 +74,12 @@ class Classifier:
         # Imported here: it comes with transformers.
         from jinja2 import TemplateError
 
-        if not self.tokenizer.chat_template:
-            raise ConfigError(
-                "env.reward: kind model: its tokenizer has no chat template for a conversation; "
-                "give text instead"
-            )
         try:
             return self.tokenizer.apply_chat_template(list(messages), tokenize=False)
-        except (TemplateError, ValueError) as error:
+        except (TemplateError, ValueError) as error:  # ValueError: it has none
             raise ConfigError(
-                f"env.reward: kind model: its chat template refuses the conversation: {error}"
+                "env.reward: kind model: expected a chat template that takes the conversation, "
+                f"got {error}; give text instead"
             ) from error
 
     def encode(
@@ -119,6 +115,8 @@ class Classifier:
         Probabilities are the softmax over the labels, or the sigmoid of a single output. A forward
         pass has `batch_size` >= 1 texts of similar length.
         """
+        if self.model.config.get_text_config().pad_token_id is None:
+            batch_size = 1  # transformers cannot pad
         order = sorted(
             range(len(encoded.rows)), key=lambda row: len(encoded.rows[row]["input_ids"])
         )
@@ -136,49 +134,30 @@ class Classifier:
     def _logits(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> Tensor:
         """Return (B, labels) outputs of texts, padded on the right.
 
-        Decoders read the last token that is not padding; without a padding id, an unused id serves.
+        Decoders read the last token that is not padding.
         """
-        config = self.model.config.get_text_config()
-        padding = config.pad_token_id
-        if padding is None and len(rows) > 1:
-            padding = _unused(rows, config.vocab_size)
-            if padding is None:
-                return torch.cat([self._logits([row]) for row in rows])
-            config.pad_token_id = padding
-            try:
-                return self._logits(rows)
-            finally:
-                config.pad_token_id = None
+        padding = self.model.config.get_text_config().pad_token_id
         width = max(1, *(len(row["input_ids"]) for row in rows))
-        given = {
+        inputs = {
             name: self._padded([row[name] for row in rows], width, filler)
             for name, filler in (("input_ids", padding or 0), ("token_type_ids", 0))
             if name in rows[0]
         }
         ones = [[1] * len(row["input_ids"]) for row in rows]
-        return self.model(**given, attention_mask=self._padded(ones, width, 0)).logits
+        return self.model(**inputs, attention_mask=self._padded(ones, width, 0)).logits
 
     def _padded(self, values: Sequence[Sequence[int]], width: int, filler: int) -> Tensor:
         full = [[*row, *[filler] * (width - len(row))] for row in values]
         return torch.tensor(full, dtype=torch.int64, device=self.model.device)
 
 
-def _unused(rows: Sequence[Mapping[str, Sequence[int]]], vocabulary: int) -> int | None:
-    used = {id for row in rows for id in row["input_ids"]}
-    free: Iterator[int] = (id for id in range(vocabulary) if id not in used)
-    return next(free, None)
-
-
 def _output_of(config: Any, label: str | None) -> int:  # noqa: ANN401 -- a config of transformers
     labels = {int(number): str(name) for number, name in config.id2label.items()}
-    if label is None and len(labels) == 1:
-        return 0
-    found = [number for number, name in labels.items() if name == label]
-    if not found:
-        shown = ", ".join(labels.values())
-        got = "none" if label is None else repr(label)
+    only = label is None and len(labels) == 1
+    chosen = next((number for number, name in labels.items() if only or name == label), None)
+    if chosen is None:
         raise ModelError(
-            f"label: expected one of the {len(labels)} labels {shown}, got {got}; choose the one "
-            "whose score is the reward"
+            f"label: expected one of the {len(labels)} labels {', '.join(labels.values())}, got "
+            f"{'none' if label is None else repr(label)}; choose the one whose score is the reward"
         )
-    return found[0]
+    return chosen

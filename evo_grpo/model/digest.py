@@ -31,8 +31,7 @@ def base_digest(base: SharedBase) -> str:
             numbers = numbers[:: max(1, len(numbers) // _SAMPLES)][:_SAMPLES]
             samples.append(numbers.to(torch.bfloat16))
         digest.update(torch.cat(samples).cpu().view(torch.int16).numpy().tobytes())
-        kind = "float16" if base.dtype is torch.float16 else "bfloat16"
-        kind = base.quantization or kind  # quantised weights have their own kind
+        kind = base.quantization or ("float16" if base.dtype is torch.float16 else "bfloat16")
         base.derived[_KEY] = f"{kind}:{digest.hexdigest()}"
     return base.derived[_KEY]
 

@@ -35,31 +35,28 @@ class Ends:
 
     def __init__(self, base: SharedBase, algorithm: AlgorithmConfig) -> None:
         self._tokenizer: Any = base.tokenizer
-        self._own = tuple(one for one in algorithm.stop if isinstance(one, int))
-        self.ids = frozenset((*base.eos_ids, *self._own))
-        self.strings = tuple(one for one in algorithm.stop if isinstance(one, str))
+        self._stop_ids = tuple(stop for stop in algorithm.stop if isinstance(stop, int))
+        self.ids = frozenset((*base.eos_ids, *self._stop_ids))
+        self.strings = tuple(stop for stop in algorithm.stop if isinstance(stop, str))
         self._least = algorithm.min_output_tokens
-        for number, one in enumerate(algorithm.stop):
-            if problem := self._problem(one, base.vocabulary):
+        for number, stop in enumerate(algorithm.stop):
+            if problem := self._problem(stop, base.vocabulary):
                 raise ConfigError(f"algorithm.stop[{number}]: {problem}")
 
     def _problem(self, stop: str | int, vocabulary: int) -> str:
         if isinstance(stop, int):
-            return (
-                f"expected a token below {vocabulary}, the number of the model's tokens, got {stop}"
-                if stop >= vocabulary
-                else ""
-            )
+            known = stop < vocabulary
+            return "" if known else f"expected a token below {vocabulary}, got {stop}"
         if self._tokenizer is None:
             return f"expected a base with a tokenizer for the string {shown(stop)}, got one without"
         special = next((t for t in self._special if t in stop), None)
-        if special is not None:
-            id = self._tokenizer.convert_tokens_to_ids(special)
-            return (
-                f"expected a string of the text, got {shown(stop)}: {special} is a special token, "
-                f"which the text of a completion does not show; give its id {id} instead"
-            )
-        return ""
+        if special is None:
+            return ""
+        id = self._tokenizer.convert_tokens_to_ids(special)
+        return (
+            f"expected a string of the text, got {shown(stop)}: {special} is a special token, "
+            f"which the text does not show; give its id {id} instead"
+        )
 
     @cached_property
     def _special(self) -> frozenset[str]:
@@ -73,14 +70,13 @@ class Ends:
 
         The text has no special tokens and ends before a stop; it is empty without a tokenizer.
         """
-        stopped = [row[:-1] if row and row[-1] in self._own else row for row in rows]
-        texts = self._decoded(stopped)
-        found: list[tuple[str, bool]] = []
-        for row, text in zip(rows, texts, strict=True):
+        kept = [row[:-1] if row and row[-1] in self._stop_ids else row for row in rows]
+        texts: list[tuple[str, bool]] = []
+        for row, text in zip(rows, self._decoded(kept), strict=True):
             place = self._place(row, text)
             ended = place >= 0 or (bool(row) and row[-1] in self.ids)
-            found.append((text if place < 0 else text[:place], ended))
-        return found
+            texts.append((text if place < 0 else text[:place], ended))
+        return texts
 
     def stops(self, row: Sequence[int]) -> bool:
         """Return whether the text of a row has a stop string, which its last token may complete."""
@@ -118,18 +114,17 @@ class Ends:
         early = 0
         if self._least:  # without a character of which the first bytes are there
             early = len(self._decoded([row[: self._least]])[0].rstrip("\ufffd"))
-        places = (text.find(one, max(0, early - len(one) + 1)) for one in self.strings)
+        places = (text.find(stop, max(0, early - len(stop) + 1)) for stop in self.strings)
         return min((place for place in places if place >= 0), default=-1)
 
     def _may_complete(self, token: int) -> bool:
         """Return whether a token has the last character of a stop string, or a part of it."""
-        known = self._completing.get(token)
-        if known is None:
+        if token not in self._completing:
             # Twice, since a space in front of a text is not shown by every tokenizer.
             (text,) = self._decoded([[token, token]])
-            known = "\ufffd" in text or any(stop[-1] in text for stop in self.strings)
-            self._completing[token] = known
-        return known
+            completes = any(stop[-1] in text for stop in self.strings)
+            self._completing[token] = "\ufffd" in text or completes
+        return self._completing[token]
 
     @cached_property
     def _completing(self) -> dict[int, bool]:

@@ -94,26 +94,25 @@ def write_merged(
     extra: dict[str, Any] = {} if revision is None else {"revision": revision}
     model, _ = from_pretrained(source, torch.float32, extra, with_tokenizer=False)
     _check_base(model, source, digest)
-    with TemporaryDirectory() as place:
+    with TemporaryDirectory() as place, warnings.catch_warnings():
         for name, data in adapter.items():
             (Path(place) / name).write_bytes(data)
-        with warnings.catch_warnings():
-            # PEFT 0.21 uses an old name of transformers 5; users cannot change this.
-            warnings.filterwarnings(
-                "ignore", "`is_gradient_checkpointing` is deprecated", category=FutureWarning
-            )
-            network: Any = PeftModel.from_pretrained(model, place).eval()
+        # PEFT 0.21 uses an old name of transformers 5; users cannot change this.
+        warnings.filterwarnings(
+            "ignore", "`is_gradient_checkpointing` is deprecated", category=FutureWarning
+        )
+        network: Any = PeftModel.from_pretrained(model, place).eval()
     ids = torch.arange(_TOKENS)[None] % int(model.get_input_embeddings().weight.shape[0])
     with torch.no_grad():
         expected = network(input_ids=ids).logits
         merged = network.merge_and_unload(safe_merge=True)
-        found = merged(input_ids=ids).logits
-    gap = (found.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
+        logits = merged(input_ids=ids).logits
+    gap = (logits.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
     if not gap <= TOLERANCE:
         raise ModelError(
             f"model {source.name!r}: expected the merged model to have the log-probs of base and "
-            f"adapter, got a difference of {gap:.2g} nats (weights that several layers share and "
-            "numbers that are not finite cannot be merged); export without --merge"
+            f"adapter, got a difference of {gap:.2g} nats, as with weights that layers share; "
+            "export without --merge"
         )
     _save(merged.to(DTYPES[dtype]), folder)
 
@@ -122,8 +121,8 @@ def _check_base(model: Any, source: Source, digest: str | None) -> None:  # noqa
     """Raise CheckpointError if an adapter was trained with other weights of the base."""
     if digest is None:
         return
-    own = base_digest(SharedBase(model, None, source.name))
-    if comparable_digests(own, digest) and own != digest:
+    found = base_digest(SharedBase(model, None, source.name))
+    if comparable_digests(found, digest) and found != digest:
         raise CheckpointError(
             f"model {source.name!r}: expected the weights with which the adapter was trained, got "
             "other weights; restore the base, or export on the machine of the run"

@@ -1,21 +1,26 @@
-"""Reads the files of a stranger's model into declared types with bounds, without torch."""
+"""Reads the files of a stranger's model, with bounds and without torch: JSON and GGUF headers.
+
+Of a GGUF file, scalar values and the shapes of tensors are read. Skipping arrays, this takes 0.03 s
+for 152,000 tokens; `gguf.GGUFReader` takes 9 s.
+"""
 
 from __future__ import annotations
 
 import json
+import mmap
+import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, create_model
+from typing import TYPE_CHECKING, Any
 
 from evo_grpo.errors import ModelError
-from evo_grpo.model.gguf_header import read_header
+pass  # import gone
 from evo_grpo.schema.problems import validated
 from evo_grpo.schema.validation import MOST_DIGITS
 
 if TYPE_CHECKING:
-    from evo_grpo.model.gguf_header import GgufHeader
     from evo_grpo.sources import Source
 
 MOST_BYTES = 1 << 24
@@ -23,8 +28,12 @@ MOST_BYTES = 1 << 24
 MOST_REPEATS = 10_000
 """Most layers; transformers builds an object for each before it reads any weight."""
 MOST_EXPERTS = 1 << 17
-KNOWN = ("llama", "mistral", "qwen2", "qwen3")
-"""Architectures whose keys are all declared; of others only the counts of objects are checked."""
+_COUNTS = (
+    *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_labels"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_BOUNDS = {**dict.fromkeys(_COUNTS, MOST_REPEATS), **dict.fromkeys(_EXPERTS, MOST_EXPERTS)}
 GGUF_KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -36,68 +45,38 @@ GGUF_KEYS = {
     "vocab_size": "vocab_size",
 }
 """Keys of config.json -> those of a GGUF header, without the architecture before them."""
-
-
-def _at_most(most: int) -> Any:  # noqa: ANN401 -- a type; architectures differ in that of the key
-    def check(value: object) -> object:
-        if isinstance(value, float) or (isinstance(value, int) and value > most):
-            raise ValueError(f"expected an integer of at most {most:,}, got {value:,}")
-        return value
-
-    return Annotated[Any, AfterValidator(check)]
-
-
-_Width = Annotated[int, Field(ge=1, le=1 << 24)]
-_Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_COUNTS = (
-    *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_labels"),
-    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = 32
+# Type of a value -> its struct format; strings and arrays are preceded by their length.
+SCALARS: dict[int, str] = dict(
+    zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True)
 )
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_Scale = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
-_SCALES = ("logit_scale", "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-_EVERY: dict[str, Any] = {
-    "model_type": str,
-    **dict.fromkeys(_COUNTS, _at_most(MOST_REPEATS)),
-    **dict.fromkeys(_EXPERTS, _at_most(MOST_EXPERTS)),
-    **dict.fromkeys(_SCALES, _Scale),
-    "logits_scaling": Annotated[float, Field(gt=0, allow_inf_nan=False)],
-}
-_OWN: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), _Width),
-    "num_hidden_layers": Annotated[int, Field(ge=1, le=MOST_REPEATS)],
-    "num_attention_heads": _Width,
-    **dict.fromkeys(("num_key_value_heads", "head_dim"), _Width | None),
-    "max_position_embeddings": Annotated[int, Field(ge=1, le=1 << 40)],
-    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache"), bool),
-    **dict.fromkeys(("rms_norm_eps", "initializer_range"), _Real),
-    "attention_dropout": _Scale,
-    **dict.fromkeys(("bos_token_id", "pad_token_id", "pretraining_tp"), int | None),
-    "eos_token_id": int | list[int] | None,
-    "hidden_act": str,
-    **dict.fromkeys(("dtype", "torch_dtype"), str | dict[str, Any] | None),
-    **dict.fromkeys(("rope_parameters", "rope_scaling"), dict[str, Any] | None),
-    "id2label": dict[int, str] | None,
-}
-
-
-def _schema(types: Mapping[str, Any]) -> TypeAdapter[Any]:
-    fields: dict[str, Any] = {name: (kind, None) for name, kind in types.items()}
-    open_to_others = ConfigDict(extra="allow", protected_namespaces=())
-    return TypeAdapter(create_model("config", __config__=open_to_others, **fields))
-
-
-_ANY, _KNOWN = _schema(_EVERY), _schema({**_EVERY, **_OWN})
+STRING = 8
+ARRAY = 9
+MOST_ITEMS = 10_000_000
+"""Most strings and arrays of a header, counted together; a large vocabulary has a million."""
+MOST_NAMES = 1_000_000
+"""Most values and tensors of a header."""
+MOST_TEXT = 1 << 26
+"""Most bytes of all strings of a header that are kept: 64 MiB."""
+MOST_DIMENSIONS = 8
+MOST_DEPTH = 4
+"""Deepest nesting of arrays of a header."""
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raise ValueError, with the key, for a value of config.json that is not of its type."""
-    kind = config.get("model_type")
-    validated(_KNOWN if kind in KNOWN else _ANY, config)
+    """Raise ValueError, with the key, for more layers, labels or experts than a model has.
+
+    Configurations inside of the configuration, of any depth, are checked too.
+    """
     parts = [config]
-    for part in parts:  # which grows by the configurations inside, of any depth
+    for part in parts:  # which grows
         parts += [inner for inner in part.values() if isinstance(inner, dict)]
-        validated(_ANY, {key: part[key] for key in part.keys() & _EVERY})
+        for key in _BOUNDS.keys() & part.keys():
+            value, most = part[key], _BOUNDS[key]
+            if isinstance(value, float) or (isinstance(value, int) and value > most):
+                raise ValueError(f"{key}: expected an integer of at most {most:,}, got {value:,}")
 
 
 def read_config(name: str, file: Path) -> dict[str, Any]:
@@ -181,3 +160,119 @@ def check_files(source: Source) -> None:
         gguf_config(source.name, Path(source.path) / source.gguf_file)
     elif (file := config_file(source)) is not None:
         read_config(source.name, file)
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """The part of a GGUF file before its weights.
+
+    Attributes:
+        values: Key -> number or string, or None for an array.
+        shapes: Tensor -> its shape, dimensions in the order of the file.
+    """
+
+    values: Mapping[str, object]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+def read_header(file: Path, sizes: Mapping[int, tuple[int, int]]) -> GgufHeader:
+    """Read the header of a .gguf file, and check that the file contains all announced weights.
+
+    `sizes` maps a tensor type to (weights, bytes) of one block: `GGML_QUANT_SIZES` of gguf.
+    """
+    with file.open("rb") as stream:
+        _check(stream.read(len(MAGIC)) == MAGIC, "it does not begin with GGUF")
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                return _Reader(data).header(sizes)
+            except (struct.error, OverflowError):  # a read past the end of the file
+                raise ValueError("its header is truncated") from None
+
+
+def _check(condition: bool, text: str) -> None:
+    if not condition:
+        raise ValueError(text)
+
+
+class _Reader:
+    """Parses a header; a read past the end raises struct.error."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.at = len(MAGIC)
+        self.order = "<"
+        self.items = self.kept = 0
+
+    def header(self, sizes: Mapping[int, tuple[int, int]]) -> GgufHeader:
+        version = self.number("I")
+        if version & 0xFFFF == 0:  # the file has the other byte order
+            self.order, self.at = ">", len(MAGIC)
+            version = self.number("I")
+        expected = " or ".join(map(str, VERSIONS))
+        _check(version in VERSIONS, f"expected version {expected}, got {version}")
+        tensors, count = self.number("Q"), self.number("Q")
+        names = tensors + count
+        _check(names <= MOST_NAMES, f"expected at most {MOST_NAMES:,} names, got {names:,}")
+        values: dict[str, object] = {}
+        for _ in range(count):
+            key, kind = self.string(), self.number("I")
+            values[key] = self.value(kind)
+        shapes: dict[str, tuple[int, ...]] = {}
+        end = 0  # end of the weights, relative to their start
+        for _ in range(tensors):
+            name, dimensions = self.string(), self.number("I")
+            _check(dimensions <= MOST_DIMENSIONS, f"tensor {name!r} has {dimensions:,} dimensions")
+            shapes[name] = tuple(self.number("Q") for _ in range(dimensions))
+            kind, offset = self.number("I"), self.number("Q")
+            _check(kind in sizes, f"tensor {name!r} is stored in the unknown type {kind}")
+            weights, its_bytes = sizes[kind]
+            end = max(end, offset + prod(shapes[name]) * its_bytes // weights)
+        alignment = values.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"expected general.alignment >= 1, got {alignment!r}")
+        end += -(-self.at // alignment) * alignment
+        _check(end <= len(self.data), f"expected {end:,} bytes, got {len(self.data):,}")
+        return GgufHeader(values, shapes)
+
+    def number(self, code: str) -> int:
+        (value,) = struct.unpack_from(self.order + code, self.data, self.at)
+        self.at += struct.calcsize(self.order + code)
+        return value
+
+    def string(self) -> str:
+        length = self.number("Q")
+        self.kept += min(length, len(self.data))
+        _check(self.kept <= MOST_TEXT, f"expected at most {MOST_TEXT:,} bytes of text")
+        (value,) = struct.unpack_from(f"{min(length, len(self.data) + 1)}s", self.data, self.at)
+        self.at += length
+        return value.decode("utf-8")
+
+    def value(self, kind: int) -> object:
+        if kind == STRING:
+            return self.string()
+        if kind == ARRAY:
+            return self.skip_array()
+        _check(kind in SCALARS, f"a value is of the unknown type {kind}")
+        return self.number(SCALARS[kind])
+
+    def skip_array(self, depth: int = 1) -> None:
+        kind, count = self.number("I"), self.number("Q")
+        self.items += 0 if kind in SCALARS else count
+        _check(count <= len(self.data), "its header is truncated")  # an item takes a byte or more
+        _check(
+            depth <= MOST_DEPTH and self.items <= MOST_ITEMS,
+            f"expected arrays of at most {MOST_ITEMS:,} strings, at most {MOST_DEPTH} within "
+            f"each other, got {self.items:,}, {depth} deep",
+        )
+        _check(kind in (*SCALARS, STRING, ARRAY), f"an array is of the unknown type {kind}")
+        if kind in SCALARS:
+            self.at += count * struct.calcsize(self.order + SCALARS[kind])
+        elif kind == STRING:
+            length_at = struct.Struct(self.order + "Q").unpack_from
+            at, data = self.at, self.data
+            for _ in range(count):
+                at += 8 + length_at(data, at)[0]
+            self.at = at
+        else:
+            for _ in range(count):
+                self.skip_array(depth + 1)

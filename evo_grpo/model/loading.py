@@ -24,22 +24,17 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
     "auto" is float32, but on CUDA bfloat16, or float16 on cards that emulate bfloat16.
     """
-    if dtype == "auto" and device.type == "cuda":
-        return _half_of(device)
-    if dtype == "auto":
+    if dtype == "auto" and device.type != "cuda":
         return torch.float32
+    if dtype == "auto":
+        if torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0):
+            return torch.bfloat16
+        _say_float16(torch.cuda.get_device_name(device))
+        return torch.float16
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ModelError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[name]
-
-
-def _half_of(device: torch.device) -> torch.dtype:
-    """Return the half precision in which a CUDA device multiplies."""
-    if torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0):
-        return torch.bfloat16
-    _say_float16(torch.cuda.get_device_name(device))
-    return torch.float16
 
 
 @cache
@@ -73,8 +68,9 @@ def merge_dtype_keywords(
 
 def pick_device(device: str) -> torch.device:
     """Return the torch device for "auto" or a device string; it must be available."""
+    available = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if available["cuda"]() else "cpu")
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
@@ -82,8 +78,7 @@ def pick_device(device: str) -> torch.device:
             f"device: expected auto, cpu, mps, cuda or cuda:N, got {device!r} (engine.device in "
             "population.yaml)"
         ) from error
-    there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-    if chosen.type in there and not there[chosen.type]():
+    if chosen.type in available and not available[chosen.type]():
         raise ModelError(
             f"device: {device!r} asked for, but torch finds no {chosen.type.upper()} device; use "
             "auto or cpu (engine.device in population.yaml)"
@@ -115,9 +110,7 @@ def from_pretrained(
         raise ModelError(
             f"model {source.name!r}: trust_remote_code: expected true or false, got {trust!r}"
         )
-    given: dict[str, Any] = {"trust_remote_code": trust}
-    if source.gguf_file:
-        given["gguf_file"] = source.gguf_file
+    given = _keywords(source, trust)
     check_files(source)
     with one_sentence(source), quiet(), warnings.catch_warnings():
         # The gguf reader hands transformers a read-only array; it is copied before anything writes.
@@ -151,13 +144,14 @@ def load_tokenizer(
     """Load the tokenizer of a model, without its weights; a revision of None takes the newest."""
     from transformers import AutoTokenizer
 
-    given: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if source.gguf_file:
-        given["gguf_file"] = source.gguf_file
-    if revision is not None:
-        given["revision"] = revision
+    given = _keywords(source, trust_remote_code, revision)
     with one_sentence(source, ": its tokenizer"), quiet():
         return cast("Any", AutoTokenizer).from_pretrained(source.path, **given)
+
+
+def _keywords(source: Source, trust: bool, revision: str | None = None) -> dict[str, Any]:
+    values = {"gguf_file": source.gguf_file, "revision": revision}
+    return {"trust_remote_code": trust, **{name: v for name, v in values.items() if v}}
 
 
 @contextmanager
@@ -179,25 +173,19 @@ def one_sentence(source: Source, what: str = "") -> Generator[None]:
 @contextmanager
 def quiet() -> Generator[None]:
     """Load alone (`model.alone`), without transformers' progress bars: commands print lines."""
-    with loading(), _no_bars():
-        yield
-
-
-@contextmanager
-def _no_bars() -> Generator[None]:
     from transformers import modeling_gguf_pytorch_utils as gguf_files
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    # GGUF files use tqdm's own bar, which this switch does not change.
-    bar: Any = getattr(gguf_files, "tqdm", None)
-    if bar is not None:
-        setattr(gguf_files, "tqdm", partial(bar, disable=True))  # noqa: B010 -- no name of its types
-    try:
-        yield
-    finally:
+    # GGUF files use tqdm's own bar, which the switch does not change.
+    shown, bar = logging.is_progress_bar_enabled(), getattr(gguf_files, "tqdm", None)
+    with loading():
+        logging.disable_progress_bar()
         if bar is not None:
-            setattr(gguf_files, "tqdm", bar)  # noqa: B010 -- no name of its types
-        if shown:
-            logging.enable_progress_bar()
+            setattr(gguf_files, "tqdm", partial(bar, disable=True))  # noqa: B010 -- no name of its types
+        try:
+            yield
+        finally:
+            if bar is not None:
+                setattr(gguf_files, "tqdm", bar)  # noqa: B010 -- no name of its types
+            if shown:
+                logging.enable_progress_bar()

@@ -44,13 +44,9 @@ _LOGITS = 1e-2
 
 def tolerance(like: Tensor) -> float:
     """Return the tolerance, relative to their size, for two computations of hidden states."""
-    if _is_half(like):
+    if like.dtype.itemsize < torch.float32.itemsize:
         return _HALF
     return EXACT if like.device.type == "cpu" else _TENSOR_CORES
-
-
-def _is_half(values: Tensor) -> bool:
-    return values.dtype.itemsize < torch.float32.itemsize
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
@@ -58,24 +54,23 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 
     Below float32 it is the median: rounding may send single tokens to other experts.
     """
-    half = _is_half(theirs)
+    is_half = theirs.dtype.itemsize < torch.float32.itemsize
     ours, theirs = ours.detach().float(), theirs.detach().float()
     size = theirs.pow(2).mean(-1).sqrt().clamp_min(1e-9)
     errors = ((ours - theirs).pow(2).mean(-1).sqrt() / size).flatten()
     if not bool(errors.isfinite().all()):
         return float("inf")
-    return float(errors.median() if half else errors.max())
+    return float(errors.median() if is_half else errors.max())
 
 
 def probe_ids(
     vocabulary: int, rows: int = ROWS, columns: int = _COLUMNS, avoid: tuple[int, ...] = ()
 ) -> Tensor:
     """Return ids (rows, columns) int64 that differ from row to row, without special ones."""
-    wanted = rows * columns
-    plain = [i for i in range(min(vocabulary, 4 * wanted + len(avoid))) if i not in avoid]
-    plain = plain or [0]
+    count = rows * columns
+    plain = [i for i in range(min(vocabulary, 4 * count + len(avoid))) if i not in avoid] or [0]
     # A stride that is coprime to most vocabulary sizes, so that adjacent ids are not consecutive.
-    picked = [plain[(7 * i + 3) % len(plain)] for i in range(wanted)]
+    picked = [plain[(7 * i + 3) % len(plain)] for i in range(count)]
     return torch.tensor(picked).view(rows, columns)
 
 
@@ -102,17 +97,17 @@ def watch_linear_inputs(
         for name, module in model.named_modules()
         if id(module) in inside and isinstance(module, nn.Linear | Conv1D)
     }
-    hidden, seen = _inputs(watched, run, ids)
-    kinds = {name: _kind([tuple(x.shape) for x in xs], ids) for name, xs in seen.items()}
-    doubtful = {name: watched[name] for name, kind in kinds.items() if kind == "flat"}
+    hidden, inputs = _inputs(watched, run, ids)
+    kinds = {name: _kind([tuple(x.shape) for x in xs], ids) for name, xs in inputs.items()}
+    flat = {name: watched[name] for name, kind in kinds.items() if kind == "flat"}
     # Flat rows may lie in any order. With the rows swapped, the inputs must be swapped.
-    swapped = _inputs(doubtful, run, ids.flip(0))[1] if doubtful else {}
+    swapped = _inputs(flat, run, ids.flip(0))[1] if flat else {}
     for name, others in swapped.items():
-        same = len(seen[name]) == len(others) and all(
-            one.shape == other.shape
-            and relative_error(by_rows(one, len(ids)).flip(0), by_rows(other, len(ids)))
-            <= tolerance(one)
-            for one, other in zip(seen[name], others, strict=True)
+        same = len(inputs[name]) == len(others) and all(
+            x.shape == other.shape
+            and relative_error(by_rows(x, len(ids)).flip(0), by_rows(other, len(ids)))
+            <= tolerance(x)
+            for x, other in zip(inputs[name], others, strict=True)
         )
         if not same:
             kinds[name] = "tokens in an order of their own"
@@ -131,19 +126,20 @@ def _inputs(
 
     A number stands for a call of another kind, as of routers, which return a tuple.
     """
-    seen: dict[str, list[Tensor]] = {name: [] for name in modules}
+    inputs: dict[str, list[Tensor]] = {name: [] for name in modules}
 
     def note(name: str, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:  # noqa: ANN401 -- of any layer
         x: Any = args[0] if args else None
-        known = isinstance(x, Tensor) and isinstance(result, Tensor)
-        features = getattr(module, "out_features", result.shape[-1]) if known else None
-        known = known and result.shape == (*x.shape[:-1], features)
-        x = x.detach() if known else torch.zeros(())
-        seen[name].append(x.to("meta") if x.ndim > 1 and len(x) == len(ids) else x.clone())
+        is_product = isinstance(x, Tensor) and isinstance(result, Tensor)
+        if is_product:
+            features = getattr(module, "out_features", result.shape[-1])
+            is_product = result.shape == (*x.shape[:-1], features)
+        x = x.detach() if is_product else torch.zeros(())
+        inputs[name].append(x.to("meta") if x.ndim > 1 and len(x) == len(ids) else x.clone())
 
     hooks = [m.register_forward_hook(partial(note, name)) for name, m in modules.items()]
     try:
-        return run(ids), seen
+        return run(ids), inputs
     finally:
         for hook in hooks:
             hook.remove()
@@ -156,9 +152,7 @@ def _kind(shapes: list[tuple[int, ...]], ids: Tensor) -> str:
         return "rows"
     if all(len(shape) > 1 and shape[0] % ids.numel() == 0 for shape in shapes):
         return "flat"
-    if () in shapes:
-        return "a call of its own"
-    return f"inputs of shape {shapes[0]}"
+    return "a call of its own" if () in shapes else f"inputs of shape {shapes[0]}"
 
 
 def columns_of_probe(model: Any, context: int) -> int:  # noqa: ANN401 -- of any transformers architecture
@@ -220,16 +214,16 @@ def check_forward(
     ModelError.
     """
     what = f"model {name!r} ({type(model).__name__})"
-    alone = ids[:1, :-1]
+    beginning = ids[:1, :-1]
     with own_generator(ids.device):
         # Global generator because a forward that draws random numbers uses it.
         state = torch.get_rng_state()
         try:
-            own = model(input_ids=alone).logits.float()
-            hidden, inputs = watch_linear_inputs(model, trunk, run, ids)
-            first = run(alone)
+            expected = model(input_ids=beginning).logits.float()
+            hidden, layouts = watch_linear_inputs(model, trunk, run, ids)
+            first = run(beginning)
             # In another order, since a head must not depend on positions.
-            expected = logits(first.flip(1)).flip(1)
+            own = logits(first.flip(1)).flip(1)
         except CANNOT_RUN as error:
             if is_out_of_memory(error):
                 raise
@@ -238,38 +232,29 @@ def check_forward(
                 f"({type(error).__name__}: {error}); use a decoder-only language model"
             ) from error
         # Global generator because of the same.
-        drew = not torch.equal(state, torch.get_rng_state())
-    if drew:
-        raise ModelError(
-            f"{what}: its forward draws random numbers, so that no log-prob is the same twice; "
-            "use another model"
+        draws = not torch.equal(state, torch.get_rng_state())
+    # A cap of 30 changes logits of 1, as random weights give, by only 4e-4.
+    near = min(_LOGITS, tolerance(first))
+    same = own.shape == expected.shape and torch.allclose(expected, own, atol=near, rtol=near)
+    if draws:
+        why = "its forward draws random numbers, so that no log-prob is the same twice;"
+    elif not bool((expected < float("inf")).all()):  # NaN too; -inf excludes a token
+        why = f"its logits are not finite, since {_broken_weight(model)};"
+    elif not same:
+        gap = (expected - own).abs().max().item() if own.shape == expected.shape else float("inf")
+        why = (
+            f"its logits differ from head(trunk(ids)) by {gap:.3g}, so its head is of an unknown "
+            "kind; expected a linear head, optionally scaled or soft-capped:"
         )
-    if not bool((own < float("inf")).all()):  # NaN too; -inf excludes a token
-        raise ModelError(f"{what}: its logits are not finite, since {_broken_weight(model)}")
-    _check_logits(what, own, expected, tolerance(first))
-    check_causal(what, trunk, run, ids, hidden, [first])
-    return inputs
+    else:
+        check_causal(what, trunk, run, ids, hidden, [first])
+        return layouts
+    raise ModelError(f"{what}: {why} use another model")
 
 
 def _broken_weight(model: nn.Module) -> str:
     """Return the cause of logits that are not finite; weights are read only after such logits."""
     for name, weight in model.state_dict().items():
-        if not bool(weight.isfinite().all()):
-            bad = int((~weight.isfinite()).sum())
-            return (
-                f"{bad:,} of the {weight.numel():,} numbers of its weight {name} are not: the file "
-                "is damaged, or was saved from a training that had failed; fetch the model anew"
-            )
-    return "its sums overflow, while all weights are finite; choose another dtype"
-
-
-def _check_logits(what: str, own: Tensor, expected: Tensor, allowed: float) -> None:
-    # A cap of 30 changes logits of 1, as random weights give, by only 4e-4.
-    near = min(_LOGITS, allowed)
-    if own.shape != expected.shape or not torch.allclose(own, expected, atol=near, rtol=near):
-        gap = (own - expected).abs().max().item() if own.shape == expected.shape else float("inf")
-        raise ModelError(
-            f"{what}: its logits differ from head(trunk(ids)) by {gap:.3g}, so its head is of an "
-            "unknown kind; expected a linear head, optionally scaled or soft-capped: use another "
-            "model"
-        )
+        if bad := int((~weight.isfinite()).sum()):
+            return f"{bad:,} of the {weight.numel():,} numbers of its weight {name} are not"
+    return "its sums overflow (choose another dtype)"

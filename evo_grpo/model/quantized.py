@@ -39,9 +39,8 @@ def quantization_keywords(
     """
     if source.gguf_file is not None:
         raise ModelError(
-            f"quantization: expected a model of float weights, got the GGUF file "
-            f"{source.gguf_file!r} of {source.name!r}, which is quantised as it is and read as "
-            "floats; leave engine.quantization out, or name the original model"
+            f"quantization: expected a model of float weights, got the GGUF file {source.name!r}, "
+            "which is quantised as it is; leave engine.quantization out, or name the original model"
         )
     if device.type not in ("cpu", "cuda"):
         raise ModelError(
@@ -57,13 +56,13 @@ def quantization_keywords(
         ) from error
     from transformers import BitsAndBytesConfig
 
-    config = (
-        BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-        if kind == "int8"
-        else BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
-        )
-    )
+    of_kind: dict[str, Any] = {
+        "int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
+        "nf4": {
+            "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype,
+        },
+    }[kind]  # fmt: skip
+    config = BitsAndBytesConfig(**of_kind)
     # A quantised model cannot be moved afterwards.
     return {"quantization_config": config, "device_map": {"": str(device)}}
 

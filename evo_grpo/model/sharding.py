@@ -74,8 +74,8 @@ class ShardedLayers:
     def _first_adapted(self) -> int:
         """Return the number of the first layer with adapters, where a backward ends."""
         if self._first is None:
-            adapted = (any(isinstance(m, LoraLayer) for m in one.modules()) for one in self.layers)
-            self._first = next((number for number, found in enumerate(adapted) if found), 0)
+            adapted = (any(isinstance(m, LoraLayer) for m in x.modules()) for x in self.layers)
+            self._first = next((number for number, is_one in enumerate(adapted) if is_one), 0)
             # In a backward each layer prefetches the layer that ran before it. The first adapted
             # layer would prefetch one that is not needed: a layer without adapters, or the last
             # layer of another forward.
@@ -103,14 +103,13 @@ def _divide(module: nn.Module, mesh: DeviceMesh, left_whole: set[nn.Parameter]) 
 
 def decoder_layers(base: SharedBase) -> Sequence[nn.Module]:
     """Return the layers of a model, in the order in which it runs them."""
-    found = [m for m in base.trunk.modules() if isinstance(m, GradientCheckpointingLayer)]
-    inner = {id(m) for layer in found for m in layer.modules() if m is not layer}
-    layers = [layer for layer in found if id(layer) not in inner]
+    marked = [m for m in base.trunk.modules() if isinstance(m, GradientCheckpointingLayer)]
+    inner = {id(m) for layer in marked for m in layer.modules() if m is not layer}
+    layers = [layer for layer in marked if id(layer) not in inner]
     if not layers:
         raise ModelError(
-            f"engine.base: expected a model whose decoder layers transformers marks as such, to "
-            f"divide them among processes, got {type(base.model).__name__} of {base.name!r}; set "
-            "engine.base: replicated"
+            "engine.base: expected a model whose decoder layers transformers marks as such, got "
+            f"{type(base.model).__name__} of {base.name!r}; set engine.base: replicated"
         )
     return layers
 

@@ -134,10 +134,10 @@ def test_checkpoints_through_the_agent(tmp_path):
 @pytest.mark.parametrize(
     ("merge", "changes", "message"),
     [
-        (True, {"hidden_size": 32}, "another hidden size.*adapter of another base model"),
-        (False, {"intermediate_size": 48}, "another hidden size.*adapter of another base model"),
+        (True, {"hidden_size": 32}, "linear layers of .*give an adapter of this base model"),
+        (False, {"intermediate_size": 48}, "linear layers of .*give an adapter of this base model"),
         (False, {"vocab_size": 23}, "a vocabulary of 23, but .* has 19; load it over its own base"),
-        (True, {"num_hidden_layers": 3}, r"adapts model.layers.2\..*does not have: .*another base"),
+        (True, {"num_hidden_layers": 3}, r"as base_model.model.model.layers.2\..* none, got \("),
     ],
 )
 def test_a_checkpoint_over_another_base_is_named_as_such(tmp_path, changes, message, merge):

@@ -154,7 +154,7 @@ def save(slots, name, folder):
 
 def load(slots, name, folder):
     """Read a PEFT folder of the same configuration into a slot."""
-    slots.put(name, read_adapter(folder), folder)
+    slots.put(name, read_adapter(folder))
 
 
 def names(count):

@@ -23,10 +23,6 @@ def test_it_follows_the_weights_and_not_the_adapters():
     assert base_digest(adapted) == base_digest(one)
 
 
-def test_tied_weights_count_once():
-    assert base_digest(base(make=tiny.qwen2)) == base_digest(base(make=tiny.qwen2))
-
-
 def test_float32_and_bfloat16_have_one_digest_and_float16_one_of_its_own_kind():
     whole, short, other = base(), base(dtype=torch.bfloat16), base(dtype=torch.float16)
     assert base_digest(whole) == base_digest(short)

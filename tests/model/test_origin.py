@@ -53,14 +53,6 @@ def test_others(function):
     assert not from_libraries(function)
 
 
-def test_a_function_that_wraps_itself_comes_to_an_end():
-    def function():
-        return None
-
-    function.__wrapped__ = function
-    assert not from_libraries(function)
-
-
 def test_classes(monkeypatch):
     class Own(nn.Linear):
         pass
@@ -72,10 +64,14 @@ def test_classes(monkeypatch):
     assert not class_from_libraries(modeling_llama.LlamaMLP)
 
 
-def test_functions_of_a_module(monkeypatch):
-    assert not list(foreign_functions(vars(modeling_llama)))
-    monkeypatch.setattr(modeling_llama, "rotate_half", own)
-    assert list(foreign_functions(vars(modeling_llama))) == ["rotate_half"]
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(modeling_llama, "rotate_half"), (nn.functional, "scaled_dot_product_attention")],
+)
+def test_a_replaced_function_of_a_module_is_named(module, name, monkeypatch):
+    assert not list(foreign_functions(vars(module)))
+    monkeypatch.setattr(module, name, own)
+    assert list(foreign_functions(vars(module))) == [name]
 
 
 def test_what_another_model_compiled_is_no_foreign_function():
@@ -115,12 +111,6 @@ def test_hooks_on_all_modules():
     hook.remove()
     with ModuleTracker():
         assert global_hook() is None
-
-
-def test_products(monkeypatch):
-    assert not list(foreign_functions(vars(nn.functional)))
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", own)
-    assert list(foreign_functions(vars(nn.functional))) == ["scaled_dot_product_attention"]
 
 
 def test_a_norm_has_no_plain_product():

@@ -2,7 +2,16 @@ import architectures
 import pytest
 import tiny
 import torch
-from transformers import XLNetConfig, XLNetLMHeadModel
+from transformers import (
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    XLMConfig,
+    XLMWithLMHeadModel,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
 from transformers.models.musicgen.configuration_musicgen import MusicgenDecoderConfig
 from transformers.models.musicgen.modeling_musicgen import MusicgenForCausalLM
 
@@ -17,18 +26,91 @@ from evo_grpo.model.probing import (
 )
 
 
-class TestRefusedModels:
-    def test_a_model_that_looks_ahead(self):
+def altered_norm(change):
+    """Build a Llama whose last norm gets other hidden states."""
+
+    def build():
         model = tiny.llama()
-        norm = model.model.norm
-        original = norm.forward
-        norm.forward = lambda x: original(x + x.roll(-1, 1))
-        with pytest.raises(
-            ModelError,
-            match=r"model 'mine' \(LlamaForCausalLM\): expected a causal model, .*"
-            r"load an encoder with is_decoder=True, or use a decoder-only language model$",
-        ):
+        original = model.model.norm.forward
+        model.model.norm.forward = lambda x: original(change(x))
+        return model
+
+    return build
+
+
+def xlm():
+    config = XLMConfig(
+        vocab_size=tiny.VOCABULARY, emb_dim=32, n_layers=2, n_heads=4, pad_index=0,
+        pad_token_id=0, eos_index=1, bos_index=2, max_position_embeddings=tiny.CONTEXT,
+    )  # fmt: skip
+    return XLMWithLMHeadModel(config).eval()
+
+
+def xlnet():
+    config = XLNetConfig(vocab_size=tiny.VOCABULARY, d_model=32, n_layer=1, n_head=2, d_inner=32)
+    return XLNetLMHeadModel(config).eval()
+
+
+def musicgen():
+    config = MusicgenDecoderConfig(
+        vocab_size=tiny.VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        ffn_dim=32, num_codebooks=2, pad_token_id=0, bos_token_id=1,
+    )  # fmt: skip
+    return MusicgenForCausalLM(config).eval()
+
+
+def t5():
+    config = T5Config(
+        vocab_size=tiny.VOCABULARY, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4
+    )
+    return T5ForConditionalGeneration(config).eval()
+
+
+def llama4():
+    config = Llama4TextConfig(
+        vocab_size=tiny.VOCABULARY, hidden_size=tiny.HIDDEN, intermediate_size=48,
+        intermediate_size_mlp=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=tiny.CONTEXT,
+        pad_token_id=0, eos_token_id=tiny.EOS, bos_token_id=2,
+    )  # fmt: skip
+    return Llama4ForCausalLM(config).eval()
+
+
+HEAD = "so its head is of an unknown kind"
+CAUSAL = (
+    r"expected a causal model, .*load an encoder with is_decoder=True, or use a decoder-only "
+    r"language model$"
+)
+NO_TRUNK = r"base_model_prefix, got '{}', which it does not have; {}use a decoder-only"
+
+
+class TestRefusedModels:
+    @pytest.mark.parametrize(
+        ("build", "message"),
+        [
+            (altered_norm(lambda x: x + x.roll(-1, 1)), CAUSAL),
+            (altered_norm(lambda x: x + x.mean(0, keepdim=True)), CAUSAL),
+            (xlm, CAUSAL),
+            (altered_norm(lambda x: x + 0.0 * torch.rand(())), "forward draws random numbers"),
+            (architectures.bert, HEAD),
+            (lambda: architectures.bert(is_decoder=True), HEAD),
+            (musicgen, r"\(MusicgenForCausalLM\): expected a head with one matrix .* ModuleList;"),
+            (lambda: tiny.llama().model, "expected a head with one matrix .*, got NoneType"),
+            (xlnet, r"\(XLNetLMHeadModel\): .*; (use|load) "),
+            (t5, NO_TRUNK.format("transformer", "")),
+            (llama4, NO_TRUNK.format("language_model", "set .*'model' .*, or ")),
+        ],
+    )
+    def test_what_it_is_and_what_to_use_instead_is_named(self, build, message):
+        model, state = build(), torch.get_rng_state()
+        with pytest.raises(ModelError, match=rf"^model .*{message}"):
             SharedBase(model, None, "mine")
+        assert torch.equal(state, torch.get_rng_state())
+
+    def test_a_part_below_the_head_is_taken_once_it_is_named(self):
+        model = llama4()
+        model.base_model_prefix = "model"
+        assert SharedBase(model).trunk is model.model
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_a_model_that_looks_ahead_by_less_than_half_precision_shows(self, dtype):
@@ -53,11 +135,6 @@ class TestRefusedModels:
         block.forward = narrow
         assert SharedBase(model).dtype == torch.bfloat16
 
-    @pytest.mark.parametrize("decoder", [False, True])
-    def test_a_head_with_layers_of_its_own(self, decoder):
-        with pytest.raises(ModelError, match="so its head is of an unknown kind"):
-            SharedBase(architectures.bert(is_decoder=decoder))
-
     def test_a_cap_that_moves_small_logits_a_little(self):
         """Drawn weights give logits of a few units, which a cap of 80 moves by a thousandth."""
         model = tiny.llama()
@@ -74,42 +151,6 @@ class TestRefusedModels:
         with pytest.raises(ModelError, match="so its head is of an unknown kind"):
             SharedBase(model)
         assert 1e-3 < max(moved) < 1e-2
-
-    def test_a_head_for_each_codebook(self):
-        config = MusicgenDecoderConfig(
-            vocab_size=tiny.VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-            ffn_dim=32, num_codebooks=2, pad_token_id=0, bos_token_id=1,
-        )  # fmt: skip
-        with pytest.raises(
-            ModelError,
-            match=r"model 'mine' \(MusicgenForCausalLM\): expected a head with one matrix over its "
-            r"vocabulary, got ModuleList; use a language model of text$",
-        ):
-            SharedBase(MusicgenForCausalLM(config).eval(), None, "mine")
-
-    def test_a_model_whose_rows_see_each_other(self):
-        model = tiny.llama()
-        norm = model.model.norm
-        original = norm.forward
-        norm.forward = lambda x: original(x + x.mean(0, keepdim=True))
-        with pytest.raises(ModelError, match="expected a causal model, whose tokens see their own"):
-            SharedBase(model)
-
-    def test_a_forward_that_draws(self):
-        model = tiny.llama()
-        original = model.model.norm.forward
-        model.model.norm.forward = lambda x: original(x) + 0.0 * torch.rand(())
-        state = torch.get_rng_state()
-        with pytest.raises(ModelError, match="its forward draws random numbers"):
-            SharedBase(model)
-        assert torch.equal(state, torch.get_rng_state())
-
-    def test_a_model_that_needs_more_than_tokens(self):
-        config = XLNetConfig(
-            vocab_size=tiny.VOCABULARY, d_model=32, n_layer=1, n_head=2, d_inner=32
-        )
-        with pytest.raises(ModelError, match=r"\(XLNetLMHeadModel\): .*; (use|load) "):
-            SharedBase(XLNetLMHeadModel(config).eval())
 
     @pytest.mark.parametrize("error", [AttributeError, IndexError, TypeError, NotImplementedError])
     def test_what_it_raises_is_named(self, error):
@@ -136,7 +177,9 @@ class TestRefusedModels:
             SharedBase(model)
 
     @pytest.mark.parametrize("bad", [tiny.VOCABULARY, -1])
-    def test_an_end_token_outside_of_the_vocabulary(self, bad):
+    def test_an_end_or_padding_token_outside_of_the_vocabulary(self, bad):
+        with pytest.raises(ModelError, match=rf"its padding token has id {bad}, expected one in"):
+            SharedBase(tiny.llama(), tiny.fake_tokenizer(pad=bad))
         model = tiny.llama()
         model.generation_config.eos_token_id = [1, bad]
         with pytest.raises(
@@ -145,9 +188,11 @@ class TestRefusedModels:
         ):
             SharedBase(model, None, "mine")
 
-    def test_a_padding_token_outside_of_the_vocabulary(self):
-        with pytest.raises(ModelError, match="its padding token has id 40, expected one in"):
-            SharedBase(tiny.llama(), tiny.fake_tokenizer(pad=40))
+
+def layouts(trunk):
+    table = tiny.noise((tiny.VOCABULARY, 4), 3)
+    run, ids = lambda ids: trunk(table[ids]), probe_ids(tiny.VOCABULARY)
+    return watch_linear_inputs(trunk, trunk, run, ids)[1]
 
 
 class TestLinearInputs:
@@ -166,26 +211,6 @@ class TestLinearInputs:
         assert unseen
         assert all("encoder_attn" in name for name in unseen)
 
-    def test_flattened_rows_in_an_order_of_their_own(self):
-        class Turned(torch.nn.Module):
-            """Hands tokens on one after another: the first of every row, then the second, ..."""
-
-            def __init__(self):
-                super().__init__()
-                self.one, self.two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-
-            def forward(self, x):
-                turned = self.one(x.transpose(0, 1).reshape(-1, 4))
-                self.two(x.reshape(-1, 4))
-                return turned.view(x.shape[1], x.shape[0], 4).transpose(0, 1)
-
-        trunk = Turned()
-        table = tiny.noise((tiny.VOCABULARY, 4), 3)
-        _, found = watch_linear_inputs(
-            trunk, trunk, lambda ids: trunk(table[ids]), probe_ids(tiny.VOCABULARY)
-        )
-        assert found == {"one": "tokens in an order of their own", "two": "flat"}
-
     @pytest.mark.parametrize(
         ("taken", "kind"),
         [
@@ -195,31 +220,28 @@ class TestLinearInputs:
             (lambda x: x[0, :, :], "inputs of shape (6, 4)"),
             (lambda x: x[0, 0], "inputs of shape (4,)"),
             (lambda x: x.reshape(-1, 4), "flat"),
+            # The first token of every row, then the second.
+            (lambda x: x.transpose(0, 1).reshape(-1, 4), "tokens in an order of their own"),
         ],
     )
     def test_what_a_layer_sees_has_a_name(self, taken, kind):
         class Taking(torch.nn.Module):
             def __init__(self):
                 super().__init__()
-                self.one = torch.nn.Linear(4, 4)
+                self.layer = torch.nn.Linear(4, 4)
 
             def forward(self, x):
-                self.one(taken(x))
+                self.layer(taken(x))
                 return x
 
-        trunk = Taking()
-        table = tiny.noise((tiny.VOCABULARY, 4), 3)
-        _, found = watch_linear_inputs(
-            trunk, trunk, lambda ids: trunk(table[ids]), probe_ids(tiny.VOCABULARY)
-        )
-        assert found == {"one": kind}
+        assert layouts(Taking()) == {"layer": kind}
 
     def test_a_single_vector_of_as_many_features_as_rows(self):
         trunk = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        _, found = watch_linear_inputs(
+        _, kinds = watch_linear_inputs(
             trunk, trunk, lambda ids: trunk(ids[:, 0].float()), probe_ids(tiny.VOCABULARY)
         )
-        assert found == {"0": "inputs of shape (2,)"}
+        assert kinds == {"0": "inputs of shape (2,)"}
 
     def test_a_linear_layer_that_returns_more_than_a_product(self):
         class Router(torch.nn.Linear):
@@ -235,12 +257,7 @@ class TestLinearInputs:
                 self.router(x)
                 return x
 
-        trunk = Routed()
-        table = tiny.noise((tiny.VOCABULARY, 4), 3)
-        _, found = watch_linear_inputs(
-            trunk, trunk, lambda ids: trunk(table[ids]), probe_ids(tiny.VOCABULARY)
-        )
-        assert found == {"router": "a call of its own"}
+        assert layouts(Routed()) == {"router": "a call of its own"}
 
     def test_nothing_of_it_stays(self):
         model = architectures.opt()

@@ -121,13 +121,10 @@ def test_the_population_forward_is_that_of_peft_one_at_a_time(folder, kind):
         torch.testing.assert_close(own, expected, atol=1e-3, rtol=1e-3)
 
 
-def test_digests_of_two_kinds_are_not_compared(base, plain):
+def test_its_digest_is_not_compared_and_packing_does_not_change_the_micro_batch(base, plain):
     digest = base_digest(base)
     assert digest.startswith(f"{base.quantization}:")
     assert not comparable_digests(digest, base_digest(plain))
-
-
-def test_the_micro_batch_does_not_depend_on_packing(base, plain):
     assert base.micro_batch_tokens == plain.micro_batch_tokens
 
 
@@ -142,31 +139,16 @@ def test_nf4_refuses_a_width_that_64_does_not_divide():
         SharedBase.load("tiny-sums", device="cpu", quantization="nf4")
 
 
-def test_a_missing_package_is_named(monkeypatch):
+def test_a_missing_package_a_gguf_file_and_another_device_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(EngineUnavailable, match=r'pip install "evo-grpo\[bitsandbytes\]"'):
-        SharedBase.load("tiny-sums", device="cpu", quantization="int8")
-
-
-def test_a_gguf_file_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="quantised as it is"):
-        quantized.quantization_keywords(
-            "int8",
-            tiny_source(tmp_path / "model.gguf"),
-            torch.float32,
-            torch.device("cpu"),
-        )
-
-
-def tiny_source(file):
-    return Source(name=str(file), path=str(file.parent), gguf_file=file.name, local=True)
-
-
-def test_another_device_is_refused(folder):
-    with pytest.raises(ModelError, match="expected a device cpu or cuda, got 'mps'"):
-        quantized.quantization_keywords(
-            "int8", resolve(str(folder)), torch.float32, torch.device("mps")
-        )
+    gguf = Source(name="model.gguf", path=".", gguf_file="model.gguf", local=True)
+    for source, device, error, message in (
+        (gguf, "cpu", ModelError, "the GGUF file 'model.gguf', which is quantised as it is"),
+        (resolve("tiny-sums"), "mps", ModelError, "expected a device cpu or cuda, got 'mps'"),
+        (resolve("tiny-sums"), "cpu", EngineUnavailable, r'pip install "evo-grpo\[bitsandbytes\]"'),
+    ):
+        with pytest.raises(error, match=message):
+            quantized.quantization_keywords("int8", source, torch.float32, torch.device(device))
 
 
 @pytest.mark.slow

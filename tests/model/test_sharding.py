@@ -26,18 +26,14 @@ def test_the_layers_are_those_of_the_model_in_its_order(build):
     assert decoder_layers(base) == list(layers)
 
 
-def test_a_model_without_known_layers_is_refused():
-    base = SharedBase(tiny.llama())
-    base.trunk = nn.Linear(2, 2)
-    with pytest.raises(ModelError, match=r"engine\.base: expected .*; set engine\.base: replicat"):
-        decoder_layers(base)
-
-
-def test_a_device_without_exchange_is_refused_before_anything_is_divided():
+def test_a_model_without_known_layers_or_a_device_without_exchange_is_refused():
     base = SharedBase(tiny.llama())
     with pytest.raises(ModelError, match=r"expected engine\.device cpu or cuda .*, got mps"):
         ShardedLayers(base, torch.device("mps"))
     assert base.passes is None
+    base.trunk = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match=r"engine\.base: expected .*; set engine\.base: replicat"):
+        decoder_layers(base)
 
 
 def test_one_process_does_not_pass_its_part_off_as_the_weights():

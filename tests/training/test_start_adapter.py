@@ -55,7 +55,7 @@ def refused(config, tmp_path, said):
         ({"modules_to_save": ["lm_head"]}, f"lora.modules_to_save=.*{MERGE}"),
         ({"bias": "lora_only"}, f"lora.bias='lora_only': .*{MERGE}"),
         ({"trainable_token_indices": {"embed_tokens": [5]}}, f"trainable_token_indices=.*{MERGE}"),
-        ({"init_lora_weights": "pissa"}, f"'pissa' rewrites the base, .*{MERGE}"),
+        ({"init_lora_weights": "pissa"}, f"'pissa': it rewrites the base, .*{MERGE}"),
         (
             {"target_modules": ["q_proj", "embed_tokens"]},
             r"head left out: as .*embed_tokens",
@@ -73,7 +73,7 @@ def test_an_adapter_of_another_base_is_refused(tmp_path):
     get_peft_model(tiny.llama(), tiny.lora(4)).save_pretrained(start)
     said = r"linear layers of tiny-sums .*down_proj.lora_A.weight \(4, 256\)"
     refused(settings(start), tmp_path, said)
-    said = rf"model.adapter {start}: base_model.*another base model; give .*, or {MERGE}"
+    said = rf"model.adapter {start}: expected A and B, .*; give .*, or {MERGE}"
     with pytest.raises(ConfigError, match=said):
         GRPO(model="tiny-sums", adapter=str(start))
 

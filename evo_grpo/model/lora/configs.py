@@ -27,6 +27,9 @@ from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.lora.files import CONFIG
 from evo_grpo.schema.patterns import module_patterns, why_no_pattern
 from evo_grpo.schema.problems import validated
+from evo_grpo.model.lora.files import CONFIG, AdapterCopy
+from evo_grpo.schema.patterns import ALL, module_patterns, why_no_pattern
+from evo_grpo.schema.problems import validated
 from evo_grpo.schema.validation import (
     LEAST,
     MOST,
@@ -60,6 +63,9 @@ MERGE = (
 )
 """Remedy for an adapter that agents cannot start from."""
 _STARTS = (True, False, "gaussian", "orthogonal")
+#: LoraConfig sets the type itself. Initialization from the base ("eva", "loftq") needs settings and
+#: packages that an existing adapter does not need.
+_SET_AFTERWARDS = ("peft_type", "init_lora_weights")
 #: Fields other than rank and modules that change the output of an adapter.
 _COMPARED = (
     "lora_alpha",
@@ -82,6 +88,7 @@ _ALPHA = Rule(
     "an update scaled by 0 learns nothing; twice the rank is usual",
 )
 _DROPOUT = number(lambda v: 0 <= v < 1, "a number in [0, 1)", "0.0 drops nothing")
+_LINEAR = nn.Linear | Conv1D | BaseTunerLayer
 #: Fields that restrict target_modules; full names do not need them.
 _NARROWING = ("layers_to_transform", "layers_pattern", "exclude_modules")
 
@@ -117,21 +124,8 @@ class _Fields:
     base_model_name_or_path: str | None = None
     revision: str | None = None
 
-    def as_config(self) -> LoraConfig:
-        """Return PEFT's own object; fields that contradict each other raise ValueError."""
-        given = {name: getattr(self, name) for name in _FIELDS if name not in _SET_AFTERWARDS}
-        for pattern in ("rank_pattern", "alpha_pattern"):
-            given[pattern] = given[pattern] or {}  # PEFT writes {} for no pattern and fails on null
-        config = LoraConfig(**given)
-        for name in _SET_AFTERWARDS:
-            setattr(config, name, getattr(self, name))
-        return config
-
 
 _FIELDS = tuple(field.name for field in fields(_Fields))
-#: LoraConfig sets the type itself. Initialization from the base ("eva", "loftq") needs settings and
-#: packages that an existing adapter does not need.
-_SET_AFTERWARDS = ("peft_type", "init_lora_weights")
 _SCHEMA = TypeAdapter(_Fields)
 
 
@@ -139,17 +133,12 @@ def read_config(folder: Path) -> LoraConfig:
     """Read adapter_config.json; CheckpointError if it is missing, not JSON, or not of LoRA."""
     file = folder / CONFIG
     try:
-        found = json.loads(file.read_text(encoding="utf-8"), parse_int=short_integer)
-        if not isinstance(found, dict):
-            raise ValueError(f"expected a mapping, got {shown(found)}")
-        if "peft_type" not in found:
-            # PEFT would set defaults for all missing fields, even the rank.
-            raise ValueError("it has no peft_type")
-        given = cast("dict[str, Any]", found)
-        if given["peft_type"] != "LORA":
-            raise ValueError(f"expected peft_type LORA, got {shown(given['peft_type'])}")
-        read = validated(_SCHEMA, given)
-        if read.target_modules is None and not given.get("target_parameters"):
+        values = json.loads(file.read_text(encoding="utf-8"), parse_int=short_integer)
+        # Without a type, PEFT would set defaults for all missing fields, even the rank.
+        if not isinstance(values, dict) or values.get("peft_type") != "LORA":
+            raise ValueError(f"expected a mapping with peft_type LORA, got {shown(values)}")
+        read = validated(_SCHEMA, values)
+        if read.target_modules is None and not values.get("target_parameters"):
             # PEFT writes the adapted modules; for null it would guess them from the model's type.
             raise ValueError("target_modules: expected names or a regular expression, got null")
         for setting, pattern in module_patterns(read).items():
@@ -157,13 +146,17 @@ def read_config(folder: Path) -> LoraConfig:
                 raise ValueError(
                     f"{setting}: expected a regular expression, got {shown(pattern)} ({why})"
                 )
-        config = read.as_config()
+        given = {name: getattr(read, name) for name in _FIELDS if name not in _SET_AFTERWARDS}
+        for pattern in ("rank_pattern", "alpha_pattern"):
+            given[pattern] = given[pattern] or {}  # PEFT writes {} for no pattern, fails on null
+        config = LoraConfig(**given)
     # A disk that refuses to read is no damage: it raises its OSError.
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: {error}") from error
-    for name in _LEFT_OUT:
-        if name not in _FIELDS and given.get(name):
-            setattr(config, name, given[name])
+    config.init_lora_weights = read.init_lora_weights  # pyright: ignore[reportAttributeAccessIssue] -- any string here
+    for name in set(_LEFT_OUT) - set(_FIELDS):
+        if values.get(name):
+            setattr(config, name, values[name])
     return config
 
 
@@ -175,52 +168,35 @@ def check_lora_config(config: LoraConfig, remedy: str = "") -> None:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise ConfigError(f"lora: expected a plain LoraConfig, got peft_type {kind}")
-    for field in _LEFT_OUT:
-        # Older and newer releases of PEFT lack some of the fields.
-        value = getattr(config, field, None)
-        if value:
-            raise ConfigError(
-                f"lora.{field}={value!r}: agents share one forward, which serves plain LoRA on "
-                "linear layers (no variants such as DoRA); " + (remedy or f"leave {field} out")
-            )
+    # Older and newer releases of PEFT lack some of the fields.
+    wrong = {
+        field: "agents share one forward, which serves plain LoRA on linear layers (no variants "
+        f"such as DoRA); {remedy or f'leave {field} out'}"
+        for field in _LEFT_OUT
+        if getattr(config, field, None)
+    }
     if config.bias != "none":
-        raise ConfigError(
-            f"lora.bias={config.bias!r}: the base and its biases belong to every agent and stay "
-            'frozen; expected "none"' + (remedy and f"; {remedy}")
-        )
+        wrong["bias"] = "the base and its biases belong to every agent and stay frozen; "
+        wrong["bias"] += remedy or 'expected "none"'
     if config.init_lora_weights not in _STARTS:
+        wrong["init_lora_weights"] = "it rewrites the base, which every agent shares; "
+        wrong["init_lora_weights"] += remedy or f"expected one of {list(_STARTS)}"
+    for field, why in wrong.items():
+        raise ConfigError(f"lora.{field}={getattr(config, field)!r}: {why}")
+    try:
+        AdapterCopy({}, config).config_json()
+    except (TypeError, ValueError) as error:
+        # Otherwise the first checkpoint would fail, and the training until then would be lost.
         raise ConfigError(
-            f"lora.init_lora_weights={config.init_lora_weights!r} rewrites the base, which every "
-            f"agent shares; expected one of {list(_STARTS)}" + (remedy and f"; {remedy}")
-        )
-    for field, value in config.to_dict().items():
-        try:
-            json.dumps(list(value) if isinstance(value, set) else value)
-        except (TypeError, ValueError):
-            # Otherwise the first checkpoint would fail, and the training until then would be lost.
-            raise ConfigError(
-                f"lora.{field}={value!r}: expected what JSON can hold, since checkpoints write it "
-                f"to adapter_config.json, got {type(value).__name__}; give plain Python numbers "
-                "and strings"
-            ) from None
-    _check_numbers(config)
-
-
-def _check_numbers(config: LoraConfig) -> None:
-    """Raise ConfigError for ranks and scales that cannot learn or exceed float32."""
-    for name, value in {"lora.r": config.r, **_of("rank_pattern", config)}.items():
-        _RANK.check(name, value)
-    for name, value in {
-        "lora.lora_alpha": config.lora_alpha,
-        **_of("alpha_pattern", config),
-    }.items():
-        _ALPHA.check(name, value)
+            f"lora: expected what JSON can hold, for {CONFIG} of checkpoints, got {error}; give "
+            "plain Python numbers and strings"
+        ) from None
+    for rule, field in ((_RANK, "rank_pattern"), (_ALPHA, "alpha_pattern")):
+        for module, value in (getattr(config, field) or {}).items():
+            rule.check(f"lora.{field}[{module!r}]", value)
+    _RANK.check("lora.r", config.r)
+    _ALPHA.check("lora.lora_alpha", config.lora_alpha)
     _DROPOUT.check("lora.lora_dropout", config.lora_dropout)
-
-
-def _of(field: str, config: LoraConfig) -> dict[str, Any]:
-    """Return the entries of a pattern by their names in messages."""
-    return {f"lora.{field}[{k!r}]": v for k, v in (getattr(config, field) or {}).items()}
 
 
 def differences(theirs: LoraConfig, ours: LoraConfig) -> list[tuple[str, Any, Any]]:
@@ -240,40 +216,57 @@ def only_names_modules(field: str) -> bool:
     return field == "target_modules" or field in _NARROWING
 
 
-def adapted_modules(model: nn.Module, config: LoraConfig) -> set[str]:
-    """Return the full names of the layers of a model, wrapped or not, that a config adapts."""
-    return matched_modules(model, config) & set(_linear(model))
+def adapted_modules(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
+    """Return the modules that a configuration names, linear or not, wrapped or not, by full name.
+
+    They are in the model's order. "all-linear" names the linear layers without the head.
+    """
+    modules = own_modules(model)
+    if str(config.target_modules).lower() == ALL:
+        config = with_targets(config, linear_modules(model))
+    return {n: module for n, module in modules.items() if check_target_module_exists(config, n)}
 
 
-def matched_modules(model: nn.Module, config: LoraConfig) -> set[str]:
-    """Return the full names of all modules that `target_modules` match, linear or not."""
-    return {name for name in own_modules(model) if check_target_module_exists(config, name)}
+def tensor_shapes(model: nn.Module, config: LoraConfig) -> dict[str, tuple[int, int]]:
+    """Return the shapes of A and B of the linear layers that a configuration names.
+
+    Keys and order are those of PEFT's files.
+    """
+    shapes: dict[str, tuple[int, int]] = {}
+    for name, module in adapted_modules(model, config).items():
+        if isinstance(module, _LINEAR):
+            inputs, outputs = _features(module)
+            rank = rank_of(config, name)
+            shapes[f"base_model.model.{name}.lora_A.weight"] = (rank, inputs)
+            shapes[f"base_model.model.{name}.lora_B.weight"] = (outputs, rank)
+    return shapes
 
 
 def linear_modules(model: Any) -> set[str]:  # noqa: ANN401 -- of any transformers architecture
     """Return the full names of the linear layers of a model, wrapped or not, without the head."""
     head = model.get_output_embeddings()
-    return {name for name, module in _linear(model).items() if module is not head}
+    return {
+        name
+        for name, module in own_modules(model).items()
+        if isinstance(module, _LINEAR) and module is not head
+    }
 
 
 def width_of(module: Any) -> int:  # noqa: ANN401 -- a linear layer, wrapped or not
     """Return the number of inputs or outputs of a linear layer, the smaller one."""
+    return min(_features(module))
+
+
+def _features(module: Any) -> tuple[int, int]:  # noqa: ANN401 -- as above
     if isinstance(module, Conv1D):
-        return min(module.weight.shape)
-    return min(module.in_features, module.out_features)
-
-
-def _linear(model: nn.Module) -> dict[str, nn.Module]:
-    return {
-        name: module
-        for name, module in own_modules(model).items()
-        if isinstance(module, nn.Linear | Conv1D | BaseTunerLayer)
-    }
+        inputs, outputs = module.weight.shape
+        return inputs, outputs
+    return module.in_features, module.out_features
 
 
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return modules by their first name, without those that PEFT puts inside of a layer."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
     waiting = [("", model)]
     while waiting:
@@ -281,13 +274,13 @@ def own_modules(model: nn.Module) -> dict[str, nn.Module]:
         if module in seen:
             continue
         seen.add(module)
-        found[path] = module
+        modules[path] = module
         if isinstance(module, BaseTunerLayer):
             seen.add(module.get_base_layer())  # PEFT wraps a layer in two places once
         else:
             below = [(f"{path}.{name}" if path else name, c) for name, c in module.named_children()]
             waiting += reversed(below)
-    return found
+    return modules
 
 
 def merged_config(
@@ -302,29 +295,44 @@ def merged_config(
     merged.inference_mode = False
     if not set(wanted) <= set(live):
         # Full names are comparable and need no fields that restrict them.
-        merged.target_modules = {*wanted, *live}  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
+        merged = with_targets(merged, {*wanted, *live})
         for field in _NARROWING:
             setattr(merged, field, None)
     notes = [
-        f"merge_lora_configs: {field} of the checkpoint is {checkpoint!r}, the live value "
-        f"{mine!r} stays"
-        for field, checkpoint, mine in differences(theirs, ours)
+        f"merge_lora_configs: {field} of the checkpoint is {a!r}, the live value {b!r} stays"
+        for field, a, b in differences(theirs, ours)
         if field in _COMPARED
     ]
     before, after = _scaling(theirs), _scaling(merged)
     if not math.isclose(before, after):
         notes.append(
             f"merge_lora_configs: the checkpoint's adapter was scaled by {before:.4g}, the merged "
-            f"one is by {after:.4g} (from lora_alpha and r), so it acts {after / before:.3g} times "
-            "as strongly; build the agent with a lora_alpha that keeps the ratio"
+            f"one is by {after:.4g} (from lora_alpha and r): it acts {after / before:.3g} times as "
+            "strongly; build the agent with a lora_alpha that keeps the ratio"
         )
     return merged, notes
 
 
+def with_targets(config: LoraConfig, targets: str | Collection[str]) -> LoraConfig:
+    """Return a configuration with other `target_modules`."""
+    made = copy.deepcopy(config)
+    made.target_modules = targets if isinstance(targets, str) else set(targets)  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
+    return made
+
+
 def rank_of(config: LoraConfig, module: str) -> int:
     """Return the rank that a configuration gives a module."""
-    pattern = config.rank_pattern or {}
-    return pattern.get(get_pattern_key(list(pattern), module), config.r)
+    return _of_pattern(config.rank_pattern, module, config.r)
+
+
+def alpha_of(config: LoraConfig, module: str) -> Any:  # noqa: ANN401 -- PEFT types it as int and takes floats
+    """Return the alpha that a configuration gives a module."""
+    return _of_pattern(config.alpha_pattern, module, config.lora_alpha)
+
+
+def _of_pattern(pattern: dict[str, Any] | None, module: str, otherwise: Any) -> Any:  # noqa: ANN401 -- a rank or an alpha
+    pattern = pattern or {}
+    return pattern.get(get_pattern_key(list(pattern), module), otherwise)
 
 
 def layer_of(key: str) -> str:

@@ -73,17 +73,12 @@ def write_tensors(
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of a PEFT folder, or say which file is missing, truncated or a pickle."""
+    """Read the tensors of a PEFT folder; CheckpointError for a missing or damaged file."""
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
-            other = [p.name for p in folder.glob("*.bin")] if folder.is_dir() else []
-            pickled = (
-                f" ({other[0]} is a pickle, which is never loaded; save it as safetensors)"
-                if other
-                else ""
-            )
             raise CheckpointError(
-                f"checkpoint {folder}: expected {CONFIG} and {WEIGHTS}, {file} is missing{pickled}"
+                f"checkpoint {folder}: expected {CONFIG} and {WEIGHTS}, {file} is missing; a "
+                "pickle (*.bin, *.pt) is never loaded: save the adapter as safetensors"
             )
     try:
         return load_file(folder / WEIGHTS)
@@ -92,37 +87,3 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
             f"checkpoint {folder / WEIGHTS}: not a whole safetensors file (truncated, or a pickle "
             f"under that name): {error}"
         ) from error
-
-
-def check_adapter_state(
-    state: dict[str, Tensor], current: Mapping[str, Tensor], folder: Path, base: str
-) -> None:
-    """Raise CheckpointError for the first key or shape of a file that differs from a slot's."""
-    missing, extra = sorted(set(current) - set(state)), sorted(set(state) - set(current))
-    if missing or extra:
-        raise CheckpointError(
-            f"checkpoint {folder}: its layers are not those of {base!r}: {len(missing)} missing "
-            f"({missing[:1]}), {len(extra)} unknown ({extra[:1]}); expected an adapter of the same "
-            "base model and target_modules"
-        )
-    for key, value in state.items():
-        want = current[key].shape
-        # Torch computes nothing in the floats of 8 bits.
-        if not value.is_floating_point() or value.dtype.itemsize < 2:
-            raise CheckpointError(
-                f"checkpoint {folder}: {key} has dtype {value.dtype}, expected floating-point "
-                "numbers of 16 bits or more; save the adapter again with PEFT or save_checkpoint"
-            )
-        if value.shape != want:
-            rank_only = ("lora_A" in key and value.shape[1:] == want[1:]) or (
-                "lora_B" in key and value.shape[:1] == want[:1]
-            )
-            what = (
-                "another rank r"
-                if rank_only
-                else "another hidden size: an adapter of another base model"
-            )
-            raise CheckpointError(
-                f"checkpoint {folder}: {key} has shape {tuple(value.shape)}, expected "
-                f"{tuple(want)} for {base!r} ({what})"
-            )

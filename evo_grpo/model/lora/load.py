@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,16 @@ from peft.utils import get_peft_model_state_dict
 from torch import Tensor
 
 from evo_grpo.errors import CheckpointError, ConfigError
-from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.configs import (
-    adapted_modules,
     check_lora_config,
     differences,
     merged_config,
     module_of,
     only_names_modules,
-    own_modules,
-    rank_of,
     read_config,
+    tensor_shapes,
 )
-from evo_grpo.model.lora.files import CONFIG, AdapterCopy, check_adapter_state, read_adapter
+from evo_grpo.model.lora.files import CONFIG, AdapterCopy, read_adapter
 from evo_grpo.model.lora.slots import AdapterSlots
 
 _SLOT = re.compile(r"(actor|reference)_\d+")
@@ -64,15 +61,15 @@ class AdapterPlan:
     origin: Path
     state: dict[str, Tensor]
     config: LoraConfig | None
-    shapes: dict[str, torch.Size]
-    own: dict[str, torch.Size]
+    shapes: Mapping[str, Sequence[int]]
+    own: Mapping[str, Sequence[int]]
     notes: tuple[str, ...]
 
     def apply(self) -> None:
         """Overwrite the slot. A rebuilt slot has new parameters."""
         if self.config is not None:
             self.slots.rebuild(self.name, self.config)
-        self.slots.put(self.name, self.state, self.origin)
+        self.slots.put(self.name, self.state)
 
 
 def plan_adapter(
@@ -104,16 +101,13 @@ def plan_copy(
     configurations, which are refused otherwise. Another base raises CheckpointError; a merged
     configuration that cannot be trained raises ConfigError.
     """
-    state, theirs, present = adapter.state, adapter.config, slots.lora_config(name)
-    current, shapes = slots.state(name), slots.shapes(name)
-    ours, config = becomes or present, None
-    if differences(ours, present):
-        config = trainable(ours)
-        current, shapes = _fresh_state(slots, f"{name}_trial", config)
+    model, present = slots.base.model, slots.lora_config(name)
+    theirs, ours = adapter.config, present if becomes is None else slots.settled(becomes)
+    own = tensor_shapes(model, theirs)
+    shapes = slots.shapes(name) if ours is present else tensor_shapes(model, ours)
     # Before padding, which would make matrices of a smaller base fit this one.
-    check_base(state, current, origin, slots.base)
-    wanted = adapted_modules(slots.base.model, theirs)
-    live = {module_of(key) for key in current}
+    _check_tensors(adapter.state, own, f"checkpoint {origin}", slots.base.name)
+    wanted, live = {module_of(key) for key in own}, {module_of(key) for key in shapes}
     different = [
         d for d in differences(theirs, ours) if wanted != live or not only_names_modules(d[0])
     ]
@@ -129,29 +123,37 @@ def plan_copy(
             f"{theirs.rank_pattern}; merge_lora_configs pads to one r alone: build the agent with "
             "the checkpoint's rank_pattern"
         )
-    _check_ranks(state, theirs, origin)
-    own = {key: value.shape for key, value in state.items()}
-    notes = list[str]()
+    state, config, notes = adapter.state, ours, list[str]()
     if different:
-        merged, notes = merged_config(theirs, ours, wanted, live)
-        if differences(merged, present):
-            config = merged
-        # Start from new weights, also if the slot keeps its configuration.
-        current, shapes = _fresh_state(slots, f"{name}_trial", merged)
-        state = {k: padded(v, current[k]) if k in current else v for k, v in state.items()}
-        for key, value in current.items():
-            # For modules that the checkpoint does not adapt, use an adapter that adds nothing. The
-            # check below reports tensors that its configuration requires.
-            if key not in state and module_of(key) not in wanted:
-                state[key] = value
-    check_adapter_state(state, current, origin, slots.base.name)
+        config, notes = merged_config(theirs, ours, wanted, live)
+        fresh = _fresh_state(slots, f"{name}_trial", config)
+        state = {k: padded(state[k], v) if k in state else v for k, v in fresh.items()}
+        shapes = {key: value.shape for key, value in fresh.items()}
     broken = next((key for key, value in state.items() if not value.isfinite().all()), None)
     if broken is not None:
         notes.append(
             f"checkpoint {origin}: {broken} holds numbers that are not finite; what it generates "
             "and learns is undefined. Load an earlier checkpoint"
         )
-    return AdapterPlan(slots, name, origin, state, config, shapes, own, tuple(notes))
+    new = trainable(config) if differences(config, present) else None
+    return AdapterPlan(slots, name, origin, state, new, shapes, own, tuple(notes))
+
+
+def _check_tensors(
+    state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], what: str, base: str
+) -> None:
+    """Refuse tensors other than A and B of the layers that their configuration names."""
+    for key in sorted({*shapes, *state}):
+        tensor = state.get(key)
+        # Torch computes nothing in the floats of 8 bits.
+        floats = tensor is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1
+        if tensor is None or not floats or tensor.shape != shapes.get(key):
+            got = "none" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
+            raise CheckpointError(
+                f"{what}: expected A and B, in 16 bits or more, of the linear layers of {base!r} "
+                f"that its {CONFIG} names: as {key} {shapes.get(key, 'none')}, got {got}; give an "
+                "adapter of this base model, with both files as they were saved"
+            )
 
 
 def copy_slot(slots: AdapterSlots, source: str, target: str) -> None:
@@ -169,17 +171,6 @@ def fit_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> None:
         slots.rebuild(name, trainable(config))
 
 
-def mix_slots(slots: AdapterSlots, sources: Sequence[str], target: str) -> None:
-    """Write the means of the A and of the B matrices of other slots, of equal shapes, to a slot.
-
-    For related agents, this is close to the mean of the products B A, with the same rank.
-    """
-    copy_slot(slots, sources[0], target)
-    states = [slots.state(name) for name in sources]
-    mean = {key: torch.stack([s[key] for s in states]).mean(dim=0) for key in states[0]}
-    slots.put(target, mean, Path("mean"))
-
-
 def padded(value: Tensor, fresh: Tensor) -> Tensor:
     """Copy a smaller matrix to the top-left corner of an initial one, whose B is zero."""
     fits = value.ndim == fresh.ndim and all(
@@ -192,51 +183,12 @@ def padded(value: Tensor, fresh: Tensor) -> Tensor:
     return out
 
 
-def check_base(
-    state: dict[str, Tensor], live: dict[str, Tensor], folder: Path, base: SharedBase
-) -> None:
-    """Compare the module names and the feature sizes, which depend on the base model only."""
-    modules = own_modules(base.model)
-    for key, value in state.items():
-        if ".lora_" in key and module_of(key) not in modules:
-            raise CheckpointError(
-                f"checkpoint {folder}: it adapts {module_of(key)}, which {base.name!r} does not "
-                "have: it is an adapter of another base model"
-            )
-        if key not in live or value.ndim != 2:
-            continue
-        side = 1 if "lora_A" in key else 0
-        if value.shape[side] != live[key].shape[side]:
-            raise CheckpointError(
-                f"checkpoint {folder}: {key} has {value.shape[side]} features where {base.name!r} "
-                f"has {live[key].shape[side]} (another hidden size): it is an adapter of another "
-                "base model"
-            )
-
-
-def _check_ranks(state: dict[str, Tensor], config: LoraConfig, origin: Path) -> None:
-    """Compare tensors with their configuration, before padding with zeros hides a missing row."""
-    for key, value in state.items():
-        side = 0 if ".lora_A." in key else 1
-        rank = rank_of(config, module_of(key))
-        if value.ndim == 2 and ".lora_" in key and value.shape[side] != rank:
-            raise CheckpointError(
-                f"checkpoint {origin}: {key} has shape {tuple(value.shape)}, but its own {CONFIG} "
-                f"says rank r={rank}; expected tensors and configuration of one adapter: put both "
-                "files back as they were saved"
-            )
-
-
-def _fresh_state(
-    slots: AdapterSlots, name: str, config: LoraConfig
-) -> tuple[dict[str, Tensor], dict[str, torch.Size]]:
+def _fresh_state(slots: AdapterSlots, name: str, config: LoraConfig) -> dict[str, Tensor]:
     """Return the initial tensors of a slot with a configuration, with B = 0 in any case."""
     slots.add(name, config, trainable=False)
-    try:
-        state, shapes = slots.state(name), slots.shapes(name)
-    finally:
-        slots.remove(name)
-    return {k: torch.zeros_like(v) if ".lora_B." in k else v for k, v in state.items()}, shapes
+    state = slots.state(name)
+    slots.remove(name)
+    return {k: torch.zeros_like(v) if ".lora_B." in k else v for k, v in state.items()}
 
 
 def take_over(network: Any) -> tuple[Any, AdapterCopy | None]:  # noqa: ANN401 -- of any transformers architecture

@@ -21,16 +21,14 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from evo_grpo.model.lora.configs import differences, layer_of
+from evo_grpo.model.lora.configs import differences, layer_of, with_targets
 from evo_grpo.model.lora.load import copy_slot, fit_slot, trainable
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.model.lora.targets import with_targets
 
 _NEGLIGIBLE = 1e-7
 """Singular values below this part of the largest are rounding errors of float32."""
@@ -77,7 +75,8 @@ def resize_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> Resized |
         return Resized(None, {})
     state: dict[str, Tensor] = {}
     factors: dict[str, float] = {}
-    lost, total, is_cut = 0.0, 0.0, False
+    total = lost = 0.0  # squared norms of the products s B A
+    is_cut = False
     for first, second in layer_keys(before):
         if first not in fresh:
             energy = _energy(before[first], before[second]) * old[layer_of(first)] ** 2
@@ -101,7 +100,7 @@ def resize_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> Resized |
             a, b = grown(a, b, wide)
             factors |= {first: 1.0, second: factor}
         state[first], state[second] = a, b * factor
-    slots.put(name, state, Path(name))
+    slots.put(name, state)
     error = math.sqrt(lost / total) if total else 0.0
     return Resized(error if is_cut else None, factors)
 
@@ -157,6 +156,17 @@ def _energy(a: Tensor, b: Tensor) -> float:
     return float(((b.T @ b) * (a @ a.T)).sum())
 
 
+def mix_slots(slots: AdapterSlots, sources: Sequence[str], target: str) -> None:
+    """Write the means of the A and of the B matrices of other slots, of equal shapes, to a slot.
+
+    For related agents, this is close to the mean of the products B A, with the same rank.
+    """
+    copy_slot(slots, sources[0], target)
+    states = [slots.state(name) for name in sources]
+    mean = {key: torch.stack([s[key] for s in states]).mean(dim=0) for key in states[0]}
+    slots.put(target, mean)
+
+
 def mix_products(slots: AdapterSlots, sources: Sequence[str], target: str) -> None:
     """Write the mean of the products s B A of two or more slots to another slot.
 
@@ -185,7 +195,7 @@ def mix_products(slots: AdapterSlots, sources: Sequence[str], target: str) -> No
         a, b, _ = cut(torch.cat(downs), torch.cat(ups, dim=1), like)
         a, b = _paced(a, b, like)
         mean[first], mean[second] = a, (b / scale[layer]).to(own[second].dtype)
-    slots.put(target, mean, Path(target))
+    slots.put(target, mean)
 
 
 def _paced(a: Tensor, b: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,16 +8,13 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from evo_grpo.errors import ConfigError
@@ -25,14 +22,14 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import INPUT_KIND, lora_layers
 from evo_grpo.model.forward.sending import fetch
 from evo_grpo.model.lora.configs import (
-    adapted_modules,
+    alpha_of,
     check_lora_config,
-    differences,
     layer_of,
     module_of,
+    rank_of,
 )
-from evo_grpo.model.lora.files import AdapterCopy, check_adapter_state
-from evo_grpo.model.lora.targets import TargetSets, check_targets, settle_targets
+from evo_grpo.model.lora.files import AdapterCopy
+from evo_grpo.model.lora.targets import TargetSets, checked_modules, settle_targets
 
 
 class AdapterSlots:
@@ -93,7 +90,7 @@ class AdapterSlots:
                 f"adapters: expected a new name without dots, got {name!r}; there are "
                 f"{list(self._params)}"
             )
-        settings = self._settled(config or self.config)
+        settings = self.settled(config or self.config)
         like = self._slot_like(settings)
         if like is not None:
             self._add_like(name, like, settings)
@@ -111,7 +108,7 @@ class AdapterSlots:
             if self.begin_on_host:
                 parameter.data = parameter.data.cpu()
 
-    def _settled(self, config: LoraConfig) -> LoraConfig:
+    def settled(self, config: LoraConfig) -> LoraConfig:
         """Return a copy of a configuration that a slot may have."""
         settings = copy.deepcopy(config)
         # The configuration of a checkpoint has the path of its base; PEFT warns if it differs.
@@ -120,8 +117,8 @@ class AdapterSlots:
         return settle_targets(self.base, settings)
 
     def _add_by_peft(self, name: str, settings: LoraConfig) -> None:
-        check_targets(self.base, adapted_modules(self.base.model, settings))
-        asked = copy.deepcopy(settings)  # PEFT writes found modules to it
+        checked_modules(self.base, settings)  # PEFT would leave a part of the adapter in the model
+        given = copy.deepcopy(settings)  # PEFT writes the modules to it
         # PEFT draws the initial A from the global generator: fork it, so no other draw moves.
         devices = [self.base.device] if self.base.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -142,9 +139,9 @@ class AdapterSlots:
             for key, parameter in self._peft.named_parameters()
             if key.endswith(suffixes)
         }
-        kind = self._kind_of(asked)
+        kind = self._kind_of(given)
         if kind is None:
-            kind = _Kind(asked, self._settled(self.lora_config(name)), self.state(name))
+            kind = _Kind(given, self.settled(self.lora_config(name)), self.state(name))
             self._kinds.append(kind)
         kind.slots.append(name)
 
@@ -176,7 +173,9 @@ class AdapterSlots:
         self.peft.peft_config[name] = copy.deepcopy(self.peft.peft_config[like])
         self._params[name] = {key: made[id(p)] for key, p in self._params[like].items()}
         kind.slots.append(name)
-        if not (_same_rank(settings, self.lora_config(name)) and _same_rank(settings, kind.config)):
+        config = self.lora_config(name)
+        ranks = {(c.r, c.lora_alpha) for c in (settings, config, kind.config)}
+        if len(ranks) > 1:
             self._set_rank(name, settings)
             return
         with torch.no_grad():
@@ -194,8 +193,11 @@ class AdapterSlots:
         with torch.random.fork_rng(devices):
             torch.manual_seed(self.seed)
             own = set(map(layer_of, self._params[name]))
-            for layer in (layer for path, layer in self.layers.items() if path in own):
-                layer.update_layer(name, config.r, config.lora_alpha, config=config)
+            for path, layer in self.layers.items():
+                if path in own:
+                    module = module_of(path)
+                    rank, alpha = rank_of(config, module), alpha_of(config, module)
+                    layer.update_layer(name, rank, alpha, config=config)
         for key in self._params[name]:
             path, matrix = layer_of(key), key.removesuffix(".weight").rpartition(".")[2]
             module = getattr(self.layers[path], matrix)[name]
@@ -301,27 +303,18 @@ class AdapterSlots:
 
     def rebuild(self, name: str, config: LoraConfig) -> None:
         """Replace a slot by a new one with another configuration; no other slot changes."""
-        trainable = self._trainable[self._known(name)]
-        changed = {field for field, _, _ in differences(config, self.lora_config(name))}
-        settings = self._settled(config)
-        kind, patterns = self._kind_of(settings), config.rank_pattern or config.alpha_pattern
-        if not patterns and changed <= {"r", "lora_alpha"}:
-            self._set_rank(name, settings)
-            self._begin(name)
-            return
-        if not patterns and kind and all(layer_of(key) in self.layers for key in kind.state):
-            self._set_kind(name, kind, settings)
-            self._begin(name)
-            return
-        # PEFT needs at least one adapter, so a temporary one is added first. It has the new
-        # configuration, so PEFT refuses a wrong configuration before the slot is removed.
-        spare = f"{name}_spare"
-        self.add(spare, config)
-        self.activate(spare)
-        self.remove(name)
-        self.add(name, config, trainable=trainable)
-        self.activate(name)
-        self.remove(spare)
+        self._known(name)
+        settings, spare = self.settled(config), f"{name}_spare"
+        kind = self._kind_of(settings)
+        if kind is None or any(layer_of(key) not in self.layers for key in kind.state):
+            # PEFT wraps further layers, and refuses a wrong configuration before the slot changes.
+            self.add(spare, settings)
+            kind = self._kind_of(settings)
+        assert kind is not None
+        self._set_kind(name, kind, settings)
+        if spare in self._params:
+            self.remove(spare)
+        self._begin(name)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return detached CPU copies of a slot's tensors, by PEFT's file keys."""
@@ -336,13 +329,13 @@ class AdapterSlots:
         config.base_model_name_or_path = self.base.name
         return AdapterCopy(self.state(name), config)
 
-    def put(self, name: str, state: dict[str, Tensor], origin: Path) -> None:
+    def put(self, name: str, state: Mapping[str, Tensor]) -> None:
         """Overwrite a slot with tensors of equal shapes, by PEFT's file keys."""
-        own = self._params[self._known(name)]
-        check_adapter_state(state, own, origin, self.base.name)
+        shapes = {key: value.shape for key, value in state.items()}
+        assert shapes == self.shapes(name), f"the tensors of another adapter than {name}"
         # Not by PEFT, which walks over the modules of all adapters for each that it loads.
         with torch.no_grad():
-            for key, parameter in own.items():
+            for key, parameter in self._params[name].items():
                 parameter.copy_(state[key])
         self.mark_changed(name)
 
@@ -378,74 +371,25 @@ class _Kind:
 
     def makes(self, settings: LoraConfig) -> bool:
         """Return whether slots of these settings belong to this kind."""
-        # The ranks of a pattern do not follow that of the others.
-        patterns = settings.rank_pattern or settings.alpha_pattern
-        same = settings if patterns else _of_one_rank(settings, self.config)
+        same = copy.copy(settings)
+        same.r, same.lora_alpha = self.config.r, self.config.lora_alpha
         return same in (self.config, self.written)
 
 
-def _of_one_rank(settings: LoraConfig, other: LoraConfig) -> LoraConfig:
-    if _same_rank(settings, other):
-        return settings
-    made = copy.deepcopy(settings)
-    made.r, made.lora_alpha = other.r, other.lora_alpha
-    return made
-
-
-def _same_rank(settings: LoraConfig, other: LoraConfig) -> bool:
-    return (settings.r, settings.lora_alpha) == (other.r, other.lora_alpha)
-
-
 def _add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noqa: ANN401 -- of any architecture
-    """Add an adapter to a model, which is wrapped in place, or leave the model as it was.
-
-    ConfigError: target_modules match nothing or the head. ModelError: a layer is not linear.
-    """
-    wrapped = isinstance(model, PeftModel)
-    inner: Any = model.get_base_model() if wrapped else model
-    with ExitStack() as undo:
-        undo.callback(_take_off, inner, name, known=set(vars(inner)))
+    """Add an adapter to a model, which is wrapped in place."""
+    with warnings.catch_warnings():
+        # PEFT 0.21 uses a deprecated name of transformers 5, which the user cannot change.
+        warnings.filterwarnings(
+            "ignore", "`is_gradient_checkpointing` is deprecated", category=FutureWarning
+        )
+        # GPT-2's Conv1D layers: PEFT corrects the setting itself.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to", category=UserWarning)
         try:
-            with warnings.catch_warnings():
-                # PEFT 0.21 uses a deprecated name of transformers 5, which the user cannot change.
-                warnings.filterwarnings(
-                    "ignore",
-                    message="`is_gradient_checkpointing` is deprecated",
-                    category=FutureWarning,
-                )
-                # GPT-2's Conv1D layers: PEFT corrects the setting itself.
-                warnings.filterwarnings("ignore", "fan_in_fan_out is set to", category=UserWarning)
-                # fp32 adapters over any base: PEFT casts 16-bit adapters up, the forward casts
-                # down.
-                if wrapped:
-                    model.add_adapter(name, config)
-                else:
-                    model = get_peft_model(model, config, adapter_name=name)
+            # PEFT casts 16-bit adapters up to float32; the forward casts down.
+            if not isinstance(model, PeftModel):
+                return get_peft_model(model, config, adapter_name=name)  # pyright: ignore[reportReturnType] -- no mixed one
+            model.add_adapter(name, config)
         except ValueError as error:
-            raise ConfigError(
-                f"lora.target_modules={config.target_modules!r} does not fit the model: {error}"
-            ) from error
-        head = inner.get_output_embeddings()
-        if isinstance(head, LoraLayer) and name in head.lora_A:
-            raise ConfigError(
-                "lora.target_modules: the output head is among them, but log-probs are computed "
-                "from the frozen head; leave lm_head out"
-            )
-        lora_layers(model)
-        undo.pop_all()
+            raise ConfigError(f"lora: the adapter does not fit the model: {error}") from error
     return model
-
-
-def _take_off(model: Any, name: str, known: set[str]) -> None:  # noqa: ANN401 -- as above
-    """Remove an incomplete adapter, and all attributes of the model but those in `known`."""
-    for path, layer in list(model.named_modules()):
-        if not isinstance(layer, BaseTunerLayer):
-            continue
-        layer.delete_adapter(name)
-        others = {key for part in layer.adapter_layer_names for key in getattr(layer, part)}
-        if not others:
-            parent, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, layer.get_base_layer())
-    getattr(model, "peft_config", {}).pop(name, None)
-    for attribute in set(vars(model)) - known:
-        delattr(model, attribute)

@@ -9,7 +9,6 @@ support.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import final
@@ -22,7 +21,7 @@ from torch import nn
 
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.lora.configs import linear_modules, matched_modules
+from evo_grpo.model.lora.configs import adapted_modules, linear_modules, with_targets
 from evo_grpo.schema.patterns import ALL
 from evo_grpo.schema.problems import unknown_name
 from evo_grpo.settings.model import missing_layers
@@ -38,37 +37,35 @@ def settle_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
     other names are kept. ConfigError is raised if PEFT takes names for those of experts, or has no
     default for the model; ModelError if no linear layer is supported.
     """
-    config = _with_default(base, config)
-    if not isinstance(config.target_modules, str) or config.target_modules.lower() != ALL:
-        _check_conversion(base, config)
-        return config
-    if _SETTLED not in base.derived:
-        base.derived[_SETTLED] = _served(base, config)
-    served: frozenset[str] | None = base.derived[_SETTLED]
-    if served is None:
-        return config
-    return with_targets(config, served)
-
-
-def _with_default(base: SharedBase, config: LoraConfig) -> LoraConfig:
-    """Return a configuration with `target_modules` set: PEFT's default if it is None."""
-    if config.target_modules is not None or config.target_parameters:
-        return config
-    kind = str(getattr(base.model.config, "model_type", None))
-    names = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
-    if names is None:
+    targets = config.target_modules
+    if targets is None and not config.target_parameters:
+        kind = str(getattr(base.model.config, "model_type", None))
+        targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
+        if targets is None:
+            raise ConfigError(
+                f"lora.target_modules: expected names for a model of type {kind!r}, for which PEFT "
+                'has no default, got none; "all-linear" fits every model'
+            )
+        config = with_targets(config, targets)
+    if isinstance(targets, str) and targets.lower() == ALL:
+        if _SETTLED not in base.derived:
+            base.derived[_SETTLED] = _served(base, config)
+        served: frozenset[str] | None = base.derived[_SETTLED]
+        return config if served is None else with_targets(config, served)
+    if targets and _is_converted(base, config, targets):
         raise ConfigError(
-            f"lora.target_modules: expected names for a model of type {kind!r}, for which PEFT has "
-            'no default, got none; "all-linear" fits every model'
+            f"lora.target_modules={targets if isinstance(targets, str) else sorted(targets)!r}: "
+            f"PEFT takes some of these for the experts of {type(base.model).__name__}, which share "
+            "one parameter and cannot be adapted here; name the attention's layers, or leave "
+            "target_modules out"
         )
-    return with_targets(config, names)
+    return config
 
 
 def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
     """Return the supported linear layers, with a warning, or None if all are supported."""
     linear, unserved = set(base.linear_inputs), _unserved(base)
-    served = linear - set(unserved)
-    served = {name for name in served if _peft_takes(base, config, name)}
+    served = {name for name in linear - unserved.keys() if _peft_takes(base, config, name)}
     if _is_converted(base, config, linear):
         served = {name for name in served if not _is_converted(base, config, {name})}
     if not served:
@@ -77,9 +74,11 @@ def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
             f"rows can be told apart, got none among {len(linear)}; use another model"
         )
     # A layer that no token reaches would never learn, so it is left out silently.
-    left_out = {name for name in linear - served if unserved.get(name) != "unseen"}
-    converted = _is_converted(base, config, ALL)
-    missing = [*_leaves(left_out), *_experts(expert_modules(base), converted=converted)]
+    missing = _leaves({name for name in linear - served if unserved.get(name) != "unseen"})
+    experts, converted = expert_modules(base), _is_converted(base, config, ALL)
+    if experts or converted:
+        names = ", ".join(name for name in _leaves(experts) if name != "experts")
+        missing.append("experts that share one parameter" + (f" ({names})" if names else ""))
     if missing:
         warnings.warn(
             f"model {base.name!r}: all-linear adapts {', '.join(_leaves(served))} here, without "
@@ -90,16 +89,31 @@ def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
     return None if served == linear and not converted else frozenset(served)
 
 
-def check_targets(base: SharedBase, adapted: Collection[str]) -> None:
-    """Raise ModelError for the first layer whose inputs do not have the rows in a known order."""
-    unserved = _unserved(base)
-    for name in sorted(adapted):
-        # Layers without tokens are harmless, such as the cross-attention of a decoder alone.
-        if (kind := unserved.get(name, "rows")) not in ("rows", "unseen"):
-            raise ModelError(
-                f"LoRA on {name!r} of {base.name!r}: expected inputs with one row per completion, "
-                f"got {kind}; leave the layer out of lora.target_modules"
+def checked_modules(
+    base: SharedBase, config: LoraConfig, what: str = "lora.target_modules"
+) -> frozenset[str]:
+    """Return the full names of the layers that a settled configuration adapts.
+
+    Layers that cannot be adapted raise ConfigError, and layers whose inputs do not have the rows in
+    a known order ModelError. `what` names the setting in messages.
+    """
+    linear, unserved = linear_modules(base.model), _unserved(base)
+    adapted = adapted_modules(base.model, config)
+    if not adapted:
+        raise ConfigError(f"{what}: {config.target_modules!r} names no layer of {base.name!r}")
+    for name, module in adapted.items():
+        if name not in linear:
+            raise ConfigError(
+                f"{what}: expected linear layers, and not the output head, which stays frozen, got "
+                f"{name!r}, a {type(module).__name__}; leave it out"
             )
+        # Layers without tokens are harmless, such as the cross-attention of a decoder alone.
+        if (kind := unserved.get(name, "unseen")) != "unseen":
+            raise ModelError(
+                f"{what}: {name!r} of {base.name!r}: expected inputs with one row per completion, "
+                f"got {kind}; leave it out"
+            )
+    return frozenset(adapted)
 
 
 def _unserved(base: SharedBase) -> dict[str, str]:
@@ -118,36 +132,15 @@ def _peft_takes(base: SharedBase, config: LoraConfig, name: str) -> bool:
     return True
 
 
-def _is_converted(base: SharedBase, config: LoraConfig, names: set[str] | str) -> bool:
+def _is_converted(base: SharedBase, config: LoraConfig, names: Collection[str]) -> bool:
     """Return whether PEFT rewrites names into parameters of experts."""
-    trial = copy.deepcopy(config)
-    trial.target_modules = names  # pyright: ignore[reportAttributeAccessIssue] -- as above
+    trial = with_targets(config, names)
     before = set(trial.target_parameters or [])
     try:
         convert_peft_config_for_transformers(trial, model=base.model, conversions=None)
     except ValueError:  # one of several fused names
         return True
     return set(trial.target_parameters or []) != before
-
-
-def _check_conversion(base: SharedBase, config: LoraConfig) -> None:
-    targets = config.target_modules
-    names = targets if isinstance(targets, str) else set(targets or [])
-    if names and _is_converted(base, config, names):
-        shown = targets if isinstance(targets, str) else sorted(set(targets or []))
-        raise ConfigError(
-            f"lora.target_modules={shown!r}: PEFT takes some of these for the experts of "
-            f"{type(base.model).__name__}, which share one parameter and cannot be adapted here; "
-            "name the attention's layers, or leave target_modules out"
-        )
-
-
-def _experts(modules: Collection[str], *, converted: bool) -> list[str]:
-    """Return the name for messages of experts without adapters."""
-    if not modules and not converted:
-        return []
-    names = ", ".join(name for name in _leaves(modules) if name != "experts")
-    return ["experts that share one parameter" + (f" ({names})" if names else "")]
 
 
 def _leaves(names: Collection[str]) -> list[str]:
@@ -186,7 +179,12 @@ class TargetSets:
     def modules(self, name: str) -> frozenset[str]:
         """Return the full names of the layers of a set."""
         if name not in self._modules:
-            self._modules[name] = self._found(name)
+            targets, what = self._declared_as(name), f"lora.target_sets.{name}"
+            base, excluded = self._base, self._config.exclude_modules or ()
+            if text := missing_layers(targets, linear_modules(base.model), base.name, excluded):
+                raise ConfigError(f"{what}: {text}")
+            settled = settle_targets(base, with_targets(self._config, targets))
+            self._modules[name] = checked_modules(base, settled, what)
         return self._modules[name]
 
     def name_of(self, modules: Collection[str]) -> str | None:
@@ -206,9 +204,9 @@ class TargetSets:
 
     def check(self) -> None:
         """Check all sets."""
-        known: dict[frozenset[str], str] = {}
+        names: dict[frozenset[str], str] = {}
         for name in self:
-            other = known.setdefault(self.modules(name), name)
+            other = names.setdefault(self.modules(name), name)
             if other != name:
                 raise ConfigError(
                     f"lora.target_sets: expected sets that differ, got {other!r} and {name!r}, "
@@ -220,28 +218,3 @@ class TargetSets:
             text = unknown_name(name, self._declared, "model.lora.target_sets")
             raise ConfigError(f"lora.target_modules: {text}")
         return self._declared[name]
-
-    def _found(self, name: str) -> frozenset[str]:
-        targets = self._declared_as(name)
-        base, excluded = self._base, self._config.exclude_modules or ()
-        layers = linear_modules(base.model)
-        if text := missing_layers(targets, layers, base.name, excluded):
-            raise ConfigError(f"lora.target_sets.{name}: {text}")
-        config = settle_targets(base, with_targets(self._config, targets))
-        if config.target_modules == ALL:
-            config = with_targets(config, layers)
-        found = matched_modules(base.model, config)
-        if others := sorted(found - layers):
-            raise ConfigError(
-                f"lora.target_sets.{name}: expected linear layers, and not the output head, got "
-                f"{others[0]!r}; name other layers"
-            )
-        check_targets(base, found)
-        return frozenset(found)
-
-
-def with_targets(config: LoraConfig, targets: str | Collection[str]) -> LoraConfig:
-    """Return a configuration with other `target_modules`."""
-    made = copy.deepcopy(config)
-    made.target_modules = targets if isinstance(targets, str) else set(targets)  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
-    return made

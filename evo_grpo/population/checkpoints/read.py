@@ -13,10 +13,9 @@ from peft import LoraConfig
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.digest import base_digest, comparable_digests
-from evo_grpo.model.lora.configs import read_config
+from evo_grpo.model.lora.configs import read_config, with_targets
 from evo_grpo.model.lora.files import read_adapter
 from evo_grpo.model.lora.load import AdapterPlan, plan_adapter
-from evo_grpo.model.lora.targets import with_targets
 from evo_grpo.population.checkpoints.manifest import (
     ATTRIBUTES,
     OPTIMIZER,

@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import final
 
-from evo_grpo.model.lora.load import mix_slots
-from evo_grpo.model.lora.resize import mix_products
+from evo_grpo.model.lora.resize import mix_products, mix_slots
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentState, Packed, packed, unpack
 from evo_grpo.schema.hparams import LORA, Hparams, of_mean

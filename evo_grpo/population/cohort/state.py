@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
+from typing import final
 
 import torch
 from peft import LoraConfig
@@ -198,7 +199,7 @@ def unpack(
     for name, own in ((state.adapter, values.actor), (state.reference, values.reference)):
         if own is not None:
             fit_slot(slots, name, own.config)
-            slots.put(name, own.state, Path(state.adapter))
+            slots.put(name, own.state)
     state.rank_error = values.rank_error
     state.optimizer = fresh_optimizer()
     if values.moments:

@@ -25,8 +25,8 @@ from evo_grpo.learn.metrics import MetricSums
 from evo_grpo.learn.rows import AgentBatch, AgentTraining
 from evo_grpo.learn.updates import Bucket
 from evo_grpo.model.loading import pick_device
+from evo_grpo.model.lora.configs import with_targets
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.model.lora.targets import with_targets
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.zero.engine import TURN, LocalMoments, ZeroEngine, fill, part_of
 from evo_grpo.population.zero.setup import own_accelerator

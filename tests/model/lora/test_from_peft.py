@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from tiny_cohort import build_model
 from transformers import AutoModelForCausalLM
 
@@ -91,20 +91,12 @@ def test_a_peft_folder_becomes_actor_and_reference(tmp_path, place, load_optimiz
     # Moments of other weights would push these ones.
     assert agent.state.optimizer.state_dict()["state"] == {}
     assert_goes_on(agent, expected)
+    with pytest.raises(CheckpointError, match=r"build one with GRPO.* and call load_checkpoint"):
+        GRPO.load(tmp_path / place)
     # The next stage is an ordinary checkpoint.
     agent.save_checkpoint(tmp_path / "next")
     later = logits(agent)
     assert torch.equal(logits(GRPO.load(tmp_path / "next", device="cpu")), later)
-
-
-def test_a_peft_folder_over_no_reference_is_the_actor(tmp_path):
-    peft = fine_tuned()
-    peft.save_pretrained(tmp_path)
-    agent = make(separate_reference=False)
-    with pytest.warns(UserWarning, match="a PEFT folder"):
-        agent.load_checkpoint(tmp_path)
-    torch.testing.assert_close(logits(agent), own_logits(peft), atol=1e-5, rtol=1e-5)
-    assert not agent.state.has_reference
 
 
 def test_a_peft_folder_is_merged_when_asked(tmp_path):
@@ -140,12 +132,6 @@ def test_a_folder_that_lost_its_attributes_is_no_peft_folder(tmp_path):
         agent.load_checkpoint(tmp_path)
     with pytest.warns(UserWarning, match="a PEFT folder"):
         agent.load_checkpoint(tmp_path / "actor")
-
-
-def test_load_needs_an_agent_for_a_peft_folder(tmp_path):
-    fine_tuned().save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"build one with GRPO.* and call load_checkpoint"):
-        GRPO.load(tmp_path)
 
 
 @pytest.mark.parametrize("given", [{}, {"lora": lora()}])
@@ -202,6 +188,7 @@ def merged(peft):
         (lambda peft: peft.get_base_model(), "already carries adapters.*save_pretrained"),
         (two_adapters, "expected a PeftModel with one active adapter"),
         (merged, "unmerge_adapter"),
+        (lambda _: get_peft_model(build_model(), lora(use_dora=True)), "use_dora"),
     ],
 )
 def test_adapters_that_cannot_be_taken_over_are_left_alone(change, message):
@@ -210,14 +197,6 @@ def test_adapters_that_cannot_be_taken_over_are_left_alone(change, message):
     with pytest.raises(ConfigError, match=message):
         make(model=network)
     assert torch.equal(own_logits(network), before)
-
-
-def test_a_variant_of_lora_is_refused_and_left_alone():
-    peft = get_peft_model(build_model(), lora(use_dora=True))
-    with pytest.raises(ConfigError, match="use_dora"):
-        make(model=peft)
-    assert isinstance(peft, PeftModel)
-    assert any(".lora_A." in name for name, _ in peft.named_parameters())
 
 
 def test_the_model_of_another_agent_is_not_taken_apart():

@@ -1,6 +1,7 @@
 """Loading an adapter whose LoRA configuration differs from the live slot's."""
 
 import json
+import shutil
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.base import SharedBase
+from evo_grpo.model.lora.files import CONFIG, WEIGHTS
 from evo_grpo.model.lora.load import copy_slot, plan_adapter
 from evo_grpo.model.lora.slots import AdapterSlots
 
@@ -134,24 +136,11 @@ def test_of_every_other_field_the_live_value_stays_with_a_warning(tmp_path):
     told = [str(w.message) for w in caught]
     assert [text.split()[1] for text in told] == ["lora_alpha", "lora_dropout", "the"]
     assert "was scaled by 8, the merged one is by 2 (from lora_alpha and r)" in told[2]
+    assert "acts 0.25 times as strongly" in told[2]
     assert (made.lora_config("actor_0").lora_alpha, made.lora_config("actor_0").lora_dropout) == (
         8,
         0.0,
     )
-
-
-@pytest.mark.parametrize("merge", [False, True])
-@pytest.mark.parametrize("rank", [4, 6])
-def test_an_adapter_of_another_base_is_named_as_such(merge, rank, tmp_path):
-    saved(tmp_path, tiny.lora(rank), hidden_size=16)
-    refuse(slots(), tmp_path, "another hidden size.*another base", merge)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"peft_type": "NONSENSE"}'])
-def test_a_damaged_configuration_is_refused(text, tmp_path):
-    saved(tmp_path)
-    (tmp_path / "adapter_config.json").write_text(text)
-    refuse(slots(), tmp_path, "adapter_config.json", merge=True)
 
 
 @pytest.mark.parametrize(
@@ -171,24 +160,80 @@ def test_what_an_adapter_does_not_compute_with_is_passed_over(given, tmp_path):
     assert_same({"a": made.state("actor_0")}, {"a": loaded})
 
 
-@pytest.mark.parametrize(("theirs", "ours", "warns"), [(2, 4, True), (6, 4, False)])
-def test_a_merge_that_weakens_the_adapter_says_so(theirs, ours, warns, tmp_path):
-    saved(tmp_path, tiny.lora(theirs))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        load_adapter(slots(tiny.lora(ours)), "actor_0", tmp_path, merge=True)
-    assert ["acts 0.5 times as strongly" in str(w.message) for w in caught] == [True] * warns
+def with_config(**changes):
+    def change(folder):
+        config = json.loads((folder / CONFIG).read_text())
+        (folder / CONFIG).write_text(json.dumps(config | changes))
+
+    return change
+
+
+def with_tensors(change):
+    def changed(folder):
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors, min(key for key in tensors if "q_proj.lora_A" in key))
+        save_file(tensors, folder / WEIGHTS)
+
+    return changed
+
+
+def truncated(kept):
+    return lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:kept])
 
 
 @pytest.mark.parametrize("merge", [False, True])
-def test_a_tensor_of_another_rank_than_its_configuration_is_not_padded(merge, tmp_path):
-    saved(tmp_path)
-    file = tmp_path / "adapter_model.safetensors"
-    tensors = load_file(file)
-    key = min(key for key in tensors if "lora_A" in key)
-    save_file(tensors | {key: tensors[key][:-1].contiguous()}, file)
-    made = slots(tiny.lora(6) if merge else None)
-    refuse(made, tmp_path, rf"{key} has shape \(3, 48\), but its own .* says rank r=4", merge)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (shutil.rmtree, f"{CONFIG} is missing"),
+        (lambda folder: (folder / CONFIG).unlink(), f"{CONFIG} is missing; a pickle .* is never"),
+        (lambda folder: (folder / WEIGHTS).unlink(), f"{WEIGHTS} is missing; a pickle"),
+        (
+            lambda folder: torch.save({}, folder / WEIGHTS),
+            "not a whole .* a pickle under that",
+        ),
+        *((truncated(kept), "not a whole safetensors file") for kept in (0, 5, 200, -1)),
+        *(
+            (lambda folder, text=text: (folder / CONFIG).write_text(text), f"{CONFIG}: not a LoRA")
+            for text in ("{", "[]", "{}", '{"peft_type": "NONSENSE"}')
+        ),
+        (with_config(target_modules=None), "target_modules: expected names .*, got null"),
+        (with_config(target_modules="(q_proj"), "target_modules: expected a regular expression"),
+        (with_config(r=2), r"lora_A.weight \(2, 48\), got \(4, 48\) of .*; give an adapter of thi"),
+        (with_config(target_modules=["q_proj"]), "lora_A.weight none, got .* of torch.float32"),
+        (with_tensors(lambda t, key: t.pop(key)), r"lora_A.weight \(4, 32\), got none; give an ad"),
+        (
+            with_tensors(lambda t, key: t.update(more=t[key].clone())),
+            r"as more none, got \(4, 32\)",
+        ),
+        (with_tensors(lambda t, key: t.update({key: t[key][:-1].clone()})), r"got \(3, 32\) of"),
+        (
+            with_tensors(lambda t, key: t.update({key: t[key].to(torch.float8_e5m2)})),
+            "in 16 bits or more, .* of torch.float8_e5m2",
+        ),
+    ],
+)
+def test_damaged_files_are_refused_and_leave_the_slot(change, message, merge, tmp_path):
+    saved(tmp_path / "saved")
+    change(tmp_path / "saved")
+    refuse(slots(tiny.lora(6) if merge else None), tmp_path / "saved", message, merge)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("other", [{"hidden_size": 16}, {"num_hidden_layers": 3}])
+def test_an_adapter_of_another_base_is_refused(other, merge, tmp_path):
+    saved(tmp_path, tiny.lora(6), **other)
+    refuse(slots(), tmp_path, "of the linear layers of 'LlamaForCausalLM' that", merge)
+
+
+def test_a_merge_that_cannot_be_trained_leaves_the_slot(tmp_path):
+    saved(tmp_path, tiny.lora(2))
+    made = slots(tiny.lora(4, lora_alpha=1e-6))
+    before = states(made)
+    made.lora_config("actor_0").lora_alpha = 0
+    with pytest.raises(ConfigError, match="lora_alpha: expected a number > 0"):
+        load_adapter(made, "actor_0", tmp_path, merge=True)
+    assert_same(before, states(made))
 
 
 def modules(state):
@@ -229,17 +274,6 @@ def test_other_words_for_the_same_modules_are_no_difference(tmp_path):
     load_adapter(made, "actor_0", tmp_path)
     assert_same({"actor_0": loaded}, {"actor_0": made.state("actor_0")})
     assert all(a is b for a, b in zip(parameters, made.parameters("actor_0"), strict=True))
-
-
-@pytest.mark.parametrize("theirs", [None, [0]])
-def test_layers_are_merged_as_modules_are(theirs, tmp_path):
-    lora = {"target_modules": ["q_proj"], "layers_to_transform": theirs}
-    loaded = saved(tmp_path, tiny.lora(**lora))
-    made = slots(tiny.lora(target_modules=["v_proj"], layers_to_transform=1))
-    load_adapter(made, "actor_0", tmp_path, merge=True)
-    state = made.state("actor_0")
-    assert len(state) == len(loaded) + 2
-    assert all(torch.equal(state[key], value) for key, value in loaded.items())
 
 
 def test_an_alpha_pattern_stays_as_every_other_field_does(tmp_path):
@@ -285,36 +319,6 @@ def test_weights_that_are_not_finite_load_with_a_warning(tmp_path):
     with pytest.warns(UserWarning, match=f"{key} holds numbers that are not finite"):
         load_adapter(made, "actor_0", tmp_path)
     assert made.state("actor_0")[key].isnan().all()
-
-
-@pytest.mark.filterwarnings("ignore:merge_lora_configs")
-def test_a_merge_that_does_not_fit_leaves_the_slot(tmp_path):
-    saved(tmp_path)
-    file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "r": 2}))
-    made = slots(tiny.lora(3))
-    refuse(made, tmp_path, "rank r", merge=True)
-
-
-@pytest.mark.parametrize("lost", ["q_proj.lora_A", "q_proj.lora_B"])
-def test_a_merge_invents_nothing_that_the_checkpoint_should_hold(lost, tmp_path):
-    saved(tmp_path, tiny.lora(6, target_modules=["q_proj"]))
-    file = tmp_path / "adapter_model.safetensors"
-    tensors = load_file(file)
-    save_file({k: v for k, v in tensors.items() if f"layers.0.self_attn.{lost}" not in k}, file)
-    made = slots(tiny.lora(4, target_modules=["q_proj", "v_proj"]))
-    refuse(made, tmp_path, f"1 missing .*{lost}", merge=True)
-
-
-def test_a_merge_that_cannot_be_trained_is_refused_before_it_begins(tmp_path):
-    saved(tmp_path)
-    file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "target_modules": ["lm_head"]}))
-    made = slots()
-    before = states(made)
-    with pytest.raises(ConfigError, match="leave lm_head out"):
-        load_adapter(made, "actor_0", tmp_path, merge=True)
-    assert_same(before, states(made))
 
 
 def test_a_copy_takes_the_configuration_too(tmp_path):

@@ -1,3 +1,4 @@
+import re
 from functools import partial
 
 import architectures
@@ -33,6 +34,23 @@ def leaves(slots):
     return {name.rpartition(".")[2] for name in slots.layers}
 
 
+def jetmoe():
+    config = JetMoeConfig(
+        vocab_size=tiny.VOCABULARY, hidden_size=32, intermediate_size=48, kv_channels=8,
+        num_hidden_layers=2, num_key_value_heads=2, num_local_experts=4, pad_token_id=0,
+        eos_token_id=1, initializer_range=0.2,
+    )  # fmt: skip
+    return tiny.of(config)
+
+
+def mamba2():
+    config = Mamba2Config(
+        vocab_size=tiny.VOCABULARY, hidden_size=32, num_heads=4, head_dim=16, state_size=8,
+        n_groups=1, num_hidden_layers=2, chunk_size=4, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return tiny.of(config)
+
+
 class TestFlattenedRows:
     def test_default_adapters_of_opt(self):
         slots = tiny.population(architectures.opt(), (4, 2))
@@ -51,47 +69,51 @@ class TestFlattenedRows:
         torch.testing.assert_close(together[2:], alone, atol=1e-5, rtol=1e-5)
 
     @pytest.mark.filterwarnings(EXPERTS)
-    def test_a_shared_expert(self):
-        slots = tiny.population(architectures.qwen2_moe(), (4, 2))
-        assert_exact(slots)
+    @pytest.mark.parametrize(
+        "build",
+        [architectures.qwen2_moe, partial(architectures.qwen3_moe, mlp_only_layers=[0])],
+    )
+    def test_a_shared_expert_and_dense_layers_beside_experts(self, build):
+        assert_exact(tiny.population(build(), (4, 2)))
 
 
 class TestExperts:
-    @pytest.mark.parametrize("build", [architectures.mixtral, architectures.qwen3_moe])
-    def test_default_adapters_go_into_the_attention_and_say_so(self, build):
-        with pytest.warns(
-            UserWarning, match=r"all-linear adapts .*q_proj.* here, without .*experts"
-        ):
-            slots = tiny.population(build(), (4, 2))
+    def test_default_adapters_go_into_the_attention_with_one_warning(self, recwarn):
+        slots = tiny.population(architectures.mixtral(), (4, 2))
         assert leaves(slots) == {"q_proj", "k_proj", "v_proj", "o_proj"}
         assert_exact(slots)
-
-    def test_experts_that_peft_does_not_know_are_named(self):
-        """All linear layers are adapted, and most of the model's weights are not among them."""
-        with pytest.warns(
-            UserWarning,
-            match=r"all-linear adapts down_proj, .* here, without experts that share one "
-            r"parameter, which are not supported",
-        ):
-            slots = tiny.population(architectures.qwen2_moe(), (4, 2))
-        assert {"q_proj", "gate_proj", "shared_expert_gate"} <= leaves(slots)
-
-    def test_modules_of_experts_by_another_name_are_named(self):
-        config = JetMoeConfig(
-            vocab_size=tiny.VOCABULARY, hidden_size=32, intermediate_size=48, kv_channels=8,
-            num_hidden_layers=2, num_key_value_heads=2, num_local_experts=4, pad_token_id=0,
-            eos_token_id=1, initializer_range=0.2,
-        )  # fmt: skip
-        with pytest.warns(
-            UserWarning,
-            match=r"without .*experts that share one parameter \(input_linear, output_linear\)",
-        ):
-            tiny.population(tiny.of(config), (4, 2))
-
-    def test_it_is_said_once(self, recwarn):
-        slots = tiny.population(architectures.mixtral(), (4, 2, 2, 4))
         slots.add("more")
-        assert len([w for w in recwarn if "all-linear adapts" in str(w.message)]) == 1
+        (warning,) = [str(w.message) for w in recwarn if "all-linear adapts" in str(w.message)]
+        assert re.search("all-linear adapts .*q_proj.* here, without .*experts", warning)
+
+    @pytest.mark.parametrize(
+        ("build", "adapted", "warning"),
+        [
+            # All linear layers are adapted, and most of the model's weights are not among them.
+            (
+                architectures.qwen2_moe,
+                {"q_proj", "gate_proj", "shared_expert_gate"},
+                "adapts down_proj, .* here, without experts that share one parameter, which are no",
+            ),
+            (
+                jetmoe,
+                {"kv_proj"},
+                r"without .*experts that share one parameter \(input_linear, output_linear\)",
+            ),
+            # PEFT would load adapters of dense layers into the experts of the other layers.
+            (
+                partial(architectures.qwen3_moe, mlp_only_layers=[0]),
+                {"q_proj", "k_proj", "v_proj", "o_proj"},
+                r"adapts k_proj, .* without down_proj, gate_proj, up_proj",
+            ),
+            # PEFT reads the weight of a Mamba's output past the module.
+            (mamba2, {"in_proj"}, r"all-linear adapts in_proj here, without out_proj"),
+        ],
+    )
+    def test_what_is_left_out_is_named(self, build, adapted, warning):
+        with pytest.warns(UserWarning, match=warning):
+            slots = tiny.population(build(), (4, 2))
+        assert adapted <= leaves(slots)
 
     def test_what_is_saved_peft_loads_for_the_same_layers(self, tmp_path):
         with pytest.warns(UserWarning, match="all-linear"):
@@ -118,26 +140,6 @@ class TestExperts:
             slots.add("a0")
         assert shape_of(base.model) == before
 
-    def test_dense_layers_of_a_name_that_experts_had_are_left_out(self):
-        """PEFT would load their adapters into the experts of the other layers."""
-        build = partial(architectures.qwen3_moe, mlp_only_layers=[0])
-        with pytest.warns(
-            UserWarning, match=r"all-linear adapts k_proj, .* without down_proj, gate_proj, up_proj"
-        ):
-            slots = tiny.population(build(), (4, 2))
-        assert leaves(slots) == {"q_proj", "k_proj", "v_proj", "o_proj"}
-        assert_exact(slots)
-
-    def test_what_peft_does_not_adapt_is_left_out_and_named(self):
-        """It reads the weight of a Mamba's output past the module."""
-        config = Mamba2Config(
-            vocab_size=tiny.VOCABULARY, hidden_size=32, num_heads=4, head_dim=16, state_size=8,
-            n_groups=1, num_hidden_layers=2, chunk_size=4, pad_token_id=0, eos_token_id=1,
-        )  # fmt: skip
-        with pytest.warns(UserWarning, match=r"all-linear adapts in_proj here, without out_proj"):
-            slots = tiny.population(tiny.of(config), (4, 2))
-        assert leaves(slots) == {"in_proj"}
-
     def test_the_configuration_that_was_given_stays_as_it_was(self):
         config = tiny.lora()
         base = SharedBase(architectures.mixtral(), None, "tiny")
@@ -147,15 +149,12 @@ class TestExperts:
         assert len(settled.target_modules) == 8
 
 
-def test_what_no_token_reaches_is_left_out_without_a_word(recwarn):
+def test_what_no_token_reaches_is_left_out_without_a_word_and_named_does_nothing(recwarn):
     slots = tiny.population(architectures.bart(), (4, 2))
     assert not [w for w in recwarn if "all-linear" in str(w.message)]
     assert leaves(slots) >= {"q_proj", "fc1"}
     assert not any("encoder_attn" in name for name in slots.layers)
     assert_exact(slots)
-
-
-def test_named_it_is_adapted_and_does_nothing():
     slots = tiny.population(architectures.bart(), (4, 2), target_modules=["q_proj"])
     assert any("encoder_attn" in name for name in slots.layers)
 
@@ -202,8 +201,8 @@ class TestLayersOutOfOrder:
         slots = AdapterSlots(base, tiny.lora(target_modules=["q_proj", "up_proj"]))
         with pytest.raises(
             ModelError,
-            match=r"LoRA on 'model.layers.0.mlp.up_proj' of 'tiny': expected inputs with one row "
-            r"per completion, got inputs of shape \(3, 32\); leave the layer out",
+            match=r"'model.layers.0.mlp.up_proj' of 'tiny': expected inputs with one row "
+            r"per completion, got inputs of shape \(3, 32\); leave it out",
         ):
             slots.add("a0")
 

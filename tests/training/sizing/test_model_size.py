@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from evo_grpo.errors import ModelError
-from evo_grpo.model.gguf_header import read_header
+from evo_grpo.model.files import read_header
 from evo_grpo.settings import LoraSettings
 from evo_grpo.sources import embedded_models
 from evo_grpo.training.sizing.model_size import (
@@ -180,21 +180,7 @@ HEADER = r"model\.safetensors is not a complete safetensors file: "
         (b"{", None, "cannot be read as JSON"),
         (b"[]", None, "expected an object in"),
         (None, None, r"holds no config\.json"),
-        (
-            {"model_type": "llama", "num_hidden_layers": 100_000_000},
-            None,
-            r"config\.json: num_hidden_layers: input should be .* to 10000, got 100000000",
-        ),
-        (
-            {"model_type": "llama", "hidden_size": "16"},
-            None,
-            r"config\.json: hidden_size: input should be .*valid integer, got '16'",
-        ),
-        (
-            {"model_type": "llama", "rms_norm_eps": None},
-            None,
-            r"config\.json: rms_norm_eps: input should be .*valid number, got None",
-        ),
+        ({"model_type": "llama", "num_hidden_layers": 100_000_000}, None, COUNT),
         # Counts of any architecture and part.
         (UNKNOWN | {"num_hidden_layers": 4.0}, None, COUNT),
         (UNKNOWN | {"encoder_layers": 20_000}, None, COUNT),
