@@ -21,7 +21,7 @@ from evo_grpo.model.llama.adapter_views import Block, JoinedStack
 from evo_grpo.model.llama.attention import attend_prompts
 from evo_grpo.model.llama.cache import FixedCache, Refill, cache_for
 from evo_grpo.model.llama.families import Description
-from evo_grpo.model.llama.functions import glu, rotate
+from evo_grpo.model.llama.functions import activated, rotate
 from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights, Norm
 
 
@@ -236,7 +236,9 @@ class LlamaDecoder:
         """Apply output projection, residual, MLP and residual, with their norms; overwrites x."""
         x = self._added(linears[1], mixed, x, layer.after)
         both = self._linear(linears[2], x if layer.then is None else layer.then(x))
-        return self._added(linears[3], glu(both, gelu=self._described.gelu), x, layer.last)
+        gate, up = both.chunk(2, dim=-1)
+        inner = activated(gate, self._described.gelu).mul_(up)
+        return self._added(linears[3], inner, x, layer.last)
 
     def _added(self, linear: _Linear, inner: Tensor, x: Tensor, norm: _Norm | None) -> Tensor:
         """Return the residual x plus the normalized output of a linear layer; overwrites x."""

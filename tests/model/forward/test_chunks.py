@@ -57,6 +57,16 @@ def test_one_token_a_row_pads_little(counts):
     assert sum(counts) <= chunks.count * chunks.rows < 1.3 * sum(counts) + 16
 
 
+def test_padding_repeats_rows_of_the_same_agent():
+    counts = (97, 101, 89)
+    chunks = make_chunks(counts, 1, 16, CPU)
+    owners = owner_of_rows(counts).double()[:, None]
+    pieces = chunks.split(owners)
+    assert chunks.gather is not None
+    assert chunks.owners is not None
+    assert torch.equal(pieces[..., 0], chunks.owners[:, None].expand_as(pieces[..., 0]).double())
+
+
 def test_owners_are_named_by_their_places_in_a_longer_list():
     equal, ragged = make_chunks((4, 4), 7, 16, CPU), make_chunks((16, 24, 8), 32, 16, CPU)
     assert equal.placed((0, 1), 2, CPU) is equal
