@@ -16,7 +16,6 @@ from architectures import FAMILIES
 from device_counts import (
     STEPS,
     TABLE,
-    Watch,
     compared,
     counted_learn,
     decode_counts,
@@ -26,10 +25,10 @@ from device_counts import (
     learn_layer_counts,
     rollout,
     round_counts,
+    watched,
 )
 from torch import nn
 
-from evo_grpo.learn import learner
 from evo_grpo.model.llama.cache import FixedCache
 from evo_grpo.model.llama.cuda import operators
 from evo_grpo.rollout.native.loop import DecodeLoop
@@ -75,15 +74,6 @@ def test_ranks_that_are_too_wide_are_a_product_more():
 def test_attention_in_splits_is_a_launch_more(monkeypatch):
     monkeypatch.setattr(operators, "UNSPLIT", 16)
     compared(kernel_counts(min_output_tokens=STEPS), f"{KERNELS}, over 2,048 columns")
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3-window", "gemma3"])
-def test_steps_by_kernels_can_be_captured(monkeypatch, family):
-    watch = Watch(monkeypatch)
-    build = {"llama": tiny.llama, **FAMILIES}[family]
-    rollout(build=build, kernels="on", min_output_tokens=STEPS)
-    assert [len(block) for block in watch.blocks if block] == [8] * (STEPS // 8)
-    assert differing(watch.blocks) is None
 
 
 def test_counts_of_a_rollout_without_its_steps():
@@ -143,19 +133,20 @@ def test_counts_of_each_family(family):
     compared(family_counts({"llama": tiny.llama, **FAMILIES}[family]), f"two layers, {family}")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_steps_of_each_family_can_be_captured(monkeypatch, family):
-    watch = Watch(monkeypatch)
-    rollout(build=FAMILIES[family], min_output_tokens=STEPS)
-    assert differing(watch.blocks) is None
-
-
-def test_steps_of_a_block_are_the_same_operations_on_the_same_memory(monkeypatch):
-    watch = Watch(monkeypatch)
-    rollout(min_output_tokens=STEPS)
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        *((family, "auto") for family in ("llama", *FAMILIES)),
+        *((family, "on") for family in ("llama", "qwen3-window", "gemma3")),
+    ],
+)
+def test_steps_of_a_block_are_the_same_operations_on_the_same_memory(family, kernels):
+    """So that a graph can hold them."""
+    build = {"llama": tiny.llama, **FAMILIES}[family]
+    _, watch = watched(build=build, kernels=kernels, min_output_tokens=STEPS)
     assert [len(block) for block in watch.blocks if block] == [8] * (STEPS // 8)
     assert differing(watch.blocks) is None
-    assert len(watch.blocks[-1][0].entries) > 50
+    assert len(watch.blocks[-1][0].entries) > 20
 
 
 def test_a_tensor_of_the_cpu_in_a_step_is_refused(monkeypatch):
@@ -180,18 +171,6 @@ def test_numbers_of_the_device_are_read_by_copies_alone():
         torch.arange(3)[there]
 
 
-def test_a_tensor_of_the_cpu_in_the_loss_is_refused(monkeypatch):
-    weigh = learner.token_weights_of
-
-    def mixed(*args, **kwargs):
-        weights = weigh(*args, **kwargs)
-        return weights * torch.ones(weights.shape)
-
-    monkeypatch.setattr(learner, "token_weights_of", mixed)
-    with pytest.raises(RuntimeError, match="found at least two devices, rehearsal:0 and cpu"):
-        counted_learn(2)
-
-
 def test_a_wait_in_the_loop_is_counted(monkeypatch):
     step = DecodeLoop._step
 
@@ -212,18 +191,6 @@ def test_a_mask_that_grows_each_step_is_seen(monkeypatch):
         self._bias = nn.functional.pad(self._bias, (0, 1), value=float("-inf"))
 
     monkeypatch.setattr(FixedCache, "begin", grows)
-    watch = Watch(monkeypatch)
-    rollout(min_output_tokens=STEPS)
+    _, watch = watched(min_output_tokens=STEPS)
     one, two = differing(watch.blocks)
     assert one[0] == two[0] == "index_fill_"  # of the mask, which has another place and width
-
-
-def test_an_optimizer_that_loops_is_counted(monkeypatch):
-    adam = torch.optim.AdamW
-
-    def loops(*args, **kwargs):
-        return adam(*args, **{**kwargs, "fused": False, "foreach": False})
-
-    monkeypatch.setattr(torch.optim, "AdamW", loops)
-    with pytest.raises(AssertionError, match=r"learn, 8 agents, launches: \d+ in .*, now \d"):
-        compared(counted_learn(8).totals(), "learn, 8 agents")

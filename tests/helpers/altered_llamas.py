@@ -35,34 +35,8 @@ def code_of(model):
     return sys.modules[type(model).__module__]
 
 
-def another_norm(model, patch):
-    layer = model.model.layers[0]
-    layer.input_layernorm = nn.LayerNorm(tiny.HIDDEN)
-
-
-def another_epsilon(model, patch):
-    model.model.layers[1].input_layernorm.variance_epsilon = 0.3
-
-
-def scaling_of_one_attention(model, patch):
-    model.model.layers[1].self_attn.scaling *= 1.7
-
-
-def hook_on_one_mlp(model, patch):
-    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 1.5)
-
-
 def sharper(module, query, key, value, mask, **kwargs):
     return sdpa_attention_forward(module, query * 1.5, key, value, mask, **kwargs)
-
-
-def patched_attention(model, patch):
-    patch.setitem(AttentionInterface._global_mapping, "sdpa", sharper)
-
-
-def forward_of_one_instance(model, patch):
-    mlp = model.model.layers[0].mlp
-    mlp.forward = lambda x: type(mlp).forward(mlp, x).tanh()
 
 
 def late_mask(model, patch):
@@ -93,10 +67,6 @@ def late_rotary(model, patch):
         return original(x, torch.where(places > LATE, LATE + (places - LATE) / 2, places))
 
     rotary.forward = stretched
-
-
-def scaled_head(model, patch):
-    model.lm_head.register_forward_hook(lambda module, args, out: out * 0.5)
 
 
 def scaled_embedding(model, patch):
@@ -144,26 +114,6 @@ def temperature_by_layer(model, patch):
     patch.setattr(kind, "forward", forward)
 
 
-def fewer_layers(model, patch):
-    model.config.num_hidden_layers = 1
-
-
-def pruned_layers(model, patch):
-    """The configuration still says how many there were."""
-    model.model.layers = model.model.layers[:-1]
-
-
-def replaced_product_of_attention(model, patch):
-    """By what is no function of Python, whose code could be looked at."""
-    real = torch.nn.functional.scaled_dot_product_attention
-
-    def thrice(real, *given, **more):
-        return 3 * real(*given, **more)
-
-    name = "torch.nn.functional.scaled_dot_product_attention"
-    patch.setattr(name, functools.partial(thrice, real))
-
-
 def replaced_norm(model, patch):
     """Another of the same class, in the place of the one that was there when agents were made."""
     layer = model.model.layers[1]
@@ -180,21 +130,45 @@ def replaced_weight(model, patch):
 
 #: By name: what to do to a model before agents are made over it.
 BEFORE = {
-    f.__name__: f
-    for f in (
-        another_norm, another_epsilon, scaling_of_one_attention, hook_on_one_mlp,
-        patched_attention, forward_of_one_instance, late_mask, late_rotary, scaled_head,
-        scaled_embedding, residual_of_one_layer, parametrized_weight, bias_in_one_layer,
-        temperature_by_layer, fewer_layers, pruned_layers,
-    )
+    "another_norm": lambda model, patch: setattr(
+        model.model.layers[0], "input_layernorm", nn.LayerNorm(tiny.HIDDEN)
+    ),
+    "another_epsilon": lambda model, patch: setattr(
+        model.model.layers[1].input_layernorm, "variance_epsilon", 0.3
+    ),
+    "scaling_of_one_attention": lambda model, patch: setattr(
+        model.model.layers[1].self_attn, "scaling", 1.7
+    ),
+    "hook_on_one_mlp": lambda model, patch: model.model.layers[1].mlp.register_forward_hook(
+        lambda module, args, out: out * 1.5
+    ),
+    "scaled_head": lambda model, patch: model.lm_head.register_forward_hook(
+        lambda module, args, out: out * 0.5
+    ),
+    "patched_attention": lambda model, patch: patch.setitem(
+        AttentionInterface._global_mapping, "sdpa", sharper
+    ),
+    "fewer_layers": lambda model, patch: setattr(model.config, "num_hidden_layers", 1),
+    # The configuration still says how many there were.
+    "pruned_layers": lambda model, patch: setattr(
+        model.model, "layers", model.model.layers[:-1]
+    ),
+    **{
+        f.__name__: f
+        for f in (
+            late_mask, late_rotary, scaled_embedding, residual_of_one_layer, parametrized_weight,
+            bias_in_one_layer, temperature_by_layer,
+        )
+    },
 }  # fmt: skip
 #: The same, when they have sampled and learned once.
 AFTER = {
-    f.__name__: f
-    for f in (
-        hook_on_one_mlp, late_rotary, late_mask, scaled_head, forward_of_one_instance,
-        temperature_by_layer, scaling_of_one_attention, bias_in_one_layer, replaced_norm,
-        replaced_weight, replaced_product_of_attention,
+    f.__name__: f for f in (replaced_norm, replaced_weight)
+} | {
+    name: BEFORE[name]
+    for name in (
+        "hook_on_one_mlp", "late_rotary", "late_mask", "scaled_head", "temperature_by_layer",
+        "scaling_of_one_attention", "bias_in_one_layer",
     )
 }  # fmt: skip
 

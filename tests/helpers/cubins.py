@@ -111,23 +111,11 @@ def launches(shape, dtype, rank, monkeypatch, *, minimum=True, norms=False, agen
     turn = zeros(64, size // 2), zeros(64, size // 2)
     own = (zeros(size), zeros(size)) if norms else (None, None)
     operators.embed_norm(owners, zeros(vocabulary, hidden), weight, 1.5, 1e-6)
-    operators.qkv(
-        *adapted(width),
-        zeros(width),
-        tiles,
-        owners,
-        *turn,
-        *own,
-        1e-6,
-        1e-6,
-        q,
-        cache,
-        cache.clone(),
-    )
-    operators.qkv(  # of a prefill
-        *adapted(width), zeros(width), tiles, owners, *turn, *own, 1e-6, 1e-6, q,
-        zeros(count // 5, kv, 64, size), zeros(count // 5, kv, 64, size),
-    )  # fmt: skip
+    for rows_of_cache in (count, count // 5):  # of a step, and of a prefill
+        operators.qkv(
+            *adapted(width), zeros(width), tiles, owners, *turn, *own, 1e-6, 1e-6, q,
+            cache[:rows_of_cache], cache[:rows_of_cache].clone(),
+        )  # fmt: skip
     operators.attend(q, cache, cache, owners, 0.125, 0)
     operators.attend(q, cache, cache, owners, 0.125, 32)
     long = zeros(count, kv, 8192, size)

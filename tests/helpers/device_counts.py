@@ -38,49 +38,32 @@ STEPS = 40
 
 
 class Watch:
-    """Counts of each step of `rollout`, in blocks, and of each draw."""
+    """Counts of each step of `rollout`, in blocks, and of each draw and prefill by kernels."""
 
     def __init__(self, monkeypatch):
         self.blocks, self.draws, self.kernel_draws, self.prefills = [], [], [], []
-        step, draw, reserve = DecodeLoop._step, Batch.draw, FixedCache.reserve
-        by_kernels, prepare = Batch.draw_by_kernels, KernelDecoder.reserve
-        prefill = KernelDecoder.prefill
 
-        def watched_step(loop):
-            with rehearsal.counting() as counts:
-                step(loop)
-            self.blocks[-1].append(counts)
+        def watch(kind, name, counts_of=None):
+            """Count each call for a list, or begin a block of steps."""
+            method = getattr(kind, name)
 
-        def watched_draw(batch, *given):
-            with rehearsal.counting() as counts:
-                draw(batch, *given)
-            self.draws.append(counts)
+            def watched(*given):
+                if counts_of is None:
+                    self.blocks.append([])
+                    return method(*given)
+                with rehearsal.counting() as counts:
+                    made = method(*given)
+                counts_of().append(counts)
+                return made
 
-        def watched_kernels(batch, *given):
-            with rehearsal.counting() as counts:
-                by_kernels(batch, *given)
-            self.kernel_draws.append(counts)
+            monkeypatch.setattr(kind, name, watched)
 
-        def watched_reserve(cache, columns):
-            self.blocks.append([])
-            reserve(cache, columns)
-
-        def watched_prepare(decoder, columns):
-            self.blocks.append([])
-            return prepare(decoder, columns)
-
-        def watched_prefill(decoder, *given):
-            with rehearsal.counting() as counts:
-                hidden = prefill(decoder, *given)
-            self.prefills.append(counts)
-            return hidden
-
-        monkeypatch.setattr(KernelDecoder, "prefill", watched_prefill)
-        monkeypatch.setattr(DecodeLoop, "_step", watched_step)
-        monkeypatch.setattr(Batch, "draw", watched_draw)
-        monkeypatch.setattr(Batch, "draw_by_kernels", watched_kernels)
-        monkeypatch.setattr(FixedCache, "reserve", watched_reserve)
-        monkeypatch.setattr(KernelDecoder, "reserve", watched_prepare)
+        watch(KernelDecoder, "prefill", lambda: self.prefills)
+        watch(DecodeLoop, "_step", lambda: self.blocks[-1])
+        watch(Batch, "draw", lambda: self.draws)
+        watch(Batch, "draw_by_kernels", lambda: self.kernel_draws)
+        watch(FixedCache, "reserve")
+        watch(KernelDecoder, "reserve")
 
     @property
     def steps(self):
@@ -201,17 +184,33 @@ def compared(found, table):
     assert not grew, "\n".join([*grew, f"to accept that, write the table anew: {ANEW}"])
 
 
+def watched(**given):
+    """The counts of a whole rollout, and of its steps, draws and prefills."""
+    with pytest.MonkeyPatch.context() as patch:
+        watch = Watch(patch)
+        return rollout(**given), watch
+
+
+def launches(counts):
+    return {c.launches.total() for c in counts}
+
+
+def waits(watch):
+    """The waits and copies in the steps of a rollout."""
+    return {
+        "syncs in steps": sum(c.syncs.total() for c in watch.steps),
+        "copies in steps": sum(c.copies.total() for c in watch.steps),
+    }
+
+
 def decode_counts():
     """The counts of a decode step of the joined layers, from models of two and of four."""
     steps = {}
     for layers in (2, 4):
-        with pytest.MonkeyPatch.context() as patch:
-            watch = Watch(patch)
-            counts = rollout(layers)
-        launches = {c.launches.total() for c in watch.steps}
+        counts, watch = watched(layers=layers)
         # Where rows have left, the agents have unequal numbers of them.
-        steps[layers] = min(launches), max(launches)
-        (draw,) = {c.launches.total() for c in watch.draws}
+        steps[layers] = min(launches(watch.steps)), max(launches(watch.steps))
+        (draw,) = launches(watch.draws)
         looks = counts.syncs["evo_grpo/rollout/native/loop.py run"]
         assert looks <= sum(bool(block) for block in watch.blocks)
     equal, unequal = ((steps[4][i] - steps[2][i]) // 2 for i in (0, 1))
@@ -220,8 +219,7 @@ def decode_counts():
         "launches of a layer, agents of unequal rows": unequal,
         "launches of a draw": draw,
         "launches of the rest": steps[2][0] - 2 * equal - draw,
-        "syncs in steps": sum(c.syncs.total() for c in watch.steps),
-        "copies in steps": sum(c.copies.total() for c in watch.steps),
+        **waits(watch),
     }
 
 
@@ -229,35 +227,29 @@ def kernel_counts(**given):
     """The counts of a decode step by kernels, from models of two layers and of four."""
     steps, prefills = {}, {}
     for layers in (2, 4):
-        with pytest.MonkeyPatch.context() as patch:
-            watch = Watch(patch)
-            # Wide enough for the A of eight agents to lie below its weights.
-            wide = {"hidden_size": 256, "intermediate_size": 256}
-            build = partial(tiny.llama, num_hidden_layers=layers, **wide)
-            rollout(build=build, kernels="on", **given)
-        (steps[layers],) = {c.launches.total() for c in watch.steps}
-        (draw,) = {c.launches.total() for c in watch.kernel_draws}
-        (prefills[layers],) = {c.launches.total() for c in watch.prefills}
+        # Wide enough for the A of eight agents to lie below its weights.
+        wide = {"hidden_size": 256, "intermediate_size": 256}
+        build = partial(tiny.llama, num_hidden_layers=layers, **wide)
+        _, watch = watched(build=build, kernels="on", **given)
+        (steps[layers],) = launches(watch.steps)
+        (draw,) = launches(watch.kernel_draws)
+        (prefills[layers],) = launches(watch.prefills)
     layer = (steps[4] - steps[2]) // 2
     return {
         "launches of a layer": layer,
         "launches of a layer of a prefill": (prefills[4] - prefills[2]) // 2,
         "launches of a draw": draw,
         "launches of the rest": steps[2] - 2 * layer - draw,
-        "syncs in steps": sum(c.syncs.total() for c in watch.steps),
-        "copies in steps": sum(c.copies.total() for c in watch.steps),
+        **waits(watch),
     }
 
 
 def family_counts(build):
     """The counts of a decode step and of a learn call of 8 agents, for a model of two layers."""
-    with pytest.MonkeyPatch.context() as patch:
-        watch = Watch(patch)
-        rollout(build=build)
+    _, watch = watched(build=build)
     learned = counted_learn(8, build=build).totals()
     return {
-        "launches of a decode step": min(c.launches.total() for c in watch.steps),
-        "syncs in steps": sum(c.syncs.total() for c in watch.steps),
-        "copies in steps": sum(c.copies.total() for c in watch.steps),
+        "launches of a decode step": min(launches(watch.steps)),
+        **waits(watch),
         **{f"{name} of learn": count for name, count in learned.items()},
     }

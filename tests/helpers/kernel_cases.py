@@ -73,13 +73,9 @@ class Case:
             floats = isinstance(x, torch.Tensor) and x.dtype.is_floating_point
             return x.double() if floats else x
 
-        return replace(
-            self,
-            given={k: wide(v) for k, v in self.given.items()},
-            written=self.written
-            if self.name == "draw"
-            else {k: wide(v) for k, v in self.written.items()},
-        ).run(kernel_reference)
+        given = {k: wide(v) for k, v in self.given.items()}
+        written = {k: v if self.name == "draw" else wide(v) for k, v in self.written.items()}
+        return replace(self, given=given, written=written).run(kernel_reference)
 
     def check(self):
         """Compare with torch; rows of NaN are those of the reference."""
@@ -297,9 +293,12 @@ class Maker:
         firsts = torch.searchsorted(table[:, 0].contiguous(), torch.arange(len(self.counts) + 1))
         return table[:, [1, 2, 0]].contiguous(), firsts
 
+    def _low(self):
+        """Tiles, and the agents, ranks and features of their matrices."""
+        return self.spans()[0], (len(self.counts), self.pick(1, 8, 48, 70), self.pick(8, 33, 130))
+
     def project(self):
-        tiles, _ = self.spans()
-        agents, rank, size = len(self.counts), self.pick(1, 8, 48, 70), self.pick(8, 33, 130)
+        tiles, (agents, rank, size) = self._low()
         return Case(
             "project", self.owners,
             {
@@ -309,15 +308,11 @@ class Maker:
         )  # fmt: skip
 
     def add_low(self):
-        tiles, _ = self.spans()
-        agents, rank, size = len(self.counts), self.pick(1, 8, 48, 70), self.pick(8, 33, 130)
-        return Case(
-            "add_low", self.owners,
-            {
-                "low": self.noise(self.total, rank), "matrix": self.noise(agents, rank, size),
-                "tiles": tiles,
-            }, {"y": self.noise(self.total, size)}, ("low", "y"),
-        )  # fmt: skip
+        tiles, (agents, rank, size) = self._low()
+        matrix = self.noise(agents, rank, size)
+        given = {"low": self.noise(self.total, rank), "matrix": matrix, "tiles": tiles}
+        written = {"y": self.noise(self.total, size)}
+        return Case("add_low", self.owners, given, written, ("low", "y"))
 
     def outer(self):
         tiles, firsts = self.spans()
@@ -354,11 +349,8 @@ class Maker:
 
     def qkv_backward(self):
         heads, kv = self.pick((1, 1), (4, 2), (3, 1))
-        size, norms, shared = (
-            self.pick(32, 48, 64, 128, 256),
-            self.integer(0, 2),
-            self.integer(0, 3),
-        )
+        size, norms = self.pick(32, 48, 64, 128, 256), self.integer(0, 2)
+        shared = self.integer(0, 3)
         start = self.total // 3
         places = torch.arange(start)
         places[torch.rand(start, generator=self.generator) < 0.3] = -1

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, starmap
-
-from evo_grpo.errors import ShapeError
+from itertools import accumulate, groupby, pairwise, starmap
+from operator import itemgetter
 
 
 @dataclass(frozen=True)
@@ -19,24 +18,11 @@ class RowLayout:
     adapters: tuple[str | None, ...]
     counts: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        if (
-            len(self.adapters) != len(self.counts)
-            or min(self.counts, default=-1) < 0
-            or not sum(self.counts)
-        ):
-            raise ShapeError(
-                "RowLayout: expected one count per adapter and at least one row, got "
-                f"adapters={self.adapters}, counts={self.counts}"
-            )
-
     def joined(self) -> RowLayout:
         """Return the layout with adjacent entries of the same adapter merged."""
-        found: list[tuple[str | None, int]] = []
-        for name, count in zip(self.adapters, self.counts, strict=True):
-            before = found.pop()[1] if found and found[-1][0] == name else 0
-            found.append((name, before + count))
-        return RowLayout(tuple(name for name, _ in found), tuple(count for _, count in found))
+        groups = groupby(zip(self.adapters, self.counts, strict=True), key=itemgetter(0))
+        merged = [(name, sum(count for _, count in group)) for name, group in groups]
+        return RowLayout(tuple(name for name, _ in merged), tuple(count for _, count in merged))
 
     @property
     def rows(self) -> int:
@@ -47,11 +33,7 @@ class RowLayout:
         """Return the rows of each adapter of a longer list in the same order; 0 without rows."""
         left = list(zip(self.adapters, self.counts, strict=True))
         counts = [left.pop(0)[1] if left and left[0][0] == name else 0 for name in adapters]
-        if left:
-            raise ShapeError(
-                f"RowLayout: expected some of the adapters {tuple(adapters)}, in this order, got "
-                f"{self.adapters}"
-            )
+        assert not left, f"rows of {self.adapters} among those of {tuple(adapters)}"
         return tuple(counts)
 
     def slices(self) -> Iterator[slice]:

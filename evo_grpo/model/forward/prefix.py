@@ -114,7 +114,7 @@ def _segments(
     """Return the arrays of `SharedPrefix.segments`, given the rows and lengths of prefixes."""
     count, total = len(rows), int(rows.sum())
     alone = np.append(np.arange(count) * before, count * before + np.arange(total + 1) * after)
-    found = [alone, np.append(0, np.cumsum(rows)) * after, np.append(0, np.cumsum(lengths))]
+    arrays = [alone, np.append(0, np.cumsum(rows)) * after, np.append(0, np.cumsum(lengths))]
     if (lengths < before).any():
-        found.append(np.flatnonzero(np.arange(before) < lengths[:, None]))
-    return found
+        arrays.append(np.flatnonzero(np.arange(before) < lengths[:, None]))
+    return arrays

@@ -37,10 +37,10 @@ def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
         alike.setdefault((tensor.device, tensor.dtype), []).append(place)
-    found: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     for places in alike.values():
-        own = [tensors[place].detach() for place in places]
-        buffer = torch.cat([tensor.reshape(-1) for tensor in own]).cpu()
-        parts = buffer.split([tensor.numel() for tensor in own])
-        found |= {i: p.view(t.shape) for i, p, t in zip(places, parts, own, strict=True)}
-    return [found[place] for place in range(len(tensors))]
+        sources = [tensors[place].detach() for place in places]
+        buffer = torch.cat([tensor.reshape(-1) for tensor in sources]).cpu()
+        parts = buffer.split([tensor.numel() for tensor in sources])
+        copies |= {i: p.view(t.shape) for i, p, t in zip(places, parts, sources, strict=True)}
+    return [copies[place] for place in range(len(tensors))]

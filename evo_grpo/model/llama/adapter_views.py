@@ -80,10 +80,10 @@ class JoinedStack:
                 parts.append(Block(rows, columns, stack.b))
                 row += ranks
             column += size
-        known = [stack.a for stack in stacks if stack is not None]
-        if not known:
+        downs = [stack.a for stack in stacks if stack is not None]
+        if not downs:
             return None
-        a = known[0] if len(known) == 1 else torch.cat(known, dim=1)
+        a = downs[0] if len(downs) == 1 else torch.cat(downs, dim=1)
         made = cls(a, tuple(parts), column)
         apart = goes_apart([part.b.shape[1] for part in parts], a.device)
         return made if apart else cls(a, made._one, column)
@@ -218,11 +218,10 @@ class AdapterViews:
     def share_storage(self) -> None:
         """Make the adapters' parameters views of the joined tensors."""
         for joined, part, b in self._each():
-            rows = slice(part.row, part.row + part.rank)
-            own = zip(joined.a.detach()[:, rows].unbind(), b.detach().unbind(), strict=True)
-            for name, (mine_a, mine_b) in zip(self.adapters, own, strict=True):
+            views = joined.a.detach()[:, part.rows].unbind(), b.detach().unbind()
+            for name, view_a, view_b in zip(self.adapters, *views, strict=True):
                 weight_a, weight_b = adapter_weights(self._layers[part.name], str(name))
-                weight_a.data, weight_b.data = mine_a, mine_b
+                weight_a.data, weight_b.data = view_a, view_b
 
     def drop_kept(self) -> AdapterViews:
         """Drop cached tensors, since the weights may have changed."""
@@ -233,14 +232,13 @@ class AdapterViews:
 
     def collect_gradients(self, adapters: Sequence[str | None]) -> None:
         """Move the gradients to the parameters of the adapters."""
-        wanted = set(adapters)
         for joined, part, b in self._each():
             if joined.a.grad is None or b.grad is None:
                 continue
             layer = self._layers[part.name]
-            grads_a = joined.a.grad[:, part.row : part.row + part.rank].unbind()
+            grads_a = joined.a.grad[:, part.rows].unbind()
             for name, grad_a, grad_b in zip(self.adapters, grads_a, b.grad.unbind(), strict=True):
-                if name is None or name not in wanted or name not in layer.lora_A:
+                if name is None or name not in adapters or name not in layer.lora_A:
                     continue
                 weight_a, weight_b = adapter_weights(layer, name)
                 whole = len(weight_a) == part.rank
@@ -252,10 +250,10 @@ class AdapterViews:
                 joined.a.grad = None
 
     def _each(self) -> list[tuple[JoinedAdapters, Part, Tensor]]:
-        known = [joined for joined in self.joined.values() if joined is not None]
         return [
             (joined, part, b)
-            for joined in known
+            for joined in self.joined.values()
+            if joined is not None
             for part, b in zip(joined.parts, joined.b, strict=True)
         ]
 

@@ -21,7 +21,7 @@ from evo_grpo.model.llama.adapter_views import Block, JoinedStack
 from evo_grpo.model.llama.attention import attend_prompts
 from evo_grpo.model.llama.cache import FixedCache, Refill, cache_for
 from evo_grpo.model.llama.families import Description
-from evo_grpo.model.llama.functions import glu, rotate
+from evo_grpo.model.llama.functions import activated, rotate
 from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights, Norm
 
 
@@ -102,7 +102,7 @@ class _HeadNorms:
 
 
 class _Layer:
-    """The other parts of a layer, None if missing; `turn` is its rotary table, -1 for none."""
+    """The other parts of a layer, None if missing; `table` is its rotary table."""
 
     def __init__(self, layer: JoinedLayer, described: Description, number: int) -> None:
         self.before, self.after, self.then, self.last = (
@@ -111,8 +111,7 @@ class _Layer:
         self.heads: _HeadNorms | None = None
         if layer.head_norms:
             self.heads = _HeadNorms(layer.head_norms, described)
-        table = described.layers[number].table
-        self.turn = -1 if table is None else described.tables.index(table)
+        self.table = described.layers[number].table
 
 
 @final
@@ -127,8 +126,8 @@ class LlamaDecoder:
         self.fused = fused
         probe = weights.embed(torch.zeros(1, 1, dtype=torch.long, device=weights.base.device))
         d = self._described = weights.description
-        tables = (weights.rotary(columns, probe, table) for table in d.tables)
-        self.tables = [(cos, sin) for cos, sin in tables if sin is not None]
+        rotary = ((table, *weights.rotary(columns, probe, table)) for table in d.tables)
+        self.tables = {table: (cos, sin) for table, cos, sin in rotary if sin is not None}
         self.cache = cache_for(weights.base.device, d.scale, d.windows)
         self._adapters = fused.layout.adapters
         self._stacks = [
@@ -151,23 +150,24 @@ class LlamaDecoder:
         rows, columns = ids.shape
         self._prepare(columns)
         x = w.embedded(ids)
-        turns = [(cos[:columns], sin[:columns]) for cos, sin in self.tables]
-        both = w.heads + w.kv_heads
+        turns = {table: (c[:columns], s[:columns]) for table, (c, s) in self.tables.items()}
+        d = self._described
+        both = d.heads + d.kv_heads
         masks: dict[int, Tensor] = {}
         for linears, layer, kind in zip(
             self._linears, self._layers, self._described.layers, strict=True
         ):
             joined = self._linear(linears[0], x if layer.before is None else layer.before(x))
-            joined = joined.unflatten(-1, (-1, w.head_dim))
+            joined = joined.unflatten(-1, (-1, d.head_dim))
             turned, v = joined[:, :, :both], joined[:, :, both:].transpose(1, 2)
             if layer.heads is not None:
                 turned = layer.heads(turned)
-            q, k = (part.transpose(1, 2) for part in turned.split((w.heads, w.kv_heads), dim=2))
-            if layer.turn >= 0:
-                q, k = rotate(q, *turns[layer.turn]), rotate(k, *turns[layer.turn])
+            q, k = (part.transpose(1, 2) for part in turned.split((d.heads, d.kv_heads), dim=2))
+            if layer.table is not None:
+                q, k = rotate(q, *turns[layer.table]), rotate(k, *turns[layer.table])
             self.cache.append(k, v)
             # Prompts are padded on the right, where causal attention never looks.
-            mixed = attend_prompts(q, k, v, w.description.scale, kind.window, masks)
+            mixed = attend_prompts(q, k, v, d.scale, kind.window, masks)
             x = self._rest(linears, layer, x, mixed)
         last = x[torch.arange(rows, device=x.device), lengths - 1]
         return self._last_norm(last)
@@ -211,22 +211,23 @@ class LlamaDecoder:
         w = self.weights
         rows = tokens.shape[0]
         x = w.embedded(tokens)
-        turns = [
-            (cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None])
-            for cos, sin in self.tables
-        ]
-        both = w.heads + w.kv_heads
+        turns = {
+            table: (c.index_select(0, positions)[:, None], s.index_select(0, positions)[:, None])
+            for table, (c, s) in self.tables.items()
+        }
+        d = self._described
+        both = d.heads + d.kv_heads
         self.cache.begin()
         layers = zip(self._linears, self._layers, strict=True)
         for number, (linears, layer) in enumerate(layers):
             parts = self._linear(linears[0], x if layer.before is None else layer.before(x))
-            parts = parts.view(rows, -1, w.head_dim)
+            parts = parts.view(rows, -1, d.head_dim)
             turned = parts[:, :both]
             if layer.heads is not None:
                 turned = layer.heads(turned)
-            if layer.turn >= 0:
-                turned = rotate(turned, *turns[layer.turn])
-            q, k = turned.split((w.heads, w.kv_heads), dim=1)
+            if layer.table is not None:
+                turned = rotate(turned, *turns[layer.table])
+            q, k = turned.split((d.heads, d.kv_heads), dim=1)
             mixed = self.cache.attend(number, q, k, parts[:, both:])
             x = self._rest(linears, layer, x, mixed)
         return self._last_norm(x)
@@ -235,7 +236,9 @@ class LlamaDecoder:
         """Apply output projection, residual, MLP and residual, with their norms; overwrites x."""
         x = self._added(linears[1], mixed, x, layer.after)
         both = self._linear(linears[2], x if layer.then is None else layer.then(x))
-        return self._added(linears[3], glu(both, gelu=self._described.gelu), x, layer.last)
+        gate, up = both.chunk(2, dim=-1)
+        inner = activated(gate, self._described.gelu).mul_(up)
+        return self._added(linears[3], inner, x, layer.last)
 
     def _added(self, linear: _Linear, inner: Tensor, x: Tensor, norm: _Norm | None) -> Tensor:
         """Return the residual x plus the normalized output of a linear layer; overwrites x."""

@@ -26,7 +26,6 @@ from transformers import masking_utils
 from transformers.activations import ACT2FN
 from transformers.integrations import sdpa_attention
 
-from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
@@ -60,7 +59,7 @@ from evo_grpo.model.probing import (
 from evo_grpo.model.upcast import HALF, in_float32
 
 _log = logging.getLogger(__name__)
-_DIFFERENCE, _SAID, _WHOLE = "llama difference", "llama departures", "hooks of the whole"
+_DIFFERENCE, _LOGGED = "llama difference", "llama departures"
 #: Classes of modules besides those that the code of a family defines.
 _KINDS = (
     nn.Linear,
@@ -72,8 +71,6 @@ _KINDS = (
 #: Attributes that say how a module is used, and the types of those that it computes with.
 _STATE = frozenset({*vars(nn.Module()), "gradient_checkpointing"})
 _VALUES = (int, float, str, NoneType)
-#: Functions that the modules call; those of them in C are found by name alone.
-_FUNCTIONS = ("linear", "silu", "gelu", "embedding", "softmax", "scaled_dot_product_attention")
 #: Minimum and maximum tokens of the row, and tokens times weights of the layers in between.
 _LEAST, _MOST, _PRODUCTS = 24, 160, 1 << 26
 #: Lower bound of a layer's update, as a share of its input, for relative errors: below it, the
@@ -86,32 +83,31 @@ _ALONE = RowLayout((None,), (1,))
 def takes_fast_path(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> bool:
     """Return whether the joined layers compute what a base's own modules compute.
 
-    If not, the reason is logged once. A hook on the whole model raises ModelError.
+    If not, the reason is logged once.
     """
-    _refuse_hook_on_the_whole(base)
     if not base.specialized or not is_llama_family(base):
         return False
-    found = departures_of(base, adapted)
-    if not found:
+    departures = departures_of(base, adapted)
+    if not departures:
         return True
-    said: set[str] = base.derived.setdefault(_SAID, set())
-    if found[0] not in said:
-        said.add(found[0])
+    logged: set[str] = base.derived.setdefault(_LOGGED, set())
+    if departures[0] not in logged:
+        logged.add(departures[0])
         _log.warning(
             "model %r (%s): computed by its own modules, not by the faster layers of the Llama "
             "family: %s",
             base.name,
             type(base.model).__name__,
-            found[0],
+            departures[0],
         )
     return False
 
 
 def departures_of(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> tuple[str, ...]:
     """Return how a base of the family differs from its type, in code or numbers, as clauses."""
-    found, values = _inspect(base)
-    if found:
-        return tuple(found)
+    departures, values = _inspect(base)
+    if departures:
+        return tuple(departures)
     kept: tuple[list[object], str | None] | None = base.derived.get(_DIFFERENCE)
     if kept is None or kept[0] != values:
         kept = base.derived[_DIFFERENCE] = values, find_difference(base, adapted)
@@ -121,19 +117,6 @@ def departures_of(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> tuple[s
 def find_departures(base: SharedBase) -> tuple[str, ...]:
     """Return how a base of the family differs from its type in code, without running it."""
     return tuple(_inspect(base)[0])
-
-
-def _refuse_hook_on_the_whole(base: SharedBase) -> None:
-    """Raise ModelError for a hook or forward set on the whole model after `check_forward`."""
-    now = tampered(base.model)
-    before: str | None = base.derived.setdefault(_WHOLE, now)
-    if now is not None and before is None:
-        raise ModelError(
-            f"model {base.name!r} ({type(base.model).__name__}): the whole model {now} since "
-            "agents were made over it, which would never be called, since its head and the part "
-            f"below run apart; put it on model.{base.model.base_model_prefix} or on the head, or "
-            "remove it"
-        )
 
 
 def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
@@ -148,11 +131,11 @@ def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
     if family.embedding:
         parts.append(code[family.name + family.embedding])
     kinds = {*_KINDS, *parts}
-    found = list(_of_code(code, kinds, getattr(trunk.config, "_attn_implementation", None)))
+    departures = list(_of_code(code, kinds, getattr(trunk.config, "_attn_implementation", None)))
     if type(trunk) is not code[family.name + family.trunk]:
-        return [f"model is a {_name(trunk)}, which is not of the library", *found], []
+        return [f"model is a {_name(trunk)}, which is not of the library", *departures], []
     if trunk.config is not config and trunk.config != config:
-        found.append("model.config is not the configuration of the whole model")
+        departures.append("model.config is not the configuration of the whole model")
     own_embedding = base.model.get_input_embeddings() is trunk.embed_tokens
     values: list[object] = [description, own_embedding, getattr(config, "is_causal", True)]
     # These are called, not read.
@@ -166,15 +149,15 @@ def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
         modules += [children["base_layer"]] if kind is AdaptedLinear else children.values()
         if what := _departure(module, kinds, trunk.config, like):
             name = next(name for name, one in base.model.named_modules() if one is module)
-            found.append(f"{name} {what}")
+            departures.append(f"{name} {what}")
         if kind not in called:
             values += [kind, *(weight is None for weight in own["_parameters"].values())]
         if kind not in called and kind is not nn.Linear:  # its weight says all
             rest = {k: v for k, v in own.items() if k not in _STATE}
             values += [v for v in rest.values() if isinstance(v, _VALUES) or callable(v)]
-    if not found:
-        found += _of_layers(layers_of(base), description.layers)
-    return found, values
+    if not departures:
+        departures += _of_layers(layers_of(base), description.layers)
+    return departures, values
 
 
 def _of_layers(layers: Sequence[nn.Module], described: Sequence[LayerKind]) -> Iterator[str]:
@@ -200,8 +183,6 @@ def _departure(
     own = vars(module)
     if own.get("config", config) is not config:
         return "has a configuration of its own"
-    if tensors := [name for name in own.keys() - _STATE if torch.is_tensor(own[name])]:
-        return f"has a tensor {tensors[0]}, which may change in place"
     for name, weight in own["_parameters"].items():
         if weight is not None and (type(weight), weight.dtype, weight.device) != weights:
             return f"has a {name} of another kind than the head"
@@ -230,9 +211,6 @@ def _of_code(
     ):
         if function is None or not from_libraries(function):
             yield f"the {what} {chosen!r} is not transformers' own"
-    for name in _FUNCTIONS:
-        if not from_libraries(getattr(nn.functional, name)):
-            yield f"torch.nn.functional.{name} is replaced"
     if name := global_hook():
         yield f"there is a {name}"
 
@@ -295,10 +273,10 @@ def _compare(weights: LlamaWeights, ids: Tensor) -> None:
     ) -> None:
         if number != len(passed) - 1:
             raise _Difference(f"layer {number} runs when {len(passed) - 1} layers have run")
-        given: Tensor = args[0] if args else kwargs["hidden_states"]
-        _same(given, passed[-1], f"what comes before layer {number}")
-        theirs = _states(output)
-        _compare_update(_joined(weights, attentions, number, module, given), theirs, given, number)
+        x: Tensor = args[0] if args else kwargs["hidden_states"]
+        _same(x, passed[-1], f"what comes before layer {number}")
+        theirs = output if isinstance(output, Tensor) else output[0]
+        _compare_update(_joined(weights, attentions, number, module, x), theirs, x, number)
         passed.append(theirs)
 
     def of_norm(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -320,10 +298,6 @@ def _compare(weights: LlamaWeights, ids: Tensor) -> None:
     if len(passed) != len(layers) + 2:
         raise _Difference(f"it runs {len(passed) - 2} of {len(layers)} layers")
     _same(hidden, passed[-1], "what follows its last norm")
-
-
-def _states(output: Any) -> Tensor:  # noqa: ANN401 -- a tensor, or a tuple in older releases
-    return output if isinstance(output, Tensor) else output[0]
 
 
 def _joined(

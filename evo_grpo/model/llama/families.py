@@ -164,8 +164,8 @@ class Description:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer; empty if no layer has one."""
-        found = tuple(kind.window for kind in self.layers)
-        return found if any(found) else ()
+        windows = tuple(kind.window for kind in self.layers)
+        return windows if any(windows) else ()
 
 
 def describe(config: Any) -> Description | None:  # noqa: ANN401 -- a configuration of any model

@@ -137,7 +137,7 @@ class Glu(torch.autograd.Function):
     def forward(ctx: Context, both: Tensor, gelu: bool) -> Tensor:
         """Compute (..., I) from both (..., 2 I)."""
         gate, up = both.chunk(2, dim=-1)
-        active = _activated(gate, gelu)
+        active = activated(gate, gelu)
         # Keep the activated gate: an exponential costs more than memory; the modules keep it too.
         ctx.save_for_backward(both, active)
         ctx.gelu = gelu
@@ -158,7 +158,8 @@ class Glu(torch.autograd.Function):
         return both, None
 
 
-def _activated(gate: Tensor, gelu: bool, *, in_place: bool = False) -> Tensor:
+def activated(gate: Tensor, gelu: bool, *, in_place: bool = False) -> Tensor:
+    """Apply GELU, by its tanh, or SiLU, which may overwrite its input, to a gate."""
     if gelu:
         return torch.nn.functional.gelu(gate, approximate="tanh")
     return torch.nn.functional.silu(gate, inplace=in_place)
@@ -319,7 +320,7 @@ def glu(both: Tensor, *, gelu: bool) -> Tensor:
     if both.requires_grad:
         return Glu.apply(both, gelu)
     gate, up = both.chunk(2, dim=-1)
-    return _activated(gate, gelu, in_place=True).mul_(up)
+    return activated(gate, gelu, in_place=True).mul_(up)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor | None, *, out: Tensor | None = None) -> Tensor:

@@ -155,9 +155,6 @@ class LlamaWeights:
         assert description is not None, "the base is of no family"
         self.base = base
         self.description: Description = description
-        self.heads = description.heads
-        self.kv_heads = description.kv_heads
-        self.head_dim = description.head_dim
         self.adapted = frozenset(adapted)
         self.embed: nn.Module = base.model.get_input_embeddings()
         self.norm = Norm.of(base.trunk.norm, description.family)
@@ -179,12 +176,12 @@ class LlamaWeights:
     @classmethod
     def of(cls, base: SharedBase, adapted: Mapping[str, LoraLayer]) -> LlamaWeights:
         """Return the joined weights of a base; join them again only after a change."""
-        known = base.derived.get("llama")
-        if not isinstance(known, cls) or not known._serves(adapted):
-            known = None
+        weights = base.derived.get("llama")
+        if not isinstance(weights, cls) or not weights._serves(adapted):
+            weights = None
             base.derived.pop("llama", None)  # free the old copy before making a new one
-            known = base.derived["llama"] = cls(base, adapted)
-        return known
+            weights = base.derived["llama"] = cls(base, adapted)
+        return weights
 
     def _serves(self, adapted: Mapping[str, LoraLayer]) -> bool:
         """Return whether the model still has these weights and adapted layers."""
@@ -213,12 +210,12 @@ class LlamaWeights:
         The first half of sin is negated. Without rotary positions, cos is 1 and sin None.
         """
         if table is None:
-            return like.new_ones(length, self.head_dim), None
+            return like.new_ones(length, self.description.head_dim), None
         trunk: Any = self.base.trunk
         positions = torch.arange(length, device=like.device)[None]
         own = {} if table == ALL_LAYERS else {"layer_type": table}
         cos, sin = (part.to(like.dtype) for part in trunk.rotary_emb(like, positions, **own))
-        half = self.head_dim // 2
+        half = self.description.head_dim // 2
         return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
 
 

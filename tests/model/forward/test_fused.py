@@ -16,7 +16,6 @@ from peft import get_peft_model
 
 from evo_grpo.errors import ModelError, ShapeError
 from evo_grpo.model.forward.fused import RowLayout, lora_layers, population_forward
-from evo_grpo.model.forward.stacks import build_stack
 from evo_grpo.seeding import derive
 
 
@@ -99,50 +98,35 @@ def test_none_takes_the_base_alone(counts, frozen):
         assert torch.equal(slots.base.hidden(input_ids), plain)
 
 
-def test_fresh_slots_change_nothing(llama):
-    slots = tiny.population(llama, ())
-    input_ids, _ = inputs(4)
-    before = slots.base.hidden(input_ids)
-    slots.add("a0")
-    slots.add("a1", tiny.lora(2))
-    with torch.no_grad(), population_forward(slots.layers, RowLayout(("a0", "a1"), (1, 3))):
-        torch.testing.assert_close(slots.base.hidden(input_ids), before, atol=1e-6, rtol=1e-6)
+counts_of_three = pytest.mark.parametrize("counts", [(2, 2, 2), (3, 1, 2)], ids=["equal", "ragged"])
 
 
 class TestOneAgentsNaN:
     """Nothing of one agent reaches another: not even in the last bit."""
 
     @pytest.mark.parametrize("recompute", [False, True])
-    @pytest.mark.parametrize("counts", [(2, 2, 2), (3, 1, 2)], ids=["equal", "ragged"])
-    def test_in_the_loss(self, counts, recompute):
+    @pytest.mark.parametrize("value", [None, math.nan, math.inf], ids=["loss", "nan", "inf"])
+    @counts_of_three
+    def test_in_the_loss_or_the_weights(self, counts, value, recompute):
         slots = tiny.population(tiny.llama(), (4, 4, 2))
         layout = RowLayout(tiny.names(3), counts)
         input_ids, weights = inputs(layout.rows)
-        _, clean = fused_gradients(slots, layout, input_ids, weights, recompute=recompute)
-        weights[list(layout.slices())[1]] = math.nan
-        _, broken = fused_gradients(slots, layout, input_ids, weights, recompute=recompute)
-        assert all(torch.isnan(g).any() for g in broken["a1"])
-        assert_same_bits(broken["a0"], clean["a0"])
-        assert_same_bits(broken["a2"], clean["a2"])
-
-    @pytest.mark.parametrize("value", [math.nan, math.inf])
-    @pytest.mark.parametrize("counts", [(2, 2, 2), (3, 1, 2)], ids=["equal", "ragged"])
-    def test_in_the_weights(self, counts, value):
-        slots = tiny.population(tiny.llama(), (4, 4, 2))
-        layout = RowLayout(tiny.names(3), counts)
-        input_ids, weights = inputs(layout.rows)
-        clean_hidden, clean = fused_gradients(slots, layout, input_ids, weights)
-        with torch.no_grad():
-            for parameter in slots.parameters("a1"):
-                parameter.fill_(value)
-        hidden, broken = fused_gradients(slots, layout, input_ids, weights)
+        clean_hidden, clean = fused_gradients(
+            slots, layout, input_ids, weights, recompute=recompute
+        )
         rows = list(layout.slices())
-        assert torch.isnan(hidden[rows[1]]).all()
+        if value is None:
+            weights[rows[1]] = math.nan
+        else:
+            _fill(slots, "a1", value)
+        hidden, broken = fused_gradients(slots, layout, input_ids, weights, recompute=recompute)
+        harmed = broken["a1"] if value is None else [hidden[rows[1]]]
+        assert all(torch.isnan(x).any() for x in harmed)
         for name, part in (("a0", rows[0]), ("a2", rows[2])):
             assert torch.equal(hidden[part], clean_hidden[part])
             assert_same_bits(broken[name], clean[name])
 
-    @pytest.mark.parametrize("counts", [(2, 2, 2), (3, 1, 2)], ids=["equal", "ragged"])
+    @counts_of_three
     def test_in_a_rollout(self, counts):
         slots = tiny.population(tiny.llama(), (4, 4, 2))
         layout = RowLayout(tiny.names(3), counts)
@@ -150,15 +134,17 @@ class TestOneAgentsNaN:
         hidden = []
         for broken in (False, True):
             if broken:
-                # The first agent's first row is what shorter agents are padded with.
-                with torch.no_grad():
-                    for parameter in slots.parameters("a0"):
-                        parameter.fill_(math.nan)
+                _fill(slots, "a0", math.nan)  # whose first row is what others are padded with
             with torch.no_grad(), population_forward(slots.layers, layout, frozen=True):
                 hidden.append(slots.base.hidden(input_ids))
-        rows = list(layout.slices())
-        assert torch.isnan(hidden[1][rows[0]]).all()
+        assert torch.isnan(hidden[1][: counts[0]]).all()
         assert torch.equal(hidden[0][counts[0] :], hidden[1][counts[0] :])
+
+
+@torch.no_grad()
+def _fill(slots, name, value):
+    for parameter in slots.parameters(name):
+        parameter.fill_(value)
 
 
 class TestFrozen:
@@ -233,35 +219,20 @@ class TestDropout:
             assert not torch.allclose(first, slots.base.hidden(input_ids), atol=1e-3)
 
     @pytest.mark.parametrize("company", [("a0", "a1"), ("a0", "a2", "a1"), ("a1", "a2")])
-    def test_masks_do_not_depend_on_the_other_agents(self, company):
+    def test_masks_depend_on_the_row_alone(self, company):
+        """Not on other agents, nor on padding; two equal rows have masks of their own."""
         slots = self.population()
-        input_ids, _ = inputs(2, seed=3)
-        alone = self.hidden(slots, RowLayout(("a1",), (2,)), input_ids, 5)
+        one = tiny.ids(1, T, seed=3)
+        alone = self.hidden(slots, RowLayout(("a1",), (2,)), one.repeat(2, 1), 5)
+        assert not torch.allclose(alone[0], alone[1], atol=1e-3)
         counts = tuple(2 if name == "a1" else 3 for name in company)
         layout = RowLayout(company, counts)
         rows = list(layout.slices())[company.index("a1")]
         everyone = tiny.ids(layout.rows, T, 9)
-        everyone[rows] = input_ids
-        among = self.hidden(slots, layout, everyone, 5)[rows]
+        everyone[rows] = one
+        padded = torch.nn.functional.pad(everyone, (0, 6))
+        among = self.hidden(slots, layout, padded, 5)[rows, :T]
         torch.testing.assert_close(among, alone, atol=1e-5, rtol=1e-5)
-
-    def test_masks_do_not_depend_on_padding(self):
-        slots = self.population((4, 4))
-        layout = RowLayout(("a0", "a1"), (1, 2))
-        input_ids, _ = inputs(3)
-        short = self.hidden(slots, layout, input_ids, 5)
-        padded = torch.cat([input_ids, torch.zeros(3, 6, dtype=torch.long)], dim=1)
-        long = self.hidden(slots, layout, padded, 5)[:, :T]
-        torch.testing.assert_close(long, short, atol=1e-5, rtol=1e-5)
-
-    def test_rows_have_masks_of_their_own(self):
-        slots = self.population((4, 4))
-        slots.copy("a0", "a1")
-        one = tiny.ids(1, T)
-        layout = RowLayout(("a0", "a1"), (2, 1))
-        rows = self.hidden(slots, layout, one.repeat(3, 1), 5)
-        for left, right in ((0, 1), (0, 2), (1, 2)):
-            assert not torch.allclose(rows[left], rows[right], atol=1e-3)
 
     def test_agents_may_differ_in_rate_and_have_no_rows(self):
         slots = tiny.population(tiny.llama(), (4,))
@@ -344,43 +315,19 @@ def test_bfloat16_base_with_float32_adapters(counts):
         assert torch.cosine_similarity(flat, reference, dim=0) > 0.999
 
 
-class TestLayout:
-    @pytest.mark.parametrize(
-        ("adapters", "counts"),
-        [(("a",), (1, 2)), (("a", "b"), (0, 0)), (("a",), (-1,)), ((), ())],
-    )
-    def test_must_describe_a_batch(self, adapters, counts):
-        with pytest.raises(ShapeError, match="one count per adapter and at least one row, got ada"):
-            RowLayout(adapters, counts)
-
-    def test_slices_cover_the_rows_in_order(self):
-        layout = RowLayout(("a", "b", "c"), (2, 0, 3))
-        assert list(layout.slices()) == [slice(0, 2), slice(2, 2), slice(2, 5)]
-        assert layout.rows == 5
+def test_slices_of_a_layout_cover_the_rows_in_order():
+    layout = RowLayout(("a", "b", "c"), (2, 0, 3))
+    assert list(layout.slices()) == [slice(0, 2), slice(2, 2), slice(2, 5)]
+    assert layout.rows == 5
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"target_modules": ["embed_tokens"]},
-            "embed_tokens': expected a linear layer, got E",
-        ),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens': expected a linear layer, got E"),
         ({"use_dora": True}, "variants such as DoRA are not supported; set use_dora=False"),
     ],
 )
 def test_layers_without_support_are_refused(llama, changes, message):
     with pytest.raises(ModelError, match=message):
         lora_layers(get_peft_model(llama, tiny.lora(**changes)))
-
-
-def test_stack_pads_ranks_and_carries_the_scaling():
-    slots = tiny.population(tiny.llama(), (2, 4))
-    layer = next(iter(slots.layers.values()))
-    stack = build_stack(layer, ("a0", None, "a1"), torch.float32)
-    assert stack.a.shape == (3, 4, tiny.HIDDEN)
-    for index, name in ((0, "a0"), (2, "a1")):
-        delta = layer.get_delta_weight(name).T
-        torch.testing.assert_close(stack.a[index].T @ stack.b[index], delta)
-    assert not stack.a[1].any()
-    assert not stack.b[1].any()

@@ -89,32 +89,6 @@ def test_rotate_equals_the_models(heads, kv_heads):
     )
 
 
-def test_rotate_serves_several_spans_with_a_table_for_each_row():
-    heads, kv_heads, size = 4, 2, 8
-    tables = [tiny.noise((2, 1, 3, size), i) for i in (1, 2)]
-    spans = (
-        Span(0, 1, 4, make_chunks((1,), 4, 0, CPU), *(tiny.noise((4, size), i) for i in (3, 4))),
-        Span(4, 2, 3, make_chunks((2,), 3, 0, CPU), *tables),
-    )
-
-    def plain(joined):
-        out = []
-        for span in spans:
-            parts = joined[span.start : span.stop].view(span.rows, span.columns, -1, size)
-            q, k, v = parts.transpose(1, 2).split((heads, kv_heads, kv_heads), dim=1)
-            turned = [
-                x * span.cos + torch.cat([x[..., 4:], x[..., :4]], -1) * span.sin for x in (q, k)
-            ]
-            out += [*turned, v]
-        return tuple(out)
-
-    compare(
-        lambda joined: Rotate.apply(joined, heads, kv_heads, spans),
-        plain,
-        tiny.noise((10, (heads + 2 * kv_heads) * size), 4),
-    )
-
-
 @pytest.mark.parametrize(
     ("counts", "bias", "residual"),
     [

@@ -111,18 +111,18 @@ def adapted_layers(weights: LlamaWeights, fused: FusedForward) -> list[list[Adap
     tables = dict(zip(different, sent, strict=True))
     before: dict[int, Tensor] = base.derived.get("kernel weights", {})
     buffers: dict[int, Tensor] = {}
-    found: list[list[AdaptedLinear]] = []
+    layers: list[list[AdaptedLinear]] = []
     for layer, group in zip(layers_of(base), plans, strict=True):
         modules = iter(linears_of(layer))
         own = [[plain(next(modules)) for _ in plan.stacks] for plan in group]
-        found.append(
+        layers.append(
             [
                 plan.built(linears, tables[plan.entries], before, buffers)
                 for plan, linears in zip(group, own, strict=True)
             ]
         )
     base.derived["kernel weights"] = buffers
-    return found
+    return layers
 
 
 @dataclass(frozen=True)
@@ -389,10 +389,10 @@ class KernelDecoder:
 
         def attend(number: int, q: Tensor) -> Tensor:
             keys, window = self._keys[number], self._layers[number].window
-            given = q, keys, self._values[number], positions, self._described.scale, window
+            inputs = q, keys, self._values[number], positions, self._described.scale, window
             if min(keys.shape[2], window or keys.shape[2]) <= operators.UNSPLIT:
-                return operators.attend(*given)
-            return operators.join_splits(*operators.attend_splits(*given), q)
+                return operators.attend(*inputs)
+            return operators.join_splits(*operators.attend_splits(*inputs), q)
 
         return self._run(tokens, positions, self._rows, attend)
 

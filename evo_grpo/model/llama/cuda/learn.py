@@ -79,15 +79,13 @@ class _Linear:
         operators.add_low(low, self.b, tiles, y)
         return y, low
 
-    def gradients(
-        self, grad: Tensor, tiles: Tensor, *, wanted: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x, if it is `wanted`, and of the low columns."""
-        dx = torch.mm(grad, self.weight) if wanted else grad
+    def gradients(self, grad: Tensor, tiles: Tensor, *, of_x: bool = True) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x, of no use without `of_x`, and of the low columns."""
+        dx = torch.mm(grad, self.weight) if of_x else grad
         if self.adapters is None:
             return dx, grad
         d_low = operators.project(grad, self.b, self.scale, tiles)
-        if wanted:
+        if of_x:
             operators.add_low(d_low, self.a, tiles, dx)
         return dx, d_low
 
@@ -288,10 +286,10 @@ class _Batch:
         """Return the final hidden states (M, H), normalized."""
         x, normed = embedded(self.run.weights, self.run.norm, self.tokens)
         for number in range(len(self.run.parts)):
-            given = x, normed
-            x, normed, kept = self._layer(number, *given)
+            before = x, normed
+            x, normed, kept = self._layer(number, *before)
             if keeps:
-                self.kept.append(given if self.run.recompute else kept)
+                self.kept.append(before if self.run.recompute else kept)
         self.last = x if keeps else None
         return normed
 
@@ -386,7 +384,7 @@ class _Batch:
             *self.turns[parts.table],
             *parts.head_norms,
         )  # fmt: skip
-        d_normed, d_low = qkv.gradients(joined, tiles, wanted=number > 0)
+        d_normed, d_low = qkv.gradients(joined, tiles, of_x=number > 0)
         outer(qkv, d_low, kept.normed, kept.lows[0], joined)
         if layer.numbers:
             layer.add(splits)

@@ -12,14 +12,13 @@ from evo_grpo.errors import RunFailedError
 from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.llama.cuda import choice
-from evo_grpo.model.llama.cuda.decode import KernelDecoder
-from evo_grpo.model.llama.decode import LlamaDecoder
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
 
+KERNELS, TORCH = "KernelDecoder", "LlamaDecoder"
 pytestmark = pytest.mark.filterwarnings("always:engine.kernels:UserWarning")
 
 
@@ -39,75 +38,70 @@ def on_card(monkeypatch):
     return card
 
 
-def opened(slots, wanted):
+def opened(slots, wanted="auto"):
+    """The name of the decoder that is opened, in place of which nothing is built."""
     weights = LlamaWeights.of(slots.base, slots.layers)
     layout = RowLayout(tuple(slots.names), (1,) * len(slots.names))
-
-    def kernels(*given):
-        decoder = KernelDecoder.__new__(KernelDecoder)
-        decoder.weights, decoder._linears, decoder._described = weights, [], weights.description
-        decoder._adapters = ()
-        return decoder
-
-    def plain(*given):
-        return LlamaDecoder.__new__(LlamaDecoder)
-
     with (
         pytest.MonkeyPatch.context() as patch,
         population_forward(slots.layers, layout, frozen=True) as fused,
     ):
-        patch.setattr(choice, "KernelDecoder", kernels)
-        patch.setattr(choice, "LlamaDecoder", plain)
-        found = choice.open_decoder(weights, fused, 9, wanted)
-    return "kernels" if isinstance(found, KernelDecoder) else "torch"
+        for name in (KERNELS, TORCH):
+            patch.setattr(choice, name, lambda *given, name=name: name)
+        return choice.open_decoder(weights, fused, 9, wanted)
 
 
-def said(recwarn):
+def warned(recwarn):
     return [str(one.message) for one in recwarn if "engine.kernels" in str(one.message)]
 
 
 def test_auto_takes_kernels_in_half_precision_on_cards_that_serve(pair, on_card, recwarn):
     on_card(pair)
-    assert opened(pair, "auto") == "kernels"
-    assert opened(pair, "off") == "torch"
+    assert [opened(pair, wanted) for wanted in ("auto", "off")] == [KERNELS, TORCH]
     on_card(pair, torch.float32)
-    assert opened(pair, "auto") == "torch"
-    assert opened(pair, "on") == "kernels"
-    assert not said(recwarn)
+    assert [opened(pair, wanted) for wanted in ("auto", "on")] == [TORCH, KERNELS]
+    assert not warned(recwarn)
 
 
-@pytest.mark.parametrize(("facts", "reason"), [
-    ({"version": (7, 5)}, "compute capability 8.0"),
-    ({"triton": False}, "Triton is not installed"),
+@pytest.mark.parametrize(("facts", "changes", "ranks", "reason"), [
+    ({"version": (7, 5)}, {}, (4,), "compute capability 8.0"),
+    ({"triton": False}, {}, (4,), "Triton is not installed"),
+    ({}, {"head_dim": 256}, (4,), None),
+    ({}, {"head_dim": 258}, (4,), "heads of up to 256"),
+    ({}, {"num_attention_heads": 16, "num_key_value_heads": 1}, (4,), None),
+    ({}, {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 8}, (4,), "groups of"),
+    ({}, {}, (4, 129), "ranks of up to 128, got 129"),
 ])  # fmt: skip
-def test_a_card_that_cannot_is_named_once(pair, on_card, recwarn, facts, reason):
-    on_card(pair, **facts)
-    assert [opened(pair, "auto") for _ in range(2)] == ["torch", "torch"]
-    (line,) = said(recwarn)
-    assert reason in line
-    assert "engine.kernels" in line
+def test_what_kernels_do_not_serve_is_named_once(on_card, recwarn, facts, changes, ranks, reason):
+    slots = tiny.population(tiny.llama(**changes), ranks)
+    on_card(slots, **facts)
+    expected = KERNELS if reason is None else TORCH
+    assert [opened(slots) for _ in range(2)] == [expected, expected]
+    lines = warned(recwarn)
+    assert len(lines) == (reason is not None)
+    assert all(reason in line for line in lines)
 
 
 def test_a_cpu_without_the_interpreter(pair, recwarn, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert opened(pair, "auto") == "torch"
-    assert not said(recwarn)
-    assert opened(pair, "on") == "torch"
-    assert "TRITON_INTERPRET" in said(recwarn)[0]
+    assert opened(pair) == TORCH
+    assert not warned(recwarn)
+    assert opened(pair, "on") == TORCH
+    assert "TRITON_INTERPRET" in warned(recwarn)[0]
 
 
 def drawn(slots, kernels):
     """Tokens by an engine that meets no refusal, whose kernels compute by torch."""
     engine = NativeEngine(slots, AgentSettings(engine={"kernels": kernels}))
     sampling = Sampling(max_output_tokens=4)
-    asked = [
+    requests = [
         RolloutRequest(i, name, prompts_of(3, 5), 2, sampling, i)
         for i, name in enumerate(slots.names)
     ]
     with pytest.MonkeyPatch.context() as patch, kernel_reference.instead():
         patch.setattr(choice, "_refusal", lambda base: None)
-        found = [ids_of(groups) for groups in engine.rollout(asked)]
-    return found, *engine.decodes_by
+        ids = [ids_of(groups) for groups in engine.rollout(requests)]
+    return ids, *engine.decodes_by
 
 
 @pytest.mark.parametrize(("error", "shown"), [
@@ -128,7 +122,7 @@ def test_kernels_that_fail_are_tried_once(pair, recwarn, monkeypatch, kernel, er
     monkeypatch.setattr(kernel_reference, kernel, fails)
     assert [drawn(pair, "on") for _ in range(3)] == [wanted] * 3
     assert len(tried) == 1
-    (line,) = said(recwarn)
+    (line,) = warned(recwarn)
     assert shown in line
     assert "more" not in line
 
@@ -138,7 +132,7 @@ def test_an_error_beside_the_kernels_is_raised_as_it_is(pair, recwarn, monkeypat
     monkeypatch.setattr(NativeEngine, "_pad", lambda *given: {}["prompts"])
     with pytest.raises(KeyError, match="prompts"):
         drawn(pair, "on")
-    assert not said(recwarn)
+    assert not warned(recwarn)
 
 
 @pytest.mark.parametrize("error", [
@@ -153,23 +147,4 @@ def test_out_of_memory_is_no_reason_to_change(pair, monkeypatch, recwarn, error)
     monkeypatch.setattr(kernel_reference, "gate_up", fails)
     with pytest.warns(UserWarning, match="memory"), pytest.raises(RunFailedError, match="memory"):
         drawn(pair, "on")
-    assert not said(recwarn)
-
-
-@pytest.mark.parametrize(("changes", "kernels"), [
-    ({"head_dim": 256}, True), ({"head_dim": 258}, False),
-    ({"num_attention_heads": 16, "num_key_value_heads": 1}, True),
-    ({"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 8}, False),
-])  # fmt: skip
-def test_bounds(on_card, recwarn, changes, kernels):
-    slots = tiny.population(tiny.llama(**changes))
-    on_card(slots)
-    assert opened(slots, "auto") == ("kernels" if kernels else "torch")
-    assert kernels or "they serve heads of up to 256" in said(recwarn)[0]
-
-
-def test_ranks_past_the_bound(pair, on_card, recwarn, monkeypatch):
-    on_card(pair)
-    monkeypatch.setattr(choice, "MOST_RANK", 3)
-    assert opened(pair, "auto") == "torch"
-    assert "ranks of up to 3, got 4" in said(recwarn)[0]
+    assert not warned(recwarn)
