@@ -147,7 +147,7 @@ class Counts:
 
         def named(team: ranks.Ranks, *given: Any) -> Any:  # noqa: ANN401
             self.kind = _kind()
-            if name == "_exchange" and isinstance(given[1], RankReport):
+            if name == "_exchange" and isinstance(given[0], RankReport):
                 self._look_into(given[1], first=team.rank == 0)
             if name == "send":
                 self.sizes.append(_of_agent(given[0]))
