@@ -34,10 +34,9 @@ MOST_CUTS = 128
 class _SizedRow:
     """A row with the properties by which it is packed.
 
-    Attributes:
-        position: Position of its agent in the learn call.
-        prefix_length: Tokens before the first generated one.
-        prefix: The position and those tokens: equal for rows that can share them.
+    `position` is that of its agent in the learn call; `prefix_length` counts the tokens before the
+    first generated one, and `prefix`, the position with those tokens, is equal for rows that can
+    share them.
     """
 
     position: int

@@ -108,8 +108,7 @@ class MicroBatch:
     Attributes:
         owners: Position of each row's agent among those of the learn call.
         positions: (B,) the same on the device.
-        counts: Rows per agent that is present, in the order of `present`.
-        present: Positions of the agents that have rows here.
+        counts: Rows per agent of `present`, the positions of the agents that have rows here.
         input_ids: (B, T) int64, padded on the right, without the last token of the longest row.
         targets: (M,) int64 generated token ids, row by row.
         where: (M,) flat positions in (B, T) of the hidden states that predict them.

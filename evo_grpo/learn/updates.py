@@ -31,9 +31,8 @@ Bucket = list[tuple[int, Row]]
 class Updates(Protocol):
     """Takes the optimizer steps of a learner.
 
-    Attributes:
-        parts: Number of processes among which the rows of a micro-batch are divided.
-        plain: Whether passes use the model's own modules instead of a specialized forward.
+    The rows of a micro-batch are divided among `parts` processes. With `plain`, passes use the
+    model's own modules instead of a specialized forward.
     """
 
     parts: int

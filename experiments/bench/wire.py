@@ -147,8 +147,8 @@ class Counts:
 
         def named(team: ranks.Ranks, *given: Any) -> Any:  # noqa: ANN401
             self.kind = _kind()
-            if name == "_exchange" and isinstance(given[1], RankReport):
-                self._look_into(given[1], first=team.rank == 0)
+            if name == "_exchange" and isinstance(given[0], RankReport):
+                self._look_into(given[0], first=team.rank == 0)
             if name == "send":
                 self.sizes.append(_of_agent(given[0]))
             return call(team, *given)

@@ -135,16 +135,6 @@ def test_a_loss_that_is_not_finite_is_not_computed_again(monkeypatch):
     assert len(passes) == 1
 
 
-def test_a_step_repeats_to_the_bit():
-    rows = [make_rows(20 + i, groups=1 + i % 2) for i in range(3)]
-    first, second = cohort_of(HALF, 3), cohort_of(HALF, 3)
-    for call in range(3):
-        told = [learn(cohort, [0, 1, 2], rows, seed=call) for cohort in (first, second)]
-        assert told[0] == told[1]
-    for slot in range(3):
-        assert same(weights(first, slot), weights(second, slot))
-
-
 def test_agents_of_any_scales_have_the_gradients_that_each_has_alone():
     """Not to the bit: another batch is rounded otherwise."""
     rows = [

@@ -140,17 +140,6 @@ def test_an_agents_own_sampling_settings_do_not_touch_its_fitness(prepared):
     assert cold.experience.trajectories != after.experience.trajectories
 
 
-def test_evaluating_changes_nothing(prepared):
-    state = prepared.cohort.agents[0]
-    parameters = [p.detach().clone() for p in prepared.cohort.slots.parameters(state.adapter)]
-    call(prepared, [0])
-    assert state.history == []
-    assert all(
-        a.equal(b)
-        for a, b in zip(parameters, prepared.cohort.slots.parameters(state.adapter), strict=True)
-    )
-
-
 PROMPTS = 40
 
 

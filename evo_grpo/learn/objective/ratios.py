@@ -19,15 +19,11 @@ def policy_ratio(
 ) -> Tensor:
     """Return new / old policy (B, T), in [exp(-80), exp(80)], 1 where masked.
 
-    Args:
-        log_ratio: (B, T) nats per token, 0 where masked.
-        valid: (B, T) bool.
-        level: "token", or "sequence" for the exponential of the row's mean log-ratio (GSPO,
-            arXiv:2507.18071, eq. 7).
-        per_token: Let the gradient through a sequence's ratio reach each token's own log-prob alone
-            (GSPO-token, eq. 14 there). A shaped advantage or a KL, which differs between tokens, is
-            then credited to its own token; with one advantage for the row, the sum is GSPO's own
-            gradient.
+    `log_ratio` (B, T) are nats per token, 0 where masked. Level "sequence" is the exponential of
+    the row's mean log-ratio (GSPO, arXiv:2507.18071, eq. 7). With `per_token`, the gradient through
+    a sequence's ratio reaches each token's own log-prob alone (GSPO-token, eq. 14 there): a shaped
+    advantage or a KL, which differs between tokens, is then credited to its own token; with one
+    advantage for the row, the sum is GSPO's own gradient.
     """
     if level == "sequence":
         count = valid.sum(-1, keepdim=True).clamp(min=1)

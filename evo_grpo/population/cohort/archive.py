@@ -19,9 +19,9 @@ class LastWholeRound:
     """Keeps the population of a cohort as it was after its latest finished round.
 
     The copies on the CPU take 12 bytes per parameter of an adapter, 16 with a reference of its own.
-    Nothing is kept if several processes train, since an error on one of them ends all, or if one
-    DeepSpeed engine trains all agents, whose state in the middle of a step is unknown. `slots`,
-    without the archive, and the number of finished `rounds` are those of the last call of `keep`.
+    Nothing is kept if several processes train, since an error on one of them ends all, or with
+    DeepSpeed, whose state in the middle of a step is unknown. `slots`, without the archive, and the
+    number of finished `rounds` are those of the last call of `keep`.
     """
 
     def __init__(self, cohort: Cohort) -> None:

@@ -45,8 +45,7 @@ class PopulationSampler:
         """Return a sampler for comparisons, in which all policies sample with the same draws.
 
         A slot of None is the base model without an adapter. Sampling uses no top-k or top-p; each
-        agent has its own longest completion, and the base that of the run. `stream` is the path of
-        the shared random stream.
+        agent has its own longest completion, the base that of the run. `stream` is shared.
         """
         sampling = Sampling(
             temperature=temperature,

@@ -55,7 +55,7 @@ class ZeroEngine:
 
     `config`, the engine's adapter, has the largest rank and all layers of any agent. Stage 2
     divides its moments and gradients among the processes; stage 3 also its weights and the decoder
-    layers of the base, but not head and embedding. `accelerator` has the active DeepSpeed plugin.
+    layers of the base, but not head and embedding. `accelerator` has the active plugin.
     """
 
     def __init__(

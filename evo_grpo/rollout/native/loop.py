@@ -130,10 +130,8 @@ class Batch:
 class StopStrings:
     """Finds the rows of a decode loop whose text has a stop string, between blocks of steps.
 
-    `ends` says where completions end, and `rows` is the number of rows of the call.
-
-    Attributes:
-        lengths: Row -> tokens of its completion, for the rows that a stop string ended.
+    `ends` says where completions end, `rows` is the number of rows of the call, and `lengths` has
+    the tokens of the completion of each row that a stop string ended.
     """
 
     def __init__(self, ends: Ends, rows: int) -> None:

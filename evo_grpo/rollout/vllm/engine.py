@@ -49,9 +49,8 @@ class VLLMEngine(RolloutEngine):
 
     vLLM computes with other kernels, so its log-probs differ from the trainer's: the learner
     corrects for the difference and reports it. The request's seed determines the draws of each row,
-    but logits, and so tokens, may be rounded differently in another batch.
-
-    `link` is the connection to a vLLM that has started; None starts one as `engine.vllm` says.
+    but logits, and so tokens, may be rounded differently in another batch. `link` is the connection
+    to a vLLM that has started; None starts one as `engine.vllm` says.
     """
 
     exact = False

@@ -79,9 +79,8 @@ class Row(NamedTuple):
 def rows_of(message: Mapping[str, Any]) -> list[Row]:
     """Return the completions that a message requests, ordered by request, prompt, completion.
 
-    The message has `requests`, each with `adapter`, `sampling`, `prompts` (P) and `samples` (G).
-    Its arrays `ids`, `lengths` and `limits` hold the prompts of all requests, `seeds` one number
-    per completion.
+    It has `requests`, each with `adapter`, `sampling`, `prompts` (P) and `samples` (G). Its arrays
+    hold the prompts of all requests (`ids`, `lengths`, `limits`), and a seed per completion.
     """
     ids, lengths = message["ids"], message["lengths"]
     limits, seeds = message["limits"], iter(message["seeds"])
@@ -126,8 +125,7 @@ class Session:
     def start(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Load vLLM and the base, and sample once.
 
-        Of the message, `llm` holds the keywords of `vllm.LLM`, and `level` the level of later
-        sleep; the rest is as for `generate`.
+        `llm` holds the keywords of `vllm.LLM`, `level` that of later sleep; see also `generate`.
         """
         self._vllm = importlib.import_module("vllm")
         if message["level"] == 2 and not reloads_with_adapters():

@@ -393,14 +393,3 @@ def test_a_reference_that_is_gone_is_not_replaced_by_the_actor(tmp_path):
     with pytest.raises(CheckpointError, match=r"reference: expected .* is missing"):
         load_agent(cohort, 0, tmp_path / "a")
     load_agent(cohort, 0, tmp_path / "a", overwrite_reference_adapter=True)
-
-
-def test_a_file_that_is_not_read_need_not_be_as_it_was(tmp_path):
-    cohort = trained(separate_reference=True)
-    save_agent(cohort, 0, tmp_path / "a")
-    nudge(tmp_path / "a" / "optimizer.safetensors")
-    nudge(tmp_path / "a" / "reference" / "adapter_model.safetensors")
-    before = weights(cohort, 0)
-    step(cohort, 0, 7)
-    load_agent(cohort, 0, tmp_path / "a", overwrite_reference_adapter=True)
-    assert same(weights(cohort, 0), before)

@@ -9,7 +9,6 @@ from tiny_cohort import build_cohort, fresh, make_rows
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
-from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.types import Prompt
 
 
@@ -24,10 +23,6 @@ def sample(cohort, slots=(0, 1)):
 def learn(cohort, slots=(0, 1), change=lambda row: row):
     batches = [AgentBatch(s, [change(r) for r in fresh(make_rows(s))]) for s in slots]
     return cohort.learn(batches, stream=("learn",))
-
-
-def test_the_native_engine_is_the_default():
-    assert isinstance(build_cohort().engine, NativeEngine)
 
 
 def test_the_factory_is_called_once_at_first_use_with_the_cohorts_limits():
@@ -75,19 +70,6 @@ def test_what_changed_has_a_new_version_and_nothing_else(name, tmp_path):
     change(cohort)
     found = {slot for slot, version in cohort.slots.versions.items() if known.get(slot) != version}
     assert found == expected
-
-
-def test_a_version_is_never_used_twice():
-    cohort, seen = build(2), set()
-    for _ in range(3):
-        learn(cohort)
-        cohort.slots.add("spare")
-        cohort.slots.copy("actor_0", "spare")
-        versions = set(cohort.slots.versions.values())
-        assert len(versions) == 3
-        assert not versions & seen
-        seen |= versions
-        cohort.slots.remove("spare")
 
 
 def test_the_engine_sleeps_while_agents_learn_and_wakes_before_it_samples(monkeypatch):

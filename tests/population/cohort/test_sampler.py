@@ -13,7 +13,6 @@ from evo_grpo.envs.protocol import Ask
 from evo_grpo.errors import RunFailedError
 from evo_grpo.learn.rows import rows_from_trajectories
 from evo_grpo.population.cohort.sampler import PopulationSampler
-from evo_grpo.population.evaluate import evaluate
 from evo_grpo.population.stats import Stopwatch, Tally, completion_rows
 from evo_grpo.population.steps import train_step
 from evo_grpo.record.observer import Observer
@@ -63,20 +62,6 @@ def test_an_agents_episodes_are_the_same_alone_and_among_others(trio):
         (alone,) = played(trio, env, [slot])
         assert [t.token_ids for t in alone.trajectories] == [t.token_ids for t in mine.trajectories]
         assert alone.rewards.tolist() == mine.rewards.tolist()
-
-
-def test_every_turn_is_one_generation_call_for_all_agents(trio, monkeypatch):
-    env = gym(trio, lambda: Count(3, strict=False))
-    calls = []
-    whole = trio.cohort.engine.rollout
-
-    def counted(requests):
-        calls.append([len(r.prompts) for r in requests])
-        return whole(requests)
-
-    monkeypatch.setattr(trio.cohort.engine, "rollout", counted)
-    played(trio, env)
-    assert calls == [[8, 8, 8]] * 3
 
 
 def test_an_agent_without_live_episodes_is_left_out_of_the_call(trio, monkeypatch):
@@ -230,28 +215,6 @@ def test_an_agent_that_lost_all_its_episodes_learns_nothing_and_the_round_goes_o
     assert not first.failed
     assert second.metrics[0]["rows"] == 12.0
     assert all(torch.equal(a, b) for a, b in zip(before, weights(population, 0), strict=True))
-
-
-def test_evaluation_gives_all_policies_the_same_seeds_and_draws():
-    population = agents(3, warm=False)
-    env = gym(population)
-    results = evaluate(
-        population.cohort,
-        env,
-        [None, *population.slots],
-        env.prompts("validation", 6),
-        samples=2,
-        temperature=1.0,
-        stream=("evaluate", 0),
-    )
-    # Adapters that were not trained act as the base does, so all four must do the same.
-    for result in results[1:]:
-        assert result.experience.trajectories == results[0].experience.trajectories
-    score = results[0].score
-    assert score.n == 6
-    assert score.mean == pytest.approx(results[0].rewards.mean())
-    begun = [t.prompt for t in results[0].experience.trajectories]
-    assert begun == [f"{10 + s % 80}+01=" for s in env.prompts("validation", 6) for _ in range(2)]
 
 
 def test_a_population_plays_rounds_of_a_multi_turn_game_and_repeats_to_the_bit():

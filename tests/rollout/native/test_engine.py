@@ -8,7 +8,7 @@ import tiny
 import torch
 from engine_contract import RolloutContract, ids_of, logprobs_of
 
-from evo_grpo.errors import ModelError, PromptTooLongError
+from evo_grpo.errors import ModelError
 from evo_grpo.model.forward.fused import RowLayout, population_forward
 from evo_grpo.model.llama import decode
 from evo_grpo.model.llama.cache import FixedCache
@@ -398,17 +398,6 @@ class TestEndTokens:
 
 
 class TestContext:
-    def test_a_context_of_ones_own(self):
-        slots = tiny.population(tiny.llama(), (4,))
-        engine = NativeEngine(slots, AgentSettings(algorithm={"max_model_len": 12}))
-        asked = requests_for(slots, samples=6, max_output_tokens=30)
-        for group in engine.rollout(asked)[0]:
-            longest = 12 - len(group.prompt.token_ids)
-            assert max(len(c.token_ids) for c in group.completions) <= longest
-            assert all(c.ended or len(c.token_ids) == longest for c in group.completions)
-        with pytest.raises(PromptTooLongError, match=r"prompt 0 has 12 tokens, .* of 12 tokens: s"):
-            engine.rollout(requests_for(slots, lengths=(12,)))
-
     def test_a_token_without_an_embedding_is_refused(self):
         slots = tiny.population(tiny.llama(), (4,))
         (request,) = requests_for(slots, lengths=(3,))

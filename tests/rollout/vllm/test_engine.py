@@ -1,7 +1,6 @@
 import json
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -238,28 +237,6 @@ def test_vllms_own_penalties_shape_the_draws(own, penalty):
     (penalised,) = engine.rollout([request])
     assert ids_of([penalised[0]]) != ids_of([plain[0]])
     assert all(c.logprobs is None for g in penalised for c in g.completions)
-    engine.close()
-
-
-def test_draws_are_keyed_by_seed_prompt_and_completion(slots, double):
-    engine = build(slots)
-    whole = engine.rollout(requests_for(slots, samples=3))
-    sampler = double.made[-1]._sampler
-    seen = []
-    sample = sampler.sample
-    sampler.sample = lambda rows: seen.extend(row[1].seed for row in rows) or sample(rows)
-    first, second, _ = requests_for(slots, samples=3)
-    engine.rollout([first])
-    mine, seen[:] = list(seen), []
-    assert len(set(mine)) == len(mine) == 6
-    # Alone and in company, some prompts and all, by position and by key.
-    engine.rollout([second, first])
-    assert seen[6:] == mine
-    seen.clear()
-    part = replace(first, prompts=first.prompts[1:], keys=[1])
-    (answer,) = engine.rollout([part])
-    assert seen == mine[3:]
-    assert ids_of(answer) == ids_of(whole[0][1:])
     engine.close()
 
 
