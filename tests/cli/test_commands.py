@@ -290,7 +290,7 @@ BAD_YAML = {
     ),
     "empty rows": (
         "model: tiny-sums\nenv: {kind: dataset, train: empty.csv, reward: 'rewards:exact'}",
-        "train: expected at least one row in 'empty.csv', got none",
+        "train (empty.csv): expected at least one row, got none",
     ),
     "missing column": (
         "model: tiny-sums\n"

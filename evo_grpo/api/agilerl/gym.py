@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.envs import single_turn
-from evo_grpo.envs.data.dataset import Rewards
+from evo_grpo.envs.builtin.dataset import Rewards
 from evo_grpo.envs.prompts import Messages
 
 if TYPE_CHECKING:
