@@ -277,7 +277,8 @@ def test_a_prompt_that_cannot_be_rendered_is_named_among_many(make, rows):
 
 def nan_once(prompts_with_nan):
     def reward(completion, question):
-        return float("nan") if question in prompts_with_nan else float(len(completion))
+        spoilt = completion == "a" and question in prompts_with_nan
+        return float("nan") if spoilt else float(len(completion))
 
     return reward
 

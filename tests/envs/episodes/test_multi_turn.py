@@ -262,6 +262,7 @@ class Replies(Echo):
     ("env", "error", "message"),
     [
         (Replies("x"), DataError, r"Replies.reset: expected a tuple \(text, info\) .* got 'x'"),
+        (Replies(("x", 1, {})), DataError, r"Replies.reset: expected a tuple \(text, info\)"),
         (Replies((3, {})), DataError, "Replies.reset: expected a string for the policy.* got 3"),
         (Replies(("x", [1])), DataError, r"Replies.reset: .* with a dict as info, got \('x', \[1"),
         (Replies(said=("x", 1.0)), DataError, r"Replies.step: expected a tuple \(text, reward"),
