@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from evo_grpo.api.population import Population as Population
     from evo_grpo.api.runs import resume as resume
     from evo_grpo.api.runs import run as run
-    from evo_grpo.envs.data.dataset import DatasetEnv as DatasetEnv
+    from evo_grpo.envs.builtin.dataset import DatasetEnv as DatasetEnv
     from evo_grpo.envs.episodes.gym import MultiTurnGym as MultiTurnGym
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv as MultiTurnEnv
     from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper as TokenObservationWrapper
@@ -69,7 +69,7 @@ _HOME = {
     "GRPO": "evo_grpo.api.agent",
     "GSPO": "evo_grpo.api.agent",
     "Candidate": "evo_grpo.evolve.protocols",
-    "DatasetEnv": "evo_grpo.envs.data.dataset",
+    "DatasetEnv": "evo_grpo.envs.builtin.dataset",
     "Explorer": "evo_grpo.evolve.protocols",
     "HalvingSelection": "evo_grpo.evolve.select.halving",
     "HyperparameterConfig": "evo_grpo.schema.search_space",

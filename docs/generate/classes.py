@@ -40,7 +40,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "readers.follow.study_of",
     ),
     "Environments": (
-        "envs.data.dataset.DatasetEnv",
+        "envs.builtin.dataset.DatasetEnv",
         "envs.single_turn.ReasoningGym",
         "envs.episodes.gym.MultiTurnGym",
         "envs.episodes.multi_turn.MultiTurnEnv",

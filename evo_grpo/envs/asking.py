@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.envs.data.dataset import default_template
+from evo_grpo.envs.builtin.dataset import default_template
 from evo_grpo.envs.data.tables import read_rows
 from evo_grpo.envs.episodes.dialogue import opening
 from evo_grpo.envs.finding import find_function
 from evo_grpo.envs.from_config import configured_template
 from evo_grpo.envs.prompting import named_template
 from evo_grpo.envs.prompts import Template
-from evo_grpo.envs.registry import FAMILIES, build_task, is_multi_turn
+from evo_grpo.envs.registry import build_task, family_of, is_multi_turn
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.objects import OBJECT
@@ -71,9 +71,9 @@ def asking(
         messages = Template.of(opening(env.system_prompt))
         first = replace(messages, keywords=env.chat_template_kwargs)
         return Asking(first, DEFAULT_OUTPUT_TOKENS, {})
-    family = FAMILIES.get(env.kind.partition(":")[0])
+    family = family_of(env.kind)
     is_object = env.kind.startswith(OBJECT)
-    own = is_object or (family is not None and family.names_code)
+    own = is_object or (family is not None and bool(family.reads))
     few_shot, hidden = env.few_shot, 0
     if few_shot is not None and not show_rows and not isinstance(few_shot.rows, int):
         rows = [dict.fromkeys(row, _Hidden()) for row in few_shot.rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from evo_grpo.envs.data.tables import Row
@@ -52,29 +53,24 @@ def parts_of(row: DatasetRow, column: str) -> dict[str, Any]:
 
 def with_parts(row: DatasetRow, parts: Mapping[str, Any]) -> DatasetRow:
     """Return a row with the parts of its conversation; columns with the same names are kept."""
-    more = {name: value for name, value in parts.items() if name not in row}
-    if not more:
+    added = {name: value for name, value in parts.items() if name not in row}
+    if not added:
         return row
-    return row.having(more) if isinstance(row, Row) else {**row, **more}
+    return row.having(added) if isinstance(row, Row) else {**row, **added}
 
 
 def messages_of(value: object, where: str) -> list[dict[str, Any]]:
     """Return the messages of a conversation, or of text, with their content as text."""
+    messages = _as_list(value)
     if isinstance(value, str):
         if not _LOOKS.match(value):
             return [{"role": "user", "content": value}]
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise DataError(
-                f"{where}: expected messages as JSON, got {excerpt(str(value))}; write the rows as "
-                "JSON lines or Parquet, which hold messages themselves"
-            ) from None
-    messages = _as_list(value)
+        with suppress(ValueError, RecursionError):
+            messages = _as_list(json.loads(value))
     if not messages:
         raise DataError(
-            f"{where}: expected text or messages such as {_FORM}, got {excerpt(repr(value))}; "
-            "mend or drop the row"
+            f"{where}: expected text, or messages such as {_FORM}, also as JSON, got "
+            f"{excerpt(str(value))}; JSON lines and Parquet hold messages themselves"
         )
     return [
         cast("dict[str, Any]", one)
@@ -88,24 +84,19 @@ def _is_plain(value: object) -> bool:
     if type(value) is not dict:
         return False
     message = cast("dict[Any, Any]", value)
-    known = message.get("role") in ROLES and type(message.get("content")) is str
-    return known and (len(message) == 2 or all(one is not None for one in message.values()))
+    is_text = message.get("role") in ROLES and type(message.get("content")) is str
+    return is_text and (len(message) == 2 or all(one is not None for one in message.values()))
 
 
 def _message(value: object, where: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not {"role", "content"} <= value.keys():
+    fields = cast("Mapping[Any, Any]", value) if isinstance(value, Mapping) else {}
+    if not {"role", "content"} <= fields.keys() or fields["role"] not in ROLES:
         raise DataError(
-            f"{where}: expected the keys role and content, got {excerpt(repr(value))}; rename its "
-            f"keys, as in {_FORM}"
+            f"{where}: expected the keys role and content, and one of {', '.join(ROLES)} as role, "
+            f"got {excerpt(repr(value))}; rename them, as in {_FORM}"
         )
-    message = {str(key): one for key, one in cast("Mapping[Any, Any]", value).items()}
     # Tables fill missing keys of a message with None.
-    message = {key: one for key, one in message.items() if one is not None}
-    if message.get("role") not in ROLES:
-        raise DataError(
-            f"{where}: expected role to be one of {', '.join(ROLES)}, got "
-            f"{excerpt(repr(value['role']))}; rename it"
-        )
+    message = {str(key): one for key, one in fields.items() if one is not None}
     if "content" not in message and message.get("tool_calls"):
         message["content"] = ""
     return {**message, "content": text_of(message.get("content"), where)}
@@ -116,23 +107,23 @@ def text_of(value: object, where: str) -> str:
     if isinstance(value, str):
         return value
     parts = _as_list(value)
-    if parts is None:
+    texts = [_part_text(part) for part in parts or ()]
+    if parts is None or None in texts:
+        got = value if parts is None else parts[texts.index(None)]
         raise DataError(
-            f"{where}: expected content to be text, or a list of parts of text, got "
-            f"{excerpt(repr(value))}; mend or drop the row"
+            f"{where}: expected content to be text, or parts of text such as "
+            f'{{"type": "text", "text": "..."}}, got {excerpt(repr(got))}; only text can be sent, '
+            "so drop the row or the part"
         )
-    texts: list[str] = []
-    for number, part in enumerate(parts):
-        fields = cast("Mapping[Any, Any]", part) if isinstance(part, Mapping) else {}
-        text = part if isinstance(part, str) else fields.get("text")
-        if not isinstance(text, str) or fields.get("type", "text") != "text":
-            raise DataError(
-                f"{where}, part {number}: expected a part of text such as "
-                f'{{"type": "text", "text": "..."}}, got {excerpt(repr(part))}; only text can be '
-                "sent, so drop the row or the part"
-            )
-        texts.append(text)
-    return "".join(texts)
+    return "".join(filter(None, texts))
+
+
+def _part_text(part: object) -> str | None:
+    if isinstance(part, str):
+        return part
+    fields = cast("Mapping[Any, Any]", part) if isinstance(part, Mapping) else {}
+    text = fields.get("text") if fields.get("type", "text") == "text" else None
+    return text if isinstance(text, str) else None
 
 
 def _as_list(value: object) -> list[Any] | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from evo_grpo.envs.data.dataset import DatasetEnv
+from evo_grpo.envs.builtin.dataset import DatasetEnv
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.envs.single_turn import ReasoningGym
@@ -71,8 +71,8 @@ def source_part(name: str, code: object) -> dict[str, str]:
     """Return the digest of the source of a function or class, if there is a source."""
     bound = ""
     if isinstance(code, partial):
-        given = cast("partial[Any]", code)
-        bound, code = _stable([given.args, given.keywords]), given.func
+        call = cast("partial[Any]", code)
+        bound, code = _stable([call.args, call.keywords]), call.func
     target: Any = code if inspect.isroutine(code) or inspect.isclass(code) else type(code)
     try:
         text = inspect.getsource(target)

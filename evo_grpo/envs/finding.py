@@ -43,7 +43,7 @@ _BINDS_MORE = re.compile(r"\b(globals|exec|vars|setattr|__getattr__)\b")
 
 
 @dataclass(frozen=True)
-class Found:
+class Definition:
     """A function or class, as described by its source.
 
     Attributes:
@@ -85,12 +85,12 @@ def find_function(path: str, where: str) -> Callable[..., Any]:
     return find_name(path, where).stand_in()
 
 
-def find_name(path: str, where: str) -> Found:
+def find_name(path: str, where: str) -> Definition:
     """Look up "module:function" in its source, without an import; `where` names the setting."""
     module, attribute = split_name(path, where)
     first, *rest = attribute.split(".")
     if (source := _read(module, path, where)) is None:
-        return Found(path)
+        return Definition(path)
     bound = source.bound.get(first, [])
     if not bound and source.is_complete:
         raise no_such_name(path, where, source.origin, first, source.bound)
@@ -98,7 +98,7 @@ def find_name(path: str, where: str) -> Found:
         if is_standard(lead):  # "package:os.system"
             raise standard_library(path, where, lead)
     if len(bound) != 1 or isinstance(bound[0], _Import):
-        return Found(path)
+        return Definition(path)
     return _described(bound[0], rest, path, where, source.origin)
 
 
@@ -118,13 +118,13 @@ def defining_files(path: str) -> dict[str, Path | None]:
         file.
     """
     module, _, attribute = path.partition(":")
-    found: dict[str, Path | None] = {}
+    files: dict[str, Path | None] = {}
     for lead, _ in _leads(module, attribute.partition(".")[0]):
         if not is_standard(lead):
             spec = _locate(lead)
             file = None if isinstance(spec, str) or not spec.has_location else spec.origin
-            found[lead] = None if file is None else Path(file)
-    return found
+            files[lead] = None if file is None else Path(file)
+    return files
 
 
 def _leads(module: str, name: str) -> Sequence[_Import]:
@@ -164,16 +164,16 @@ def _locate(name: str) -> ModuleSpec | str:
         for finder in sys.meta_path
         if hasattr(finder, "find_spec") and not is_guard(finder)
     )
-    found = next(filter(None, specs), None)
+    spec = next(filter(None, specs), None)
     for part in rest:
-        if found is None:
+        if spec is None:
             break
         seen = f"{seen}.{part}"
-        inside = found.submodule_search_locations
+        inside = spec.submodule_search_locations
         # The last part alone: for a full name, a namespace package looks for its parent in
         # sys.modules.
-        found = None if inside is None else PathFinder.find_spec(part, list(inside))
-    return seen if found is None else found
+        spec = None if inside is None else PathFinder.find_spec(part, list(inside))
+    return seen if spec is None else spec
 
 
 def _read(name: str, path: str, where: str) -> _Source | None:
@@ -194,8 +194,6 @@ def _read(name: str, path: str, where: str) -> _Source | None:
             compile(tree, origin, "exec")  # finds errors beyond the grammar: equal argument names
     except CodeOfARunError as error:
         raise ConfigError(f"{where}: {path!r}: {error}") from error
-    except (RecursionError, MemoryError):  # nested too deep for a tree; an import may still work
-        return None
     except (SyntaxError, ValueError, ImportError, OSError) as error:
         raise ConfigError(
             f"{where}: {path!r}: expected Python in {origin}, got {type(error).__name__}: {error}"
@@ -231,20 +229,22 @@ def _bindings(body: Sequence[ast.stmt], package: str = "") -> dict[str, list[ast
     return bound
 
 
-def _described(node: ast.AST, rest: Sequence[str], path: str, where: str, origin: str) -> Found:
+def _described(
+    node: ast.AST, rest: Sequence[str], path: str, where: str, origin: str
+) -> Definition:
     if not rest and isinstance(node, ast.Constant):
         raise not_callable(path, where, node.value)
     if not isinstance(node, ast.ClassDef):
-        return Found(path, None if rest else _signature(node))
-    found = _class(node, path)
-    if rest and found.lacks(rest[0]):
-        raise no_such_name(path, where, origin, rest[0], found.methods or ())
-    return Found(path) if rest else found
+        return Definition(path, None if rest else _signature(node))
+    definition = _class(node, path)
+    if rest and definition.lacks(rest[0]):
+        raise no_such_name(path, where, origin, rest[0], definition.methods or ())
+    return Definition(path) if rest else definition
 
 
-def _class(node: ast.ClassDef, path: str) -> Found:
+def _class(node: ast.ClassDef, path: str) -> Definition:
     if node.keywords or node.decorator_list:
-        return Found(path)
+        return Definition(path)
     functions = _bindings(node.body)
     signature = None if node.bases else Signature()
     if "__init__" in functions:
@@ -256,7 +256,7 @@ def _class(node: ast.ClassDef, path: str) -> Found:
         # An attribute that a method sets, as in self.plan = ..., may be a method too.
         within = [one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)]
         methods = frozenset([*functions, *within])
-    return Found(path, signature, methods)
+    return Definition(path, signature, methods)
 
 
 def _signature(node: ast.AST | _Import, *, bound: bool = False) -> Signature | None:
@@ -267,15 +267,15 @@ def _signature(node: ast.AST | _Import, *, bound: bool = False) -> Signature | N
         return None
     args = node.args
     every = (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg)
-    for one in filter(None, every):
-        one.annotation = None
+    for argument in filter(None, every):
+        argument.annotation = None
     # A lambda with the same parameters; its defaults and its body are constants, so that nothing
     # of the user's code runs.
     args.defaults = [ast.Constant(...) for _ in args.defaults]
     args.kw_defaults = [default and ast.Constant(...) for default in args.kw_defaults]
     made = ast.fix_missing_locations(ast.Expression(ast.Lambda(args, ast.Constant(None))))
-    found = inspect.signature(eval(compile(made, "<signature>", "eval")))
+    signature = inspect.signature(eval(compile(made, "<signature>", "eval")))
     if not bound:
-        return found
-    parameters = list(found.parameters.values())
-    return found.replace(parameters=parameters[1:]) if parameters else None
+        return signature
+    parameters = list(signature.parameters.values())
+    return signature.replace(parameters=parameters[1:]) if parameters else None

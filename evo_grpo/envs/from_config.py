@@ -1,13 +1,11 @@
-"""Read the group `env` of a configuration, for all families of environments."""
+"""Read the rewards and the template in the group `env` of a configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from inspect import Parameter, signature
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from evo_grpo.envs.loading import REWARD, Loader, load_function, split_name
-from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings.env import EnvConfig
@@ -16,40 +14,6 @@ from evo_grpo.settings.rewards import JudgeReward, ModelReward
 
 if TYPE_CHECKING:
     from evo_grpo.envs.prompts import Messages
-
-
-def checked_arguments(env: EnvConfig, taken_by: Callable[..., object]) -> dict[str, Any]:
-    """Return `env.args`, checked against the keyword-only parameters of a function."""
-    parameters = signature(taken_by).parameters.values()
-    check_names(
-        env.kind, env.args, [p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
-    )
-    return checked_types(env.args, taken_by)
-
-
-def check_names(kind: str, args: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse names in `env.args` that an environment does not have, and suggest the nearest."""
-    known = list(known)
-    for name in args:
-        if name not in known:
-            raise ConfigError(
-                f'env.args.{name}: no such argument of "{kind}".{nearest(name, known)} '
-                f"It has: {listed(known)}"
-            )
-
-
-def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> dict[str, Any]:
-    """Check each of `env.args` against its default; a default of None is a number of rows."""
-    for name, value in args.items():
-        default = signature(taken_by).parameters[name].default
-        expected: type = int if default is None else type(default)
-        if (default is None and value is None) or (
-            isinstance(value, expected) and not isinstance(value, bool)
-        ):
-            continue
-        wanted = "an integer" if expected is int else "a string"
-        raise ConfigError(f"env.args.{name}: expected {wanted}, got {value!r}")
-    return dict(args)
 
 
 def configured_rewards(

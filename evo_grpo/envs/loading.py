@@ -75,9 +75,9 @@ class _Guard(MetaPathFinder):
         places = sys.path if path is None else path
         if all(_is_installed(place) for place in places if isinstance(place, str)):  # pyright: ignore[reportUnnecessaryIsInstance] -- anybody may put other things there
             return None
-        found = PathFinder.find_spec(fullname, path, target)
-        if found is not None and found.has_location and found.origin is not None:
-            refuse_code_of_a_run(fullname, found.origin)
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.has_location and spec.origin is not None:
+            refuse_code_of_a_run(fullname, spec.origin)
         return None
 
 
@@ -93,8 +93,8 @@ def _is_installed(place: str) -> bool:
 @cache
 def _installed_in() -> tuple[str, ...]:
     names = ("stdlib", "platstdlib", "purelib", "platlib")
-    own = [sysconfig.get_path(name) for name in names]
-    return tuple(one for one in (*own, site.getusersitepackages()) if one)
+    folders_of_python = [sysconfig.get_path(name) for name in names]
+    return tuple(folder for folder in (*folders_of_python, site.getusersitepackages()) if folder)
 
 
 Loader = Callable[[str, str], Callable[..., Any]]
@@ -117,16 +117,16 @@ def load_function(path: str, where: str = REWARD) -> Callable[..., Any]:
     """
     module_name, attribute = split_name(path, where)
     module = _import(module_name, path, where)
-    found: Any = module
+    value: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             origin = getattr(module, "__file__", None) or "built in"
-            raise no_such_name(path, where, origin, part, dir(found))
-        found = getattr(found, part)
-        _refuse_imported(found, path, where)
-    if not callable(found):
-        raise not_callable(path, where, found)
-    return found
+            raise no_such_name(path, where, origin, part, dir(value))
+        value = getattr(value, part)
+        _refuse_imported(value, path, where)
+    if not callable(value):
+        raise not_callable(path, where, value)
+    return value
 
 
 def split_name(path: str, where: str) -> tuple[str, str]:
@@ -154,11 +154,11 @@ def is_standard(module: str) -> bool:
 def standard_library(path: str, where: str, module: str) -> ConfigError:
     """Return the error for a name in the standard library."""
     root = module.partition(".")[0]
-    own = f"; rename {root}.py of this folder" if Path(f"{root}.py").exists() else ""
+    rename = f"; rename {root}.py of this folder" if Path(f"{root}.py").exists() else ""
     return ConfigError(
         f"{where}: {path!r}: expected a function of yours or of an installed package, got one of "
         f"{root!r}, a module of Python's standard library, which may run any command; write a "
-        f"function that does what you need: {_EXAMPLES.get(where, _OTHER)}{own}"
+        f"function that does what you need: {_EXAMPLES.get(where, _OTHER)}{rename}"
     )
 
 
@@ -184,18 +184,18 @@ def no_such_module(path: str, where: str, name: str, missing: str) -> ConfigErro
 
 def not_callable(path: str, where: str, value: object) -> ConfigError:
     """Return the error for a value that cannot be called."""
-    wanted = "a function" if where == REWARD else "a class or a function"
+    expected = "a function" if where == REWARD else "a class or a function"
     return ConfigError(
-        f"{where}: expected {path!r} to be {wanted}, got {type(value).__name__} {value!r}"
+        f"{where}: expected {path!r} to be {expected}, got {type(value).__name__} {value!r}"
     )
 
 
-def _refuse_imported(found: object, path: str, where: str) -> None:
+def _refuse_imported(value: object, path: str, where: str) -> None:
     """Refuse the standard library as an attribute of another module, as in "package:os.system"."""
-    if isinstance(found, ModuleType):
-        module = found.__name__
-    elif isinstance(found, FunctionType | BuiltinFunctionType | MethodType | type):
-        module = cast("str | None", getattr(found, "__module__", None)) or ""
+    if isinstance(value, ModuleType):
+        module = value.__name__
+    elif isinstance(value, FunctionType | BuiltinFunctionType | MethodType | type):
+        module = cast("str | None", getattr(value, "__module__", None)) or ""
     else:
         return
     if is_standard(module):
@@ -221,18 +221,18 @@ def _differ(known: Path, file: Path) -> bool:
 def _refuse_other(name: str, path: str, where: str) -> None:
     """Refuse a module if this process has imported other code under its name."""
     root = name.partition(".")[0]
-    known = getattr(sys.modules.get(root), "__file__", None)
-    found = PathFinder.find_spec(root, sys.path) if known else None
-    if known is None or found is None or found.origin is None:
+    imported = getattr(sys.modules.get(root), "__file__", None)
+    spec = PathFinder.find_spec(root, sys.path) if imported else None
+    if imported is None or spec is None or spec.origin is None:
         return
-    file = Path(found.origin)
-    if Path(known).resolve() == file.resolve() or not _differ(Path(known), file):
+    file = Path(spec.origin)
+    if Path(imported).resolve() == file.resolve() or not _differ(Path(imported), file):
         return
-    place = file.parent.parent if found.submodule_search_locations else file.parent
+    place = file.parent.parent if spec.submodule_search_locations else file.parent
     if place in folders():
         raise ConfigError(
             f"{where}: {path!r}: expected the module {root!r} in {file}, but this process has "
-            f"imported another one of that name from {known}; rename one of the two, or start "
+            f"imported another one of that name from {imported}; rename one of the two, or start "
             "another process"
         )
 
@@ -248,16 +248,13 @@ def _import(name: str, path: str, where: str) -> ModuleType:
         return module
     except ConfigError:
         raise
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            raise no_such_module(path, where, name, error.name) from error
-        raise ConfigError(
-            f"{where}: {path!r}: importing {name!r} failed: {shorten(str(error))}; install what it "
-            "imports"
-        ) from error
-    except CodeOfARunError as error:
-        raise ConfigError(f"{where}: {path!r}: {error}") from error
     except Exception as error:  # the module is the user's code and may raise anything
-        raise ConfigError(
-            f"{where}: {path!r}: importing {name!r} raised {error_text(error)}"
-        ) from error
+        why = f"importing {name!r} raised {error_text(error)}"
+        if isinstance(error, CodeOfARunError):
+            why = str(error)
+        elif isinstance(error, ModuleNotFoundError):
+            missing = error.name or ""
+            if missing and (name == missing or name.startswith(f"{missing}.")):
+                raise no_such_module(path, where, name, missing) from error
+            why = f"importing {name!r} failed: {shorten(str(error))}; install what it imports"
+        raise ConfigError(f"{where}: {path!r}: {why}") from error

@@ -11,8 +11,8 @@ EXCERPT_CHARACTERS = 80
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return ' Did you mean "x"?' for the name most similar to `name`, or ""."""
-    found = problems.nearest(name, names)
-    return f' Did you mean "{found}"?' if found else ""
+    similar = problems.nearest(name, names)
+    return f' Did you mean "{similar}"?' if similar else ""
 
 
 def listed(names: Iterable[str]) -> str:

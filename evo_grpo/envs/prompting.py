@@ -17,19 +17,19 @@ from evo_grpo.settings.env import PROMPTS
 if TYPE_CHECKING:
     from evo_grpo.settings.env import FewShot, PromptSettings
 
-_NO_MESSAGES = "expected messages for the chat template, got the raw text of a prompt"
 
-
-def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
+def with_prompting(task: Task, settings: PromptSettings, seed: int) -> Task:
     """Add a system prompt, examples from train, template keywords and thinking tags to a task."""
-    if given == type(given)():
+    if settings == type(settings)():
         return task
     template = Template.of_task(task)
     examples: Sequence[DatasetRow] = ()
-    if given.few_shot is not None:
-        task, examples = _with_examples(task, template, given.few_shot, seed)
-    named = {name: named_template(name, template, given, examples) for name in given.prompts or ()}
-    made = next(iter(named.values())) if named else prompting_template(template, given, examples)
+    if settings.few_shot is not None:
+        task, examples = _with_examples(task, template, settings.few_shot, seed)
+    named = {
+        name: named_template(name, template, settings, examples) for name in settings.prompts or ()
+    }
+    made = next(iter(named.values())) if named else prompting_template(template, settings, examples)
     for name, one in named.items() or [(None, made)]:
         if one.conversations or not one.columns().keys() <= template.columns().keys():
             who = "the prompt template" if name is None else f"env.prompts.{name}"
@@ -40,24 +40,28 @@ def with_prompting(task: Task, given: PromptSettings, seed: int) -> Task:
         prompt=made.text,
         conversation=made.conversation,
         keywords=made.keywords,
-        thinking=given.thinking,
-        too_long=given.too_long,
+        thinking=settings.thinking,
+        too_long=settings.too_long,
         prompts={name: one.text or one.conversation or "" for name, one in named.items()},
     )
 
 
 def named_template(
-    name: str | None, template: Template, given: PromptSettings, examples: Sequence[DatasetRow]
+    name: str | None, template: Template, settings: PromptSettings, examples: Sequence[DatasetRow]
 ) -> Template:
     """Return the template of a prompt in `env.prompts`; None stands for the first or only one."""
-    prompts = given.prompts or {}
+    prompts = settings.prompts or {}
     if name is None:
         name = next(iter(prompts), None)
     if name is None:
-        return prompting_template(template, given, examples)
+        return prompting_template(template, settings, examples)
     if name not in prompts:
         raise ConfigError(unknown_name(name, prompts, PROMPTS))
     one, above = prompts[name], f"env.prompts.{name}"
+    if settings.system_prompt is not None and one.system_prompt is not None:
+        raise ConfigError(
+            f"{above}: expected no system prompt beside env.system_prompt, got both; remove one"
+        )
     try:
         if one.prompt is not None:
             template = Template.of(one.prompt)
@@ -66,50 +70,43 @@ def named_template(
             template = Template.of(messages)
     except ConfigError as error:
         raise ConfigError(f"{above}: {error}") from error
-    if given.system_prompt is not None and one.system_prompt is not None:
-        raise ConfigError(
-            f"{above}: expected no system prompt beside env.system_prompt, got both; remove one"
-        )
-    system = one.system_prompt or given.system_prompt
-    given = given.replace(system_prompt=system)
     where = above if one.system_prompt is not None else "env"
-    return prompting_template(template, given, examples, above=where)
+    settings = settings.replace(system_prompt=one.system_prompt or settings.system_prompt)
+    return prompting_template(template, settings, examples, above=where)
 
 
 def prompting_template(
     template: Template,
-    given: PromptSettings,
+    settings: PromptSettings,
     examples: Sequence[DatasetRow],
     *,
     above: str = "env",
 ) -> Template:
     """Return a template with a system prompt, examples and keywords of the chat template.
 
-    `given.prompts` is not read. `above` is the settings group of the system prompt, for messages.
+    `settings.prompts` is not read. `above` is the group of the system prompt, for messages.
     """
-    if given.few_shot is not None:
-        template = _solved_before(template, given.few_shot, examples)
-    asked = template.conversation
-    if given.system_prompt is not None:
-        if asked is None:
-            raise ConfigError(
-                f"{above}.system_prompt: {_NO_MESSAGES}, which has no place for a system message; "
-                f"give {above}.conversation, or write it into {above}.prompt"
-            )
-        if asked[0]["role"] == "system":
+    if settings.few_shot is not None:
+        template = _solved_before(template, settings.few_shot, examples)
+    messages = template.conversation
+    if messages is None and (settings.system_prompt is not None or settings.chat_template_kwargs):
+        name = f"{above}.system_prompt"
+        if settings.system_prompt is None:
+            name = "env.chat_template_kwargs"
+        raise ConfigError(
+            f"{name}: expected messages for the chat template, got the raw text of a prompt; give "
+            f"{above}.conversation in place of {above}.prompt"
+        )
+    if messages is not None and settings.system_prompt is not None:
+        if messages[0]["role"] == "system":
             raise ConfigError(
                 f"{above}.system_prompt: expected a conversation without a system message, got "
                 "both; remove one of them"
             )
-        system = {"role": "system", "content": given.system_prompt}
-        template = replace(template, conversation=(system, *asked))
+        system = {"role": "system", "content": settings.system_prompt}
+        template = replace(template, conversation=(system, *messages))
         template.columns()  # refuses a malformed one
-    if given.chat_template_kwargs and asked is None:
-        raise ConfigError(
-            f"env.chat_template_kwargs: {_NO_MESSAGES}, which no chat template renders; give "
-            "env.conversation, or remove them"
-        )
-    return replace(template, keywords=dict(given.chat_template_kwargs))
+    return replace(template, keywords=dict(settings.chat_template_kwargs))
 
 
 def _with_examples(
@@ -160,11 +157,11 @@ def _solved_before(
             for row in examples
         )
         return replace(template, text="".join(shown) + template.text)
-    asked = template.conversation or ()
-    system = tuple(message for message in asked[:1] if message["role"] == "system")
-    own = replace(template, conversation=asked[len(system) :])
-    solved = (message for row in examples for message in _solved(own, answer, row))
-    return replace(template, conversation=(*system, *solved, *asked[len(system) :]))
+    messages = template.conversation or ()
+    system = tuple(message for message in messages[:1] if message["role"] == "system")
+    question = replace(template, conversation=messages[len(system) :])
+    solved = (message for row in examples for message in _solved(question, answer, row))
+    return replace(template, conversation=(*system, *solved, *messages[len(system) :]))
 
 
 def _solved(asked: Template, answer: Template, row: DatasetRow) -> list[Mapping[str, str]]:

@@ -343,26 +343,22 @@ def chat(
 
 
 def _messages(template: object) -> tuple[Mapping[str, str], ...]:
-    expected = (
-        'a raw string or a list of messages such as [{"role": "user", "content": "{question}"}]'
-    )
     if not isinstance(template, Sequence) or isinstance(template, bytes) or not template:
-        raise ConfigError(f"conversation template: expected {expected}, got {template!r}")
+        raise ConfigError(
+            "conversation template: expected a raw string or a list of messages such as "
+            f'[{{"role": "user", "content": "{{question}}"}}], got {template!r}'
+        )
     for number, message in enumerate(template):
-        if (
-            not isinstance(message, Mapping)
-            or set(message) != {"role", "content"}
-            or not all(isinstance(value, str) for value in message.values())
-        ):
+        expected = ""
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            expected = "the keys role and content"
+        elif not all(isinstance(value, str) for value in message.values()):
+            expected = "strings as role and content"
+        elif message["role"] == MESSAGES and not re.fullmatch(r"\{\w+\}", message["content"]):
+            expected = f"a column alone, such as {{messages}}, as the content of {MESSAGES!r}"
+        if expected:
             raise ConfigError(
-                f"conversation template, message {number}: expected the keys role and content with "
-                f"strings, got {message!r}"
-            )
-        if message["role"] == MESSAGES and not re.fullmatch(r"\{\w+\}", message["content"]):
-            raise ConfigError(
-                f"conversation template, message {number}: expected a column alone, such as "
-                f"{{messages}}, as the content of the role {MESSAGES!r}, got "
-                f"{excerpt(message['content'])}"
+                f"conversation template, message {number}: expected {expected}, got {message!r}"
             )
     return tuple(dict(message) for message in template)
 
@@ -378,72 +374,68 @@ class _Present(dict[str, Any]):
         value = super().__getitem__(column)
         if isinstance(value, str):
             return value
-        if value is None:
-            raise DataError(f'the column "{column}" is None; {NO_NONE}')
         inside = value.values() if isinstance(value, Mapping) else value
         inside = inside if isinstance(value, Mapping | list | tuple) else [value]
-        if any(isinstance(one, bytes) or type(one).__module__.startswith("PIL.") for one in inside):
-            raise DataError(
-                f'the column "{column}" is {type(value).__name__}, such as of an image, where text '
-                "is expected; the models here read text: take it out of the prompt"
+        alone = self._text.strip() == f"{{{column}}}" and holds_messages(value)
+        if value is None:
+            why = f"is None; {NO_NONE}"
+        elif any(
+            isinstance(one, bytes) or type(one).__module__.startswith("PIL.") for one in inside
+        ):
+            why = (
+                f"is {type(value).__name__}, such as of an image, where text is expected; the "
+                "models here read text: take it out of the prompt"
             )
         # With a conversion, as in {column!r}, it is meant.
-        alone = self._text.strip() == f"{{{column}}}" and holds_messages(value)
-        if alone or is_conversation(value):
-            if f"{{{column}!" in self._text:
-                return value
+        elif (alone or is_conversation(value)) and f"{{{column}!" not in self._text:
             kind = "a mapping" if isinstance(value, Mapping) else "a list"
-            raise DataError(
-                f'the column "{column}" is {kind} where text is expected: {excerpt(str(value))}; '
-                "join it to text in the file; or, where messages are sent, as in env.conversation, "
-                f'send it as {{role: {MESSAGES}, content: "{{{column}}}"}}; or print it as it is '
-                f"with {{{column}!r}}"
+            why = (
+                f"is {kind} where text is expected: {excerpt(str(value))}; join it to text in the "
+                "file; or, where messages are sent, as in env.conversation, send it as "
+                f'{{role: {MESSAGES}, content: "{{{column}}}"}}; or print it as it is with '
+                f"{{{column}!r}}"
             )
-        return value
+        else:
+            return value
+        raise DataError(f'the column "{column}" {why}')
 
 
 def _fill(text: str, row: DatasetRow) -> str:
     try:
         return text.format_map(_Present(row, text))
-    except DataError as error:
-        raise DataError(f"prompt template {excerpt(text)} cannot be filled: {error}") from None
     # A format such as {answer:03d} on a string, or a value whose own __format__ refuses it.
     except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
-        why = shorten(repr(error))
+        why = str(error) if isinstance(error, DataError) else shorten(repr(error))
         raise DataError(f"prompt template {excerpt(text)} cannot be filled: {why}") from error
 
 
 def _columns(text: str) -> list[str]:
-    remedy = "a brace that is no column is doubled, as in \\boxed{{}}"
-    try:
-        parts = [part[1:] for part in string.Formatter().parse(text)]
-    except ValueError as error:
-        raise ConfigError(f"prompt template {excerpt(text)}: {error}; {remedy}") from error
     names: list[str] = []
-    for name, form, conversion in parts:
-        if name is None:
-            continue
-        if not name or name.isdigit() or set(name) & set(".[]"):
-            raise ConfigError(
-                f"prompt template {excerpt(text)}: expected a column's name in braces, "
-                f"got {{{shorten(name)}}}; {remedy}"
-            )
-        if wrong := _wrong_format(form or "", conversion):
-            raise ConfigError(f"prompt template {excerpt(text)}, column {shorten(name)!r}: {wrong}")
-        names.append(name)
+    try:
+        for _, name, form, conversion in string.Formatter().parse(text):
+            if name is not None:
+                _check_field(name, form or "", conversion)
+                names.append(name)
+    except ValueError as error:
+        raise ConfigError(
+            f"prompt template {excerpt(text)}: {error}; a brace that is no column is doubled, as "
+            "in \\boxed{{}}"
+        ) from error
     return names
 
 
-def _wrong_format(form: str, conversion: str | None) -> str | None:
-    """Return the error of a conversion and format after a column's name, or None."""
-    if conversion not in _CONVERSIONS:
-        return f"expected !r, !s or !a, got !{conversion}"
-    if "{" in form:
-        return (
-            f"expected a plain format such as {{answer:03d}}, got {shorten(form)!r}; a column "
-            "cannot give the format of another one"
-        )
+def _check_field(name: str, form: str, conversion: str | None) -> None:
+    """Raise ValueError for braces in a template that are more than a column and a format."""
     # int() reads the digits of every script, and so does format().
-    if any(len(digits) > 9 or int(digits) > WIDEST for digits in re.findall(r"\d+", form)):
-        return f"expected a width of at most {WIDEST:,} characters, got {shorten(form)!r}"
-    return None
+    widths = re.findall(r"\d+", form)
+    if not name or name.isdigit() or set(name) & set(".[]"):
+        why = f"expected a column's name in braces, got {{{shorten(name)}}}"
+    elif conversion not in _CONVERSIONS:
+        why = f"expected !r, !s or !a, got !{conversion}"
+    elif "{" in form:
+        why = f"expected a plain format such as {{answer:03d}}, got {shorten(form)!r}"
+    elif any(len(digits) > 9 or int(digits) > WIDEST for digits in widths):
+        why = f"expected a width of at most {WIDEST:,} characters, got {shorten(form)!r}"
+    else:
+        return
+    raise ValueError(why)

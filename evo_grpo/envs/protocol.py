@@ -89,8 +89,8 @@ def starts_under(
 def check_prompts(env: Environment[Any], space: HyperparameterConfig) -> None:
     """Check that an environment has the prompts that are searched."""
     names: Sequence[str] = getattr(env, "prompt_names", ())
-    if found := list(prompt_problems(space, names)):
-        raise Problems(*found).below("evolve", "hyperparameters")
+    if problems := list(prompt_problems(space, names)):
+        raise Problems(*problems).below("evolve", "hyperparameters")
 
 
 class Play(Protocol):

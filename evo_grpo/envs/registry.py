@@ -1,75 +1,34 @@
-"""The table of environment families: the kinds of `env.kind`, and the modules that build them.
+"""The families of environments, by the kinds of `env.kind`, and the tasks that they build.
 
-To add a family, write a module with
-
-    def build(name: str, env: EnvConfig, seed: int) -> Task                         # one turn
-    def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]   # many turns
-
-and add it to `FAMILIES`. If its settings name code, `build` of one turn takes a `Loader` as its
-last argument, and a family of many turns has a second function, which imports no user code:
-
-    def check(name: str, env: EnvConfig, seed: int) -> None
-
-`name` is the part of `env.kind` after the colon ("chain_sum" in "reasoning_gym:chain_sum"), `env`
-the group `env` of the configuration, and `seed` the run's seed. The module of a family is imported
-on first use.
+A family is a module of `builtin` or `adapters`; `family.py` says what it has. There is no list of
+them: a file that is added is found by its name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
 from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.data.tables import require_columns
+from evo_grpo.envs.family import Family
 from evo_grpo.envs.from_config import configured_rewards, configured_template
 from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.envs.prompting import with_prompting
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.rewards.functions import required_columns
-from evo_grpo.envs.task import SPLITS, Split, Task
+from evo_grpo.envs.task import SPLITS, Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.record.files import many_objects
 
 if TYPE_CHECKING:
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv
     from evo_grpo.settings import EnvConfig
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family of environments.
-
-    Attributes:
-        module: Name of the module in this package that holds its `build`.
-        named: Whether its kinds are "<family>:<name>".
-        multi_turn: Whether episodes have several turns.
-        names_code: Whether its settings name modules, which `evo-grpo check` must not import.
-        reads: Those of env.train, env.validation and env.test that it reads.
-    """
-
-    module: str
-    named: bool = False
-    multi_turn: bool = False
-    names_code: bool = False
-    reads: tuple[Split, ...] = ()
-
-
-FAMILIES: dict[str, Family] = {
-    "sums": Family("builtin.sums"),
-    "foods": Family("builtin.foods"),
-    "dataset": Family("data.dataset", names_code=True, reads=SPLITS),
-    "reasoning_gym": Family("adapters.reasoning_gym", named=True),
-    "gem": Family("adapters.gem", named=True, multi_turn=True),
-    "textarena": Family("adapters.textarena", named=True, multi_turn=True, names_code=True),
-    "verifiers": Family("adapters.verifiers", named=True, multi_turn=True, names_code=True),
-    "trl": Family(
-        "adapters.trl_style", named=True, multi_turn=True, names_code=True, reads=("train",)
-    ),
-    "python": Family("adapters.python_factory", named=True, multi_turn=True, names_code=True),
-}
 
 _REFUSED_OF_QUESTIONS = (
     (SPLITS, 'brings its own rows; those of files belong to kind "dataset"'),
@@ -88,6 +47,45 @@ _REFUSED_OF_EPISODES = (
 """Settings of `env` that tasks of one turn, and of several, do not have, and why."""
 
 
+@cache
+def _modules() -> dict[str, str]:
+    """Return the path of the module of each family, by name."""
+    folders = [Path(__file__).parent / name for name in ("builtin", "adapters")]
+    return {
+        module.name: f"evo_grpo.envs.{folder.name}.{module.name}"
+        for folder in folders
+        for module in iter_modules([str(folder)])
+    }
+
+
+def family_of(kind: str) -> Family | None:
+    """Return the family of a kind, or None if there is none of that name."""
+    name = kind.partition(":")[0]
+    return _module(name).FAMILY if name in _modules() else None
+
+
+def _module(name: str) -> Any:  # noqa: ANN401 -- a module
+    return import_module(_modules()[name])
+
+
+def is_multi_turn(kind: str) -> bool:
+    """Return whether the environment of a kind has several turns."""
+    family = family_of(kind)
+    return family is not None and family.multi_turn
+
+
+def code_in(kind: str) -> str | None:
+    """Return the user's code, "module:function", that a kind names, or None."""
+    family = family_of(kind)
+    return kind.partition(":")[2] if family is not None and family.named == "code" else None
+
+
+def kinds() -> list[str]:
+    """Return all kinds, e.g. "sums" and "gem:<name>"."""
+    families = {name: _module(name).FAMILY for name in _modules()}
+    return [f"{name}:<name>" if family.named else name for name, family in families.items()]
+
+
 @many_objects()
 def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
     """Build the single-turn task that a configuration names.
@@ -96,13 +94,11 @@ def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
     functions. `seed` decides which rows are in which split. With `finding.find_function` as `load`,
     nothing is imported; the task then has rows and prompts but cannot score completions.
     """
-    family, name = _checked(env, multi_turn=False)
-    build = _module(family).build
-    task: Task
-    if family.names_code:  # `build` has used the configured template and rewards
-        task = build(name, env, seed, load)
+    module, name = _checked(env, multi_turn=False)
+    if module.FAMILY.reads:
+        task: Task = module.build(name, env, seed, load)
     else:
-        task = _overridden(build(name, env, seed), env, load)
+        task = _overridden(module.build(name, env, seed), env, load)
     return with_prompting(replace(task, calls=env.calls()), env.prompting(), seed)
 
 
@@ -112,49 +108,31 @@ def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
     An episode is begun here, so that errors come before a run. Environments share no state. The
     run's seed decides the episodes without a seed.
     """
-    family, name = _checked(env, multi_turn=True)
-    return _module(family).build(name, env, seed)
+    module, name = _checked(env, multi_turn=True)
+    return module.build(name, env, seed)
 
 
 def check_multi_turn(env: EnvConfig, seed: int) -> None:
     """Check the multi-turn environment that a configuration names, without importing user code."""
-    family, name = _checked(env, multi_turn=True)
-    module = _module(family)
-    look = module.check if family.names_code else module.build
-    look(name, env, seed)
+    module, name = _checked(env, multi_turn=True)
+    check = getattr(module, "check", module.build)
+    check(name, env, seed)
 
 
-def is_multi_turn(kind: str) -> bool:
-    """Return whether the environment of a kind has several turns."""
-    family = FAMILIES.get(kind.partition(":")[0])
-    return family is not None and family.multi_turn
-
-
-def kinds() -> list[str]:
-    """Return all kinds, e.g. "sums" and "gem:<name>"."""
-    return [f"{key}:<name>" if family.named else key for key, family in FAMILIES.items()]
-
-
-def _module(family: Family) -> Any:  # noqa: ANN401 -- a module
-    return import_module(f"evo_grpo.envs.{family.module}")
-
-
-def _checked(env: EnvConfig, *, multi_turn: bool) -> tuple[Family, str]:
-    """Return the family of a kind and the name within it; refuse settings of other kinds."""
+def _checked(env: EnvConfig, *, multi_turn: bool) -> tuple[Any, str]:
+    """Return the module of a kind and the name within it; refuse settings of other kinds."""
     key, colon, name = env.kind.partition(":")
-    family = FAMILIES.get(key)
-    if family is None or bool(name) != family.named or bool(colon) != family.named:
+    family = family_of(env.kind)
+    if family is None or bool(name) != bool(family.named) or bool(colon) != bool(family.named):
         raise ConfigError(
             f'env.kind: no task "{env.kind}".{nearest(env.kind, kinds())} Expected one of '
             f"{listed(kinds())}"
         )
     if family.multi_turn != multi_turn:
-        raise ConfigError(
-            f'env.kind: "{env.kind}" is played over several turns and has no rows; build it with '
-            "build_multi_turn"
-            if family.multi_turn
-            else f'env.kind: "{env.kind}" asks one question and has rows; build it with build_task'
-        )
+        how = "asks one question and has rows; build it with build_task"
+        if family.multi_turn:
+            how = "is played over several turns and has no rows; build it with build_multi_turn"
+        raise ConfigError(f'env.kind: "{env.kind}" {how}')
     for settings, why in _REFUSED_OF_EPISODES if multi_turn else _REFUSED_OF_QUESTIONS:
         for setting in settings:
             # A resolved file holds the default of every setting, for all kinds.
@@ -165,7 +143,7 @@ def _checked(env: EnvConfig, *, multi_turn: bool) -> tuple[Family, str]:
                 raise ConfigError(
                     f'env.{setting}: "{env.kind}" {why}; expected {expected}, got {value!r}'
                 )
-    return family, name
+    return _module(key), name
 
 
 def _overridden(task: Task, env: EnvConfig, load: Loader) -> Task:

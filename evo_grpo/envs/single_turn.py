@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
 
 import numpy as np
 
-from evo_grpo.envs.data.dataset import Rewards, dataset_task
+from evo_grpo.envs.builtin.dataset import Rewards, dataset_task
 from evo_grpo.envs.data.tables import place_of
 from evo_grpo.envs.from_config import rewards_of
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompting import with_prompting
 from evo_grpo.envs.prompts import Messages, RenderedPrompts, Template, fitting_rows
-from evo_grpo.envs.protocol import Floats
+from evo_grpo.envs.protocol import Ask, Experience, Floats
 from evo_grpo.envs.rewards.judge import Judge
 from evo_grpo.envs.rewards.process import RewardProcess
 from evo_grpo.envs.rewards.scorer import Board, Scorer
@@ -26,32 +26,34 @@ from evo_grpo.envs.rewards.scoring import (
     CompletionBatch,
     Scored,
     SetAside,
+    reward_of_each,
     score_batch,
     warn_of_silence,
     with_scorers,
 )
 from evo_grpo.envs.rewards.trl_call import Samples
-from evo_grpo.envs.single_turn_play import Judged, SingleTurnPlay
 from evo_grpo.envs.task import SPLITS, Split, Task
 from evo_grpo.envs.template_keywords import dropped_sentence, ignored_keywords
 from evo_grpo.envs.thinking import COLUMN, check_tags, parted
 from evo_grpo.errors import ConfigError, RewardError
+from evo_grpo.record.vocabulary import LOGGED
 from evo_grpo.schema.problems import unknown_name
 from evo_grpo.seeding import generator
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import PROMPTS, PromptSettings, RewardCalls
-from evo_grpo.types import CompletionGroup, Prompt
+from evo_grpo.types import CompletionGroup, Prompt, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
+
+ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
+"""Usual names of the column with the right answer, which sample completions are recorded with."""
 
 
 class ReasoningGym:
     r"""An environment of one turn on your own rows: a prompt, a completion, a reward.
 
-    The prompts of a step depend on (seed, step) alone, those of a split on the seed. The only state
-    is the number of groups that were set aside lately and, with `isolate`, the process of the
-    reward functions.
+    The prompts of a step depend on (seed, step) alone, those of a split on the seed.
 
     Args:
         train_dataset: Rows to learn from: a datasets.Dataset, a list of dicts, a pandas frame, or
@@ -68,8 +70,7 @@ class ReasoningGym:
         validation_dataset: Rows for selection. None holds out a tenth of train, or uses the train
             rows if there are fewer than ten different prompts.
         reward_weights: One factor per reward function, or some by name; 1 for all others.
-        max_context_length: Tokens of prompt and completion together; a longer prompt is an error.
-            None: no limit until `limit_context` sets one.
+        max_context_length: Tokens of prompt and completion; None until `limit_context` sets them.
         seed: Seed of the order of prompts and of the rows that are held out.
         name: Name in messages and records.
         max_output_tokens: Tokens of a usual answer, a hint; None is 32.
@@ -104,8 +105,8 @@ class ReasoningGym:
     ) -> None:
         if test_dataset is None:
             raise ConfigError("test_dataset: expected rows to judge the result on, got None")
-        own = {name: settings.pop(name) for name in PromptSettings.model_fields if name in settings}
-        prompting = PromptSettings(**own)
+        names = PromptSettings.model_fields.keys() & settings.keys()
+        prompting = PromptSettings(**{name: settings.pop(name) for name in names})
         sources = dict(zip(SPLITS, (train_dataset, validation_dataset, test_dataset), strict=True))
         task = dataset_task(
             seed,
@@ -163,11 +164,11 @@ class ReasoningGym:
         self._judges = [one for one in self._scorers if isinstance(one, Judge)]
         isolated = task.calls.isolate == "process" and bool(self._functions)
         self._process = RewardProcess(self._functions, task.calls) if isolated else None
-        said = ignored_keywords(self.tokenizer.chat_template, task.keywords)
+        sentences = ignored_keywords(self.tokenizer.chat_template, task.keywords)
         for name in task.prompts or [None]:
             template = Template.of_task(task, name)
-            said += dropped_sentence(template, task.splits["train"], tokenizer)
-        for sentence in said:
+            sentences += dropped_sentence(template, task.splits["train"], tokenizer)
+        for sentence in sentences:
             warnings.warn(sentence, UserWarning, stacklevel=3)
         if max_context_length is not None:
             self.limit_context(max_context_length)
@@ -209,29 +210,26 @@ class ReasoningGym:
         """
         size = self.batch_size if size is None else size
         if step < 0 or size < 1:
-            raise ConfigError(
-                f"batch: expected step >= 0 and size >= 1, got step {step}, size {size}"
-            )
+            raise ConfigError(f"batch: expected step >= 0, size >= 1, got step {step}, size {size}")
         rows, first, end = len(self.task.splits["train"]), step * size, (step + 1) * size
         epochs = range(first // rows, (end - 1) // rows + 1)
         orders = {epoch: self._order("train", "epoch", epoch) for epoch in epochs}
-        found = {
+        prompts = {
             place: self._rendered.get("train", orders[place // rows][place % rows])
             for place in range(first, end)
         }
         if not self._of_trl:
-            return list(found.values())
-        return [replace(one, step=place // self.batch_size) for place, one in found.items()]
+            return list(prompts.values())
+        return [replace(one, step=place // self.batch_size) for place, one in prompts.items()]
 
     def prompts(self, split: Split, size: int | None = None) -> list[Prompt]:
         """Return a fixed seeded subset of a split, the same at every call.
 
         None takes all rows. A smaller subset begins a larger one. Equal rows count separately.
         """
-        if split not in SPLITS:
-            raise ConfigError(f"split: expected one of {listed(SPLITS)}, got {split!r}")
-        if size is not None and size < 1:
-            raise ConfigError(f"prompts: expected size >= 1 or None, got {size}")
+        if split not in SPLITS or (size is not None and size < 1):
+            expected = f"a split of {listed(SPLITS)} and size >= 1 or None"
+            raise ConfigError(f"prompts: expected {expected}, got {split!r} and {size}")
         return [
             self._rendered.get(split, index) for index in self._order(split, "subset", 0)[:size]
         ]
@@ -258,12 +256,9 @@ class ReasoningGym:
     def score(self, groups: Sequence[CompletionGroup]) -> Floats:
         """Score completions of this environment's prompts with every reward function.
 
-        Returns:
-            (B, K) float64 rewards without weights, rows in the order of groups, then completions;
-            NaN if a function abstains.
-
-        Raises:
-            RewardError: A function raised, or returned anything but a finite number or None.
+        Returns (B, K) float64 rewards without weights, rows in the order of groups, then
+        completions; NaN if a function abstains. Raises RewardError if one raised, or returned
+        anything but a finite number or None.
         """
         scored = self._scored(groups)
         if scored.failures:
@@ -275,13 +270,12 @@ class ReasoningGym:
         scored = self._scored(groups)
         failed = {position for failure in scored.failures for position in failure.positions}
         aside: list[bool] = []
-        start = 0
+        end = 0
         for group in groups:
-            end = start + len(group.completions)
+            start, end = end, end + len(group.completions)
             aside.append(not failed.isdisjoint(range(start, end)))
             if aside[-1]:
                 scored.rewards[start:end] = np.nan
-            start = end
         with self._shared:
             self._set_aside.record(aside, scored.failures[0].text if scored.failures else "")
         return Judged(scored.rewards, aside, scored.logged)
@@ -290,25 +284,24 @@ class ReasoningGym:
         self, starts: Sequence[Sequence[Prompt]], group_sizes: Sequence[int]
     ) -> SingleTurnPlay:
         """Begin a play of one turn."""
-        return SingleTurnPlay(
-            starts, group_sizes, self.judge, self.reward_names, apart=self._of_trl
-        )
+        names, apart = self.reward_names, self._of_trl
+        return SingleTurnPlay(starts, group_sizes, self.judge, names, apart=apart)
 
     def limit_context(self, max_context_length: int, answer_tokens: int | None = None) -> None:
         """Set the model's context and check that every prompt leaves room for one token.
 
-        Args:
-            max_context_length: Tokens of prompt and completion together, >= 2.
-            answer_tokens: Tokens that `too_long: truncate_left` leaves for a completion; None
-                leaves those of a usual answer.
+        `max_context_length` has the tokens of prompt and completion together, >= 2;
+        `answer_tokens` those that `too_long: truncate_left` leaves for a completion, None for
+        those of a usual answer.
 
         Raises:
             PromptTooLongError: For the first prompt that is too long, by its row.
             DataError: `env.too_long: drop` leaves a split without rows.
         """
         answer_tokens = answer_tokens or self._answer_tokens
-        if self.given.too_long != "error" and self._limits != (max_context_length, answer_tokens):
-            self._limits = max_context_length, answer_tokens
+        limits = max_context_length, answer_tokens
+        if self.given.too_long != "error" and self._limits != limits:
+            self._limits = limits
             self._render(self.given, answer_tokens)  # the rows and prompts before another limit
             if self.given.too_long == "drop":
                 self._drop(max_context_length - 1)
@@ -337,8 +330,7 @@ class ReasoningGym:
         """Keep the answers of judges in a folder of the run, and use those that are there."""
         for number, scorer in enumerate(self._scorers):
             if isinstance(scorer, Judge):
-                name = f"{scorer.__name__}-{number}-rank-{rank}"
-                scorer.record_in(folder, name, counts=rank == 0)
+                scorer.record_in(folder, f"judge-{number}-rank-{rank}", counts=rank == 0)
 
     def share_rewards(self, board: Board, *, known: bool) -> None:
         """Make judges ask each question once in all processes; see `Judge.share`."""
@@ -385,14 +377,13 @@ class ReasoningGym:
         prompts = [group.prompt for group in groups for _ in group.completions]
         answers = [completion.text for group in groups for completion in group.completions]
         columns = [prompt.columns for prompt in prompts]
+        texts = [prompt.text for prompt in prompts]
         if (tags := self.task.thinking) is not None:
-            texts = zip(answers, prompts, strict=True)
-            parts = [parted(text, prompt.text, tags) for text, prompt in texts]
+            parts = [parted(*pair, tags) for pair in zip(answers, texts, strict=True)]
             answers = [answer for _, answer in parts]
             rows = zip(columns, parts, strict=True)
             columns = [{**own, COLUMN: thought} for own, (thought, _) in rows]
         places = [place_of(prompt.columns, f"row {prompt.index}") for prompt in prompts]
-        texts = [prompt.text for prompt in prompts]
         batch = CompletionBatch(answers, columns, texts, places, self._samples(groups))
         if self._process is not None:
             with self._shared:
@@ -407,3 +398,102 @@ class ReasoningGym:
     def _order(self, split: Split, purpose: str, epoch: int) -> list[int]:
         rows = len(self.task.splits[split])
         return generator(self.seed, "prompts", split, purpose, epoch).permutation(rows).tolist()
+
+
+class Judged(NamedTuple):
+    """The rewards of some groups.
+
+    Attributes:
+        rewards: (B, K) without weights, NaN in groups that are set aside.
+        aside: For each group whether it is set aside.
+        logged: What functions in TRL's style logged, by name.
+    """
+
+    rewards: Floats
+    aside: list[bool]
+    logged: Mapping[str, float]
+
+
+@final
+class SingleTurnPlay:
+    """A play of one turn: asks once, and scores the completions of all agents together.
+
+    `prompts` has those of each agent, and `group_sizes` its G completions per prompt. `names` are
+    those of the K reward functions, for the mean of each; with none there are no such metrics. With
+    `apart`, the completions of each agent are scored by a separate call, as single-agent trainers
+    do.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[Prompt]],
+        group_sizes: Sequence[int],
+        judge: Callable[[Sequence[CompletionGroup]], Judged],
+        names: Sequence[str] = (),
+        *,
+        apart: bool = False,
+    ) -> None:
+        self._request = Ask(prompts, group_sizes)
+        self._apart = apart
+        self._judge = judge
+        self._names = names
+        self._groups: Sequence[Sequence[CompletionGroup]] | None = None
+
+    def ask(self) -> Ask | None:
+        """Return the prompts of all agents, or None after `tell`."""
+        return self._request if self._groups is None else None
+
+    def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
+        """Keep the completions for `experiences`."""
+        self._groups = groups
+
+    def experiences(self) -> list[Experience]:
+        """Score the completions of all agents."""
+        groups = self._groups or []
+        judged = map(self._judge, groups) if self._apart else self._together(groups)
+        return [
+            Experience(
+                tuple(t for group in mine for t in _trajectories(group)),
+                scores,
+                {
+                    "set_aside": float(sum(aside)),
+                    **reward_of_each(self._names, scores),
+                    **{f"{LOGGED}{name}": value for name, value in logged.items()},
+                },
+            )
+            for mine, (scores, aside, logged) in zip(groups, judged, strict=True)
+        ]
+
+    def _together(self, groups: Sequence[Sequence[CompletionGroup]]) -> list[Judged]:
+        """Score the completions of all agents by one call; return the part of each agent."""
+        rewards, aside, logged = self._judge([group for mine in groups for group in mine])
+        ends = np.cumsum([sum(len(g.completions) for g in mine) for mine in groups])[:-1]
+        flags = iter(aside)
+        return [
+            Judged(scores, [next(flags) for _ in mine], logged)
+            for mine, scores in zip(groups, np.split(rewards, ends), strict=True)
+        ]
+
+
+def _trajectories(group: CompletionGroup) -> list[Trajectory]:
+    prompt = group.prompt
+    answer = right_answer(prompt.columns)
+    return [
+        Trajectory(
+            prompt=prompt.text,
+            text=completion.text,
+            token_ids=prompt.token_ids + completion.token_ids,
+            mask=(False,) * len(prompt.token_ids) + (True,) * len(completion.token_ids),
+            logprobs=completion.logprobs,
+            ended=completion.ended,
+            answer=answer,
+            row=prompt.columns,
+        )
+        for completion in group.completions
+    ]
+
+
+def right_answer(columns: Mapping[str, Any]) -> str:
+    """Return the right answer of a dataset row, the first of `ANSWERS` that it has, else ""."""
+    answer = next((columns[name] for name in ANSWERS if name in columns), None)
+    return str(answer) if isinstance(answer, str | int | float) else ""

@@ -72,8 +72,8 @@ class Task:
         """Check that every split has rows, and that there is one template."""
         missing = [split for split in SPLITS if not self.splits.get(split)]
         if missing or (self.prompt is None) == (self.conversation is None):
-            found = f"no rows for {listed(missing)}" if missing else "both or neither of the two"
+            got = f"no rows for {listed(missing)}" if missing else "both or neither of the two"
             raise ConfigError(
                 f"task {self.name!r}: expected rows for {listed(SPLITS)} and either a prompt or a "
-                f"conversation, got {found}"
+                f"conversation, got {got}"
             )

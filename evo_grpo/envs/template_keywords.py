@@ -41,8 +41,8 @@ def dropped_sentence(
     if template.conversation is None:
         return []
     few = rows[:LOOKED_AT] if template.conversations else rows[:1]
-    asked = max(map(template.messages, few), key=lambda one: len({m["role"] for m in one}))
-    marked = [{**message, "content": f"@{n}@"} for n, message in enumerate(asked)]
+    fullest = max(map(template.messages, few), key=lambda one: len({m["role"] for m in one}))
+    marked = [{**message, "content": f"@{n}@"} for n, message in enumerate(fullest)]
     try:
         text = chat(marked, tokenizer, template.keywords)
     except ConfigError:  # rendering the first prompt reports it
@@ -60,14 +60,14 @@ def rendered_chat(
 ) -> str:
     """Return the text of a conversation by a chat template, as transformers renders it."""
     mark = "@@continued@@ "
-    given = dict(keywords)
-    if continued := given.pop("continue_final_message", False):
+    arguments = dict(keywords)
+    if continued := arguments.pop("continue_final_message", False):
         messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}]
-    text = _compiled(template).render(messages=messages, **given)
+    text = _compiled(template).render(messages=messages, **arguments)
     if not continued:
         return text
-    before, found, after = text.rpartition(mark.strip())
-    if not found:
+    before, at, after = text.rpartition(mark.strip())
+    if not at:
         raise ValueError("it leaves out the message of the assistant that is to be continued")
     # A template that trims the message trims the space of the mark.
     return before if after.startswith(" ") else before.rstrip()

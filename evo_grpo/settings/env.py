@@ -209,9 +209,9 @@ class EnvConfig(Group):
     shorthand: ClassVar[str | None] = "kind"
 
     kind: str = setting(
-        meaning="`sums`, `foods`, `dataset` (your own rows and reward), `reasoning_gym:<name>`, or "
-        "a multi-turn environment: `gem:<id>`, `textarena:<id>`, `verifiers:<id>`, "
-        "`trl:<module:class>`, `python:<module:function>`.",
+        meaning="`sums`, `foods`, `dataset` (your own rows and reward), `python:<module:function>` "
+        "(your own environment of several turns), or `<library>:<name>`, a task or game of a "
+        "library such as `reasoning_gym:chain_sum`; the page Environments lists the libraries.",
         min_length=1,
     )
     args: PlainMapping = setting(

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 from evo_grpo.envs.data.hub import hub_dataset
 from evo_grpo.envs.data.tables import read_rows
 from evo_grpo.envs.finding import defining_files
+from evo_grpo.envs.registry import code_in
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.places import find
 from evo_grpo.population.ranks.team import Team
@@ -39,8 +40,6 @@ ROUNDS = "population.rounds"
 DATA = ("env.train", "env.validation", "env.test")
 """Settings that name a data set."""
 _PACKAGES = ("evo-grpo", "torch", "transformers", "peft", "numpy")
-_CODE = ("gem", "textarena", "reasoning_gym", "verifiers")
-"""Environment families whose names refer to environments of a package, not to the user's code."""
 _OF_MACHINE = (
     *(f"engine.{name}.{own}" for name, kind in ENGINES.items() for own in kind.of_machine),
     *DATA,  # the content is compared instead
@@ -176,9 +175,8 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
         for name in _ADAPTER:
             yield f"model.adapter: {name}", adapter / name
     named = [("env.reward", reward) for reward in env.rewards if isinstance(reward, str)]
-    family, _, rest = env.kind.partition(":")
-    if family not in _CODE and ":" in rest:
-        named.append(("env.kind", rest))
+    if code := code_in(env.kind):
+        named.append(("env.kind", code))
     strategies = {name: getattr(config.evolve, name).kind for name in ("selection", "exploration")}
     named += [(f"evolve.{name}", kind) for name, kind in strategies.items() if ":" in kind]
     for setting, code in named:

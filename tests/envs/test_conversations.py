@@ -174,19 +174,18 @@ def test_a_column_of_another_name_is_named_by_the_role_messages(tokenizer):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], r"expected text or messages such as .*, got '\[\]'"),
-        (["Hi"], "message 0: expected the keys role and content, got"),
+        ([], r"expected text, or messages such as .*, got '\[\]'"),
+        (["Hi"], "message 0: expected the keys role and content, "),
         ([{"from": "human", "value": "Hi"}], "message 0: expected the keys role and content"),
-        ([{"role": "human", "content": "Hi"}], "expected role to be one of system.*got \"'human'"),
-        ([{"role": "user", "content": None}], "message 0: expected content to be text, or a list"),
+        ([{"role": "human", "content": "Hi"}], "one of system.* as role, got .*'human'"),
+        ([{"role": "user", "content": None}], "message 0: expected content to be text, or parts"),
         (
-            [{"role": "user", "content": [{"type": "image", "text": "a.png"}]}],
-            "message 0, part 0: expected a part of text",
+            [{"role": "user", "content": [{"type": "image", "text": "a"}]}],
+            "parts of .*image",
         ),
-        ("[{'role': 'user', 'content': 'Hi'}]", "expected messages as JSON"),
-        ("[{'name': 'Ann', 'role': 'user', 'content': 'Hi'}]", "expected messages as JSON"),
-        ({"role": "user", "content": "Hi"}, "expected text or messages"),
-        (7, "expected text or messages"),
+        ("[{'name': 'Ann', 'role': 'user', 'content': 'Hi'}]", "also as JSON, got"),
+        ({"role": "user", "content": "Hi"}, "expected text, or messages"),
+        (7, "expected text, or messages"),
     ],
 )
 def test_what_is_no_conversation_is_refused_by_its_row(tmp_path, prompt, message):

@@ -141,7 +141,6 @@ def test_names_that_only_running_would_show_are_not_objected_to(write_module, te
     [
         ("def reward(completion:\n", "SyntaxError"),
         ("def reward(a, a): ...", "SyntaxError: duplicate argument"),
-        ("x = 1\0", "SyntaxError|ValueError"),
         ("# -*- coding: none-such -*-", "SyntaxError|ImportError|LookupError"),
     ],
 )
@@ -165,110 +164,62 @@ def test_packages_are_walked_without_being_imported(tmp_path, monkeypatch):
     assert not {"spaced", "spaced.deep"} & set(sys.modules)
 
 
-def test_an_installed_module_comes_before_a_file_of_the_folder(write_module, monkeypatch):
-    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
-    write_module("yaml", "def other(): ...")
-    assert find_name("yaml:safe_load", "x").signature is not None
-
-
-def test_a_compiled_module_is_not_objected_to(tmp_path, monkeypatch):
-    import py_compile
-
-    (tmp_path / "once.py").write_text("def reward(completion): ...")
-    py_compile.compile(str(tmp_path / "once.py"), cfile=str(tmp_path / "once.pyc"))
-    (tmp_path / "once.py").unlink()
-    monkeypatch.chdir(tmp_path)
-    assert find_name("once:reward", "x").signature is None
-
-
-def test_thousands_of_branches_are_no_traceback(write_module):
-    text = "".join(f"elif a == {n}:\n    pass\n" for n in range(3000))
-    write_module("branches", f"a = 1\nif a:\n    pass\n{text}\ndef reward(completion): ...\n")
-    assert find_name("branches:reward", "x").signature is None
-
-
 # --- where a name is defined ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """Write files of a package my_pkg, none of which may be imported."""
+INIT, SCORES = "my_pkg/__init__.py", "my_pkg/scores.py"
+CHAIN = {
+    INIT: "from .deep import score",
+    "my_pkg/deep/__init__.py": "from .inner import one as score",
+    "my_pkg/deep/inner.py": "from ...other_pkg import no\nfrom ..two import two as one",
+    "my_pkg/two.py": "from other_pkg import three as two",
+    "other_pkg.py": "def three(): ...",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        *(
+            ({INIT: text, SCORES: "def score(): ...\ndef exact(): ..."}, [INIT, SCORES])
+            for text in (
+                "from .scores import score",
+                "from .scores import exact as score",
+                "try:\n    from .scores import score\nexcept ImportError:\n    score = None",
+            )
+        ),
+        *(
+            ({INIT: text, SCORES: "def other(): ..."}, [INIT])
+            for text in (
+                "def score(): ...\nfrom .scores import other",
+                "from functools import reduce as score",
+                "import functools\nscore = functools.reduce",
+                "from . import score",
+                "from my_pkg import score as again, again as score",
+                "from .. import score",
+                "score = 1 +",
+            )
+        ),
+        ({**CHAIN, "my_pkg/unused.py": ""}, [*CHAIN]),
+        ({INIT: "from .scores import score", SCORES: "from my_pkg import score"}, [INIT, SCORES]),
+    ],
+)
+def test_a_name_is_followed_to_the_files_that_it_is_imported_from(
+    tmp_path, monkeypatch, files, expected
+):
     monkeypatch.chdir(tmp_path)
-
-    def written(files):
-        for name, text in files.items():
-            file = tmp_path / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"{text}\nraise SystemExit('it was run')\n")
-
-        def modules(path):
-            found = defining_files(path)
-            assert not {"my_pkg", "other_pkg"} & set(sys.modules)
-            assert all(file == tmp_path / file.relative_to(tmp_path) for file in found.values())
-            return [str(file.relative_to(tmp_path)) for file in found.values()]
-
-        return modules
-
-    return written
+    for name, text in files.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\nraise SystemExit('it was run')\n")
+    found = defining_files("my_pkg:score").values()
+    assert [str(file.relative_to(tmp_path)) for file in found] == expected
+    assert not {"my_pkg", "other_pkg"} & set(sys.modules)
 
 
-INIT = "my_pkg/__init__.py"
-SCORES = "my_pkg/scores.py"
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("from .scores import score", "score"),
-        ("from .scores import exact as score", "score"),
-        ("from .scores import judge", "judge.score"),
-        ("try:\n    from .scores import score\nexcept ImportError:\n    score = None", "score"),
-    ],
-)
-def test_a_name_is_followed_to_the_file_that_it_is_imported_from(package, text, name):
-    modules = package({INIT: text, SCORES: "def score(): ...\ndef exact(): ..."})
-    assert modules(f"my_pkg:{name}") == [INIT, SCORES]
-
-
-def test_every_file_on_the_way_is_named(package):
-    modules = package(
-        {
-            INIT: "from .deep import score",
-            "my_pkg/deep/__init__.py": "from .inner import one as score",
-            "my_pkg/deep/inner.py": "from ...other_pkg import no\nfrom ..two import two as one",
-            "my_pkg/two.py": "from other_pkg import three as two",
-            "other_pkg.py": "def three(): ...",
-            "my_pkg/unused.py": "",
-        }
-    )
-    assert modules("my_pkg:score") == [
-        *(INIT, "my_pkg/deep/__init__.py", "my_pkg/deep/inner.py", "my_pkg/two.py", "other_pkg.py")
-    ]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def score(): ...\nfrom .scores import other",
-        "from functools import reduce as score",
-        "import functools\nscore = functools.reduce",
-        "from . import score",
-        "score = score.again",
-        "from my_pkg import score as again, again as score",
-        "from .. import score",
-        "score = 1 +",
-    ],
-)
-def test_what_a_module_defines_itself_or_nobody_leads_nowhere_else(package, text):
-    modules = package({INIT: text, SCORES: "def other(): ..."})
-    assert modules("my_pkg:score") == [INIT]
-
-
-def test_imports_in_a_circle_end_and_a_missing_module_is_named_without_a_file(package):
-    modules = package({INIT: "from .scores import score", SCORES: "from my_pkg import score"})
-    assert modules("my_pkg:score") == [INIT, SCORES]
-    package({INIT: "from .gone import score"})
-    assert defining_files("my_pkg:score")["my_pkg.gone"] is None
+def test_a_module_that_is_missing_is_named_without_a_file(write_module):
+    write_module("leads_away", "from gone_away import score")
+    assert defining_files("leads_away:score")["gone_away"] is None
 
 
 # --- environments ---------------------------------------------------------------------------------

@@ -54,16 +54,8 @@ def test_a_file_of_the_folder_hides_no_installed_module(folder):
     ("path", "message"),
     [
         ("my_rewards", "env.reward: expected \"module:function\", got 'my_rewards'"),
-        ("my_rewards:", 'expected "module:function"'),
         ("./my_rewards.py:reward", 'expected "module:function"'),
-        ("my_reward:reward", "no module 'my_reward', neither installed nor.*mean \"my_rewards\""),
-        ("my_rewards.deep:reward", "no module 'my_rewards.deep'|failed"),
-        ("my_rewards:rewards", "my_rewards.py\\) has no 'rewards'. Did you mean \"reward\""),
-        ("my_rewards:judge.scor", 'Did you mean "score"'),
-        ("my_rewards:LIMIT", "to be a function, got int 3"),
-        ("math:sqrt", "got one of 'math', a module of Python's standard library"),
         ("os.path:join", "got one of 'os', a module of Python's standard library"),
-        ("posix:system", "got one of 'posix', a module of Python's standard library"),
         ("test.support:gc_collect", "got one of 'test', a module of Python's standard library"),
         (
             "my_rewards:textwrap.dedent",

@@ -173,11 +173,6 @@ def test_what_does_not_fit_the_rows_or_the_prompt_is_named(changes, message):
         build_task(settings(**changes), 0)
 
 
-def test_none_may_stand_where_only_a_reward_reads_it():
-    rows = [{"question": row["question"], "answer": None} for row in ROWS]
-    assert build_task(settings(train=rows), 0).splits["train"][0]["answer"] is None
-
-
 @pytest.mark.parametrize("closing", ["", "<bos> $A", "$A <eos>", "<bos> $A <eos>"])
 def test_an_end_token_in_a_raw_prompt_is_kept_and_one_that_the_tokenizer_appends_is_not(
     make_tokenizer, closing

@@ -6,18 +6,15 @@ import pytest
 from small_run import small
 from transformers import AutoTokenizer
 
-from evo_grpo import run
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.cli.plan.render import _rows
 from evo_grpo.envs.describing import environment_parts
 from evo_grpo.envs.registry import build_task
 from evo_grpo.envs.single_turn import ReasoningGym
-from evo_grpo.envs.task import SPLITS
 from evo_grpo.errors import DataError, PromptTooLongError
 from evo_grpo.settings import EnvConfig
 from evo_grpo.sources import embedded_models
 from evo_grpo.training.assemble import prepare
-from evo_grpo.training.sizing import prompt_lengths
 
 CONTEXT = 20
 LONG = {4, 11, 25}
@@ -128,14 +125,3 @@ def test_check_counts_what_a_run_leaves_out_or_cuts(settings, tmp_path):
     cut = prepare(settings("truncate_left")).env
     lengths = [len(one.token_ids) for split in cut.task.splits for one in cut.prompts(split)]
     assert sorted(lengths)[-3:] == [16, 16, 16]
-
-
-def test_a_sample_of_rows_does_not_refuse_a_split(settings, monkeypatch):
-    monkeypatch.setattr(prompt_lengths, "MOST_READ", 3)  # one row of each split
-    monkeypatch.setattr(prompt_lengths, "fitting_rows", lambda *_, **__: {s: [] for s in SPLITS})
-    assert sum(make_plan(settings("drop")).rows.values()) == 30
-
-
-@pytest.mark.filterwarnings("ignore:env.too_long", "ignore:.*had nothing to learn")
-def test_a_run_trains_without_them(settings, tmp_path):
-    assert run(settings("drop"), out=tmp_path / "run").exists()

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from evo_grpo.envs.single_turn_play import SingleTurnPlay
+from evo_grpo.envs.single_turn import SingleTurnPlay
 from evo_grpo.learn.rows import AgentBatch, AgentTraining, Row, rows_from_trajectories
 from evo_grpo.model.base import SharedBase
 from evo_grpo.population.cohort.cohort import Cohort

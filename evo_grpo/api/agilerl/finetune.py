@@ -16,7 +16,7 @@ from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.api.population import Population
 from evo_grpo.api.train_call import shown_progress, warn_of_inert_mutations
 from evo_grpo.envs import single_turn
-from evo_grpo.envs.data.dataset import Rewards
+from evo_grpo.envs.builtin.dataset import Rewards
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.envs.prompts import Messages

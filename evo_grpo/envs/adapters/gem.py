@@ -7,20 +7,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.envs.adapters.helpers import (
-    PrivateGenerators,
-    check_arguments,
-    check_name,
-    entry_point,
-    load_package,
-    quiet,
-    try_out,
-)
 from evo_grpo.envs.episodes.multi_turn import check_step, check_text, close
+from evo_grpo.envs.family import Family, check_arguments, check_name
+from evo_grpo.envs.packages import PrivateGenerators, entry_point, load_package, quiet, try_out
 
 if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
 
+FAMILY = Family("name", multi_turn=True)
 PACKAGE = "gem-llm"
 REMEDY = "pip install gem-llm (it pins reasoning-gym, so better into an environment of its own)"
 
@@ -30,12 +24,10 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], GemEnv]:
 
     An ID without its last part, as "game:GuessTheNumber-v0", has the default settings of its class.
     """
-    kind, args = env.kind, env.args
-    entry, settings = _find(kind, name)
-    check_arguments(kind, args, entry)
-
-    make = partial(GemEnv, partial(entry, **{**settings, **args}), kind, seed)
-    return try_out(kind, make, seed)
+    entry, settings = _find(env.kind, name)
+    check_arguments(env.kind, env.args, entry)
+    make = partial(GemEnv, partial(entry, **{**settings, **env.args}), env.kind, seed)
+    return try_out(env.kind, make, seed)
 
 
 class GemEnv:

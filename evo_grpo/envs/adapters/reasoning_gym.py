@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.envs.adapters.helpers import check_name, global_generators_kept, load_package
-from evo_grpo.envs.data.dataset import divide
-from evo_grpo.envs.from_config import check_names, checked_types
+from evo_grpo.envs.builtin.dataset import divide
+from evo_grpo.envs.family import (
+    Family,
+    check_integer,
+    check_name,
+    check_names,
+    checked_types,
+)
 from evo_grpo.envs.messages import listed
+from evo_grpo.envs.packages import global_generators_kept, load_package
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.task import SPLITS, DatasetRow, Task
 from evo_grpo.errors import ConfigError
@@ -19,6 +25,7 @@ if TYPE_CHECKING:
 
     from evo_grpo.settings import EnvConfig
 
+FAMILY = Family("name")
 PACKAGE = "reasoning-gym"
 MAX_OUTPUT_TOKENS = 64
 
@@ -56,14 +63,12 @@ def reasoning_gym_task(
     """
     shares = {"train": train_size, "validation": validation_size, "test": test_size}
     for split, share in shares.items():
-        if share < 1:
-            raise ConfigError(f"env.args.{split}_size: expected >= 1, got {share}")
-    for name in ("size", "seed"):
-        if name in args:
-            raise ConfigError(
-                f"env.args.{name}: is not set here; use train_size, validation_size and test_size, "
-                "and the run's seed"
-            )
+        check_integer(f"{split}_size", share, 1)
+    if unset := {"size", "seed"} & args.keys():
+        raise ConfigError(
+            f"env.args.{min(unset)}: is not set here; use train_size, validation_size and "
+            "test_size, and the run's seed"
+        )
     source = _create(
         dataset, {**args, "size": sum(shares.values()), "seed": derive(seed, dataset) % 2**31}
     )
@@ -111,12 +116,9 @@ def _create(dataset: str, settings: dict[str, Any]) -> ProceduralDataset:
     from reasoning_gym.factory import DATASETS
 
     check_name(kind, PACKAGE, dataset, DATASETS)
-    fields = [
-        name for name in DATASETS[dataset][1].__dataclass_fields__ if name not in ("size", "seed")
-    ]
-    own = [f"{split}_size" for split in SPLITS]
-    given = [name for name in settings if name not in ("size", "seed")]
-    check_names(kind, given, [*fields, *own])
+    fields = {*DATASETS[dataset][1].__dataclass_fields__} - {"size", "seed"}
+    names = [name for name in settings if name not in ("size", "seed")]
+    check_names(kind, names, [*fields, *(f"{split}_size" for split in SPLITS)])
     try:
         if dataset == "composite" and settings.get("datasets"):
             settings["datasets"] = [DatasetSpec(**spec) for spec in settings["datasets"]]

@@ -11,25 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evo_grpo.envs.adapters.helpers import (
-    PrivateGenerators,
-    check_arguments,
-    check_integer,
-    check_name,
-    entry_point,
-    load_package,
-    quiet,
-    try_out,
-)
 from evo_grpo.envs.episodes.multi_turn import check_flag, check_reward
+from evo_grpo.envs.family import Family, check_arguments, check_integer, check_name
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import Loader, load_function
+from evo_grpo.envs.packages import PrivateGenerators, entry_point, load_package, quiet, try_out
 from evo_grpo.errors import ConfigError
 from evo_grpo.seeding import generator
 
 if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
 
+FAMILY = Family("name", multi_turn=True)
 PACKAGE = "textarena"
 REMEDY = 'pip install "evo-grpo[envs]"'
 
@@ -73,17 +66,12 @@ def build(
     """
     kind, args = env.kind, env.args
     make_game = _find(kind, name, args)
-    if (opponent := args.get("opponent", "random")) == "random":
-        play: Opponent = random_opponent
-    elif isinstance(opponent, str):
-        play = load(opponent, "env.args.opponent")
-    else:
-        raise ConfigError(
-            f'env.args.opponent: expected "random" or "module:function", got {opponent!r}'
-        )
+    opponent = str(args.get("opponent", "random"))
+    play = random_opponent if opponent == "random" else load(opponent, "env.args.opponent")
     player = check_integer("player", args.get("player", 0), 0)
-    given = args.get("players")
-    players = None if given is None else check_integer("players", given, 1)
+    players = args.get("players")
+    if players is not None:
+        check_integer("players", players, 1)
 
     make = partial(
         TextArenaEnv, make_game, play, kind=kind, player=player, players=players, seed=seed
@@ -160,11 +148,8 @@ class TextArenaEnv:
                 return text, 0.0, False, not in_time, {}
             closed = self._game.close()
         rewards, sides = closed if isinstance(closed, tuple) else (closed, {})
-        failed = [
-            side
-            for side, about in sides.items()
-            if side != self._player and about.get("invalid_move")
-        ]
+        invalid = [side for side, about in sides.items() if about.get("invalid_move")]
+        failed = [side for side in invalid if side != self._player]
         info = {**sides.get(self._player, {}), "rewards": rewards, "opponents_failed": failed}
         if failed:
             return text, 0.0, False, True, info

@@ -20,23 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from evo_grpo.envs.adapters.helpers import (
-    PrivateGenerators,
-    check_integer,
-    load_package,
-    quiet,
-    try_out,
-)
 from evo_grpo.envs.episodes.multi_turn import check_flag, check_reward
+from evo_grpo.envs.family import Family, check_integer
 from evo_grpo.envs.finding import is_installed
 from evo_grpo.envs.loading import is_standard, search_here, standard_library
 from evo_grpo.envs.messages import nearest
+from evo_grpo.envs.packages import PrivateGenerators, load_package, quiet, try_out
 from evo_grpo.envs.rewards.watch import in_a_thread
 from evo_grpo.errors import ConfigError, EngineUnavailable
 
 if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
 
+FAMILY = Family("name", multi_turn=True)
 PACKAGE = "verifiers"
 REMEDY = 'pip install "verifiers>=0.4"'
 TASKS = 1000
@@ -45,9 +41,8 @@ TASKS = 1000
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], VerifiersEnv]:
     """Return a factory of environments that play the tasks of a taskset.
 
-    `name` is the ID of a taskset that verifiers brings, or a module that is installed or in the
-    current directory. Of `env.args`, `tasks` is the number of tasks that are read (default 1000);
-    all others are settings of the taskset.
+    `name` is the ID of a taskset that verifiers brings, or a module. Of `env.args`, `tasks` is the
+    number of tasks that are read (default 1000); all others are settings of the taskset.
     """
     kind, args = env.kind, env.args
     _module(kind, name)  # refuses the standard library
@@ -60,8 +55,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], VerifiersEnv]:
         tasks = list(itertools.islice(source.taskset, count))
     if not tasks:
         raise ConfigError(f'env.kind: "{kind}": expected at least one task, got none')
-    role = _role(vf, kind, source)
-    _check_text_only(vf, kind, source, tasks[0])
+    role = _checked_role(vf, kind, source, tasks[0])
 
     make = partial(VerifiersEnv, source, tasks, role, kind=kind, seed=seed)
     return try_out(kind, make, seed)
@@ -70,17 +64,17 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], VerifiersEnv]:
 def check(name: str, env: EnvConfig, seed: int) -> None:
     """Check that the package and the taskset's module are installed, without importing them."""
     del seed
-    kind, module = env.kind, _module(env.kind, name)
+    module = _module(env.kind, name)
     check_integer("tasks", env.args.get("tasks", TASKS), 1)
+    about = f'env.kind: "{env.kind}"'
     if not is_installed("verifiers.v1"):
         raise EngineUnavailable(
-            f'env.kind: "{kind}" needs verifiers.v1 of the package {PACKAGE}, which is not '
-            f"installed: {REMEDY}"
+            f"{about} needs verifiers.v1 of the package {PACKAGE}, which is not installed: {REMEDY}"
         )
     if not any(map(is_installed, (f"verifiers.v1.tasksets.{module}", module))):
         raise ConfigError(
-            f'env.kind: "{kind}": no taskset {name!r}, neither one of verifiers nor a module '
-            f"{module!r} that is installed or in the current directory"
+            f"{about}: no taskset {name!r}, neither one of verifiers nor a module {module!r} that "
+            "is installed or in the current directory"
         )
 
 
@@ -120,8 +114,7 @@ class VerifiersEnv:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Answer the last message; the last step returns the reward as verifiers weights it."""
         play = self._play
-        if play is None:
-            raise RuntimeError(f'"{self._kind}": step without an episode, call reset first')
+        assert play is not None, "step without an episode: call reset first"
         with self._generators.swapped_in(), quiet():
             play.answers.put_nowait(action)
             text = play.until_asked()
@@ -273,11 +266,12 @@ def _load(vf: Any, kind: str, name: str, settings: Mapping[str, Any]) -> Any:  #
         raise ConfigError(f'env.kind: "{kind}": {error}{nearest(name, known)}') from error
     except ImportError as error:
         raise EngineUnavailable(f'env.kind: "{kind}": {error}') from error
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f'env.args: "{kind}" refuses these settings: {wrong}') from error
     except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f'env.kind: "{kind}" is no taskset: {error}') from error
+        why = f'env.kind: "{kind}" is no taskset: {error}'
+        if isinstance(error, ValidationError):
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            why = f'env.args: "{kind}" refuses these settings: {wrong}'
+        raise ConfigError(why) from error
 
 
 def _module(kind: str, name: str) -> str:
@@ -288,19 +282,12 @@ def _module(kind: str, name: str) -> str:
     return module
 
 
-def _role(vf: Any, kind: str, source: Any) -> str:  # noqa: ANN401 -- an extra
+def _checked_role(vf: Any, kind: str, source: Any, task: Any) -> str:  # noqa: ANN401 -- an extra
+    """Return the only role of an environment, which asks for text alone and scores in Python."""
     roles = list(vf.configs.agent.agent_config_fields(source.config))
-    if len(roles) != 1:
-        raise EngineUnavailable(
-            f'env.kind: "{kind}": expected one agent, got {len(roles)} ({", ".join(roles)}); '
-            "the others would need a model server"
-        )
-    return roles[0]
-
-
-def _check_text_only(vf: Any, kind: str, source: Any, task: Any) -> None:  # noqa: ANN401 -- an extra
     taskset, made_of = source.taskset, type(task)
     needs = {
+        f"one agent and not {len(roles)} ({', '.join(roles)})": len(roles) != 1,
         "a container": made_of.NEEDS_CONTAINER,
         "a sandbox (setup or finalize)": made_of.setup is not vf.Task.setup
         or made_of.finalize is not vf.Task.finalize,
@@ -322,6 +309,7 @@ def _check_text_only(vf: Any, kind: str, source: Any, task: Any) -> None:  # noq
             f'env.kind: "{kind}" needs {", ".join(missing)}; only tasks of text, scored in Python, '
             "are played here"
         )
+    return roles[0]
 
 
 def _about(task: Any) -> Any:  # noqa: ANN401 -- an extra

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from evo_grpo.envs.from_config import checked_arguments
+from evo_grpo.envs.family import Family, checked_arguments
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.task import SPLITS, Task
 from evo_grpo.errors import ConfigError
@@ -12,7 +12,7 @@ from evo_grpo.errors import ConfigError
 if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
 
-
+FAMILY = Family()
 MOST_ROWS = 1_000_000
 """Most rows of a split. All rows are the same prompt, so more are a typing error."""
 
@@ -37,14 +37,13 @@ def foods_task(
     test_size: int = 256,
 ) -> Task:
     """Build the task: one prompt, of which the model knows ten names, repeated in each split."""
-    if not name.strip() or not food.strip():
-        raise ConfigError(f"env.args: expected a name and a food, got {name!r} and {food!r}")
     sizes = dict(zip(SPLITS, (train_size, validation_size, test_size), strict=True))
-    for split, size in sizes.items():
-        if not 1 <= size <= MOST_ROWS:
-            raise ConfigError(
-                f"env.args.{split}_size: expected an integer from 1 to {MOST_ROWS:,}, got {size:,}"
-            )
+    too_many = max(sizes.values()) > MOST_ROWS
+    if not name.strip() or not food.strip() or min(sizes.values()) < 1 or too_many:
+        raise ConfigError(
+            f"env.args: expected a name, a food and sizes from 1 to {MOST_ROWS:,}, got {name!r}, "
+            f"{food!r} and {', '.join(f'{size:,}' for size in sizes.values())}"
+        )
     row = {"name": name, "food": food}
     return Task(
         name="foods",

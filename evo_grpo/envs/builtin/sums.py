@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from evo_grpo.envs.from_config import checked_arguments
+from evo_grpo.envs.family import Family, checked_arguments
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.task import DatasetRow, LazyRows, Task
 from evo_grpo.errors import ConfigError
@@ -13,6 +13,8 @@ from evo_grpo.seeding import generator
 
 if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
+
+FAMILY = Family()
 
 
 def exact(completion: str, answer: str) -> float:
@@ -26,12 +28,12 @@ def digits(completion: str, answer: str) -> float:
     A shaping reward beside `exact`, which can be exploited by digits in a wrong order.
     """
     left = list(completion)
-    found = 0
+    count = 0
     for digit in answer:
         if digit in left:
             left.remove(digit)
-            found += 1
-    return found / len(answer)
+            count += 1
+    return count / len(answer)
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Task:

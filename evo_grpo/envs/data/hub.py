@@ -7,7 +7,7 @@ revision first, because the package waits for minutes for a Hub that does not an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TIMEOUT = 10.0
 """Seconds that the Hub may take to answer."""
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
-_MEDIA = ("Image", "Audio", "Video")
+_MEDIA = re.compile(r"\b(Image|Audio|Video)\(")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SPLITS = ("train", "validation", "test")
 
@@ -36,42 +36,40 @@ def hub_dataset(source: object) -> HubDataset | None:
         return source
     if not isinstance(source, str) or not _ID.fullmatch(source):
         return None
-    if (
-        re.fullmatch(r"\.[A-Za-z]\w*", Path(source).suffix)
-        or source[0] == "."
-        or find(source).exists()
-    ):
+    ends_as_file = re.fullmatch(r"\.[A-Za-z]\w*", Path(source).suffix)
+    if ends_as_file or source[0] == "." or find(source).exists():
         return None
     return HubDataset(path=source)
 
 
 def read_hub(dataset: HubDataset, name: str, gigabytes: float) -> list[dict[str, Any]]:
     """Read the split that a dataset names, or else the split in `name`, such as "env.train"."""
-    wanted = _with_split(dataset, name)
-    key = wanted.model_dump_json()
+    part = _with_split(dataset, name)
+    key = part.model_dump_json()
     if key in _ROWS:
         return _ROWS[key]
     where = f"{name}: the dataset {dataset.path!r}"
-    rows = _rows(wanted, _commit(wanted, where), where, gigabytes)
-    if _COMMIT.fullmatch(wanted.revision or ""):
+    rows = _rows(part, _commit(part, where), where, gigabytes)
+    if _COMMIT.fullmatch(part.revision or ""):
         _ROWS[key] = rows
     return rows
 
 
 def pinned(env: EnvConfig) -> dict[str, HubDataset]:
     """Return the datasets of the Hub in `env`, by setting, with their present commits."""
-    found: dict[str, HubDataset] = {}
-    for name in _SPLITS:
-        dataset = hub_dataset(getattr(env, name))
-        if dataset is not None:
-            where = f"env.{name}: the dataset {dataset.path!r}"
-            found[name] = _with_split(dataset, name).replace(revision=_commit(dataset, where))
-    return found
+    sources = {name: hub_dataset(getattr(env, name)) for name in _SPLITS}
+    return {
+        name: _with_split(one, name).replace(
+            revision=_commit(one, f"env.{name}: the dataset {one.path!r}")
+        )
+        for name, one in sources.items()
+        if one is not None
+    }
 
 
 def _with_split(dataset: HubDataset, name: str) -> HubDataset:
-    own = name.rpartition(".")[2]
-    return dataset.replace(split=dataset.split or (own if own in _SPLITS else "train"))
+    setting = name.rpartition(".")[2]
+    return dataset.replace(split=dataset.split or (setting if setting in _SPLITS else "train"))
 
 
 def _commit(dataset: HubDataset, where: str) -> str | None:
@@ -88,26 +86,25 @@ def _commit(dataset: HubDataset, where: str) -> str | None:
         return dataset.revision
     page = f"{constants.ENDPOINT}/datasets/{dataset.path}"
     try:
-        info = HfApi().dataset_info(dataset.path, revision=dataset.revision, timeout=TIMEOUT)
+        return HfApi().dataset_info(dataset.path, revision=dataset.revision, timeout=TIMEOUT).sha
     except RevisionNotFoundError:
-        raise DataError(
-            f"{where}: expected a branch, tag or commit of it as revision, got "
-            f"{dataset.revision!r}; see {page}"
-        ) from None
+        why = (
+            f"expected a branch, tag or commit of it as revision, got {dataset.revision!r}; see "
+            f"{page}"
+        )
     except (RepositoryNotFoundError, HFValidationError) as error:  # the first if it is gated too
-        raise DataError(
-            f"{where}: expected one of the Hub that you may read, got {type(error).__name__}; "
-            f"correct the name owner/name, give the path of a file, or ask for access at {page} "
-            "and log in with hf auth login, or give a token in HF_TOKEN"
-        ) from None
+        why = (
+            f"expected one of the Hub that you may read, got {type(error).__name__}; correct the "
+            f"name owner/name, give the path of a file, or ask for access at {page} and log in "
+            "with hf auth login, or give a token in HF_TOKEN"
+        )
     except Exception as error:  # its client has changed the library of its requests
-        why = hub_words(str(error)) or type(error).__name__
-        raise DataError(
-            f"{where}: expected an answer of {constants.ENDPOINT} within {TIMEOUT:g} s, got none "
-            f"({why}); try again, or use the copy in the cache, if there is one, with "
-            "HF_HUB_OFFLINE=1"
-        ) from None
-    return info.sha
+        why = (
+            f"expected an answer of {constants.ENDPOINT} within {TIMEOUT:g} s, got none "
+            f"({hub_words(str(error)) or type(error).__name__}); try again, or use the copy in "
+            "the cache, if there is one, with HF_HUB_OFFLINE=1"
+        )
+    raise DataError(f"{where}: {why}")
 
 
 def _rows(
@@ -153,19 +150,9 @@ def check_text_only(dataset: object, name: str) -> None:
     """Refuse a datasets.Dataset with a column of images or the like, before it decodes them."""
     features: Mapping[str, object] = getattr(dataset, "features", None) or {}
     for column, feature in features.items():
-        for kind in filter(_MEDIA.__contains__, _kinds(feature)):
+        if media := _MEDIA.search(repr(feature)):  # also in lists and mappings
             raise DataError(
-                f'{name}: expected columns of text and numbers, got "{column}" of the type {kind}, '
-                "and the models here read text; leave it out by .remove_columns, or by the key "
-                "columns of a dataset of the Hub"
+                f'{name}: expected columns of text and numbers, got "{column}" of the type '
+                f"{media[1]}, and the models here read text; leave it out by .remove_columns, or "
+                "by the key columns of a dataset of the Hub"
             )
-
-
-def _kinds(feature: Any) -> Iterator[str]:  # noqa: ANN401 -- a feature of datasets, or a list or mapping
-    """Yield the names of the types of a feature and of those inside it."""
-    yield type(feature).__name__
-    inside = feature.values() if isinstance(feature, Mapping) else feature
-    if not isinstance(feature, Mapping | list | tuple):
-        inside = [feature.feature] if hasattr(feature, "feature") else []
-    for one in inside:
-        yield from _kinds(one)

@@ -5,11 +5,11 @@ Files may come from strangers: a small compressed file may need much memory, so 
 
 from __future__ import annotations
 
-import io
+import csv
 import json
 import re
 import stat
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast, final
 
@@ -23,8 +23,6 @@ from evo_grpo.settings.objects import OBJECT, PythonObject
 
 MAX_GIGABYTES = 1.0
 """Default of `env.max_data_gb`."""
-HOLE = 4096
-"""Bytes of 0 in a row that are no text."""
 VALUE_BYTES = 64
 """Estimated memory of a value, beside its characters."""
 MOST_LEVELS = 200
@@ -89,32 +87,37 @@ def read_rows(source: object, name: str = "dataset", gigabytes: float = MAX_GIGA
     """
     if isinstance(source, PythonObject):
         source = source.value
-    hub = hub_dataset(source)
-    if hub is not None:
-        return _checked(read_hub(hub, name, gigabytes), f"{name} ({hub.path}), row")
-    if isinstance(source, str | Path):
-        return _read_file(Path(source), name, gigabytes)
-    rows: list[Any]
+    if (hub := hub_dataset(source)) is not None:
+        place, rows = f"{name} ({hub.path})", enumerate(read_hub(hub, name, gigabytes))
+    elif isinstance(source, str | Path):
+        place, rows = f"{name} ({source})", _file_rows(Path(source), name, gigabytes)
+    else:
+        place, rows = name, enumerate(_object_rows(source, name))
+    in_lines = isinstance(source, str | Path) and Path(source).suffix.lower() in _OF_LINES
+    where = f"{place}, {'line' if in_lines else 'row'}"
+    read = [_row(values, where, number) for number, values in rows]
+    if not read:
+        raise DataError(f"{place}: expected at least one row, got none")
+    return read
+
+
+def _object_rows(source: object, name: str) -> list[Any]:
     if hasattr(source, "columns") and hasattr(source, "notna"):  # a pandas frame
         frame = cast("Any", source)
         _check_once(map(str, frame.columns), f"{name}: the frame")
-        rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    elif isinstance(source, Mapping):
+        return frame.astype(object).where(frame.notna(), None).to_dict("records")
+    is_sequence = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    if isinstance(source, Mapping) or not is_sequence:
+        got = f"{type(source).__name__}; a stream becomes a list with list(stream.take(1000))"
+        if isinstance(source, Mapping):
+            keys = listed(map(str, cast("Mapping[Any, Any]", source)))
+            got = f'a mapping with the keys {keys}; pass a split, for instance dataset["train"]'
         raise DataError(
-            f"{name}: expected one split, got a mapping with the keys {listed(map(str, source))}; "
-            'pass one of its values, for instance dataset["train"]'
+            f"{name}: expected a datasets.Dataset, a list of dicts, a pandas frame or a path, got "
+            f"{got}"
         )
-    elif hasattr(source, "__len__") and hasattr(source, "__getitem__"):
-        check_text_only(source, name)
-        rows = list(cast("Sequence[Any]", source))
-    else:
-        raise DataError(
-            f"{name}: expected a datasets.Dataset, a list of dicts, a pandas frame or a path, "
-            f"got {type(source).__name__}; a stream becomes a list with list(stream.take(1000))"
-        )
-    if not rows:
-        raise DataError(f"{name}: expected at least one row, got an empty dataset")
-    return _checked(rows, f"{name}, row")
+    check_text_only(source, name)
+    return list(cast("Sequence[Any]", source))
 
 
 def require_columns(
@@ -132,178 +135,25 @@ def require_columns(
         for column, who in needs.items():
             if column in row and (row[column] is not None or column not in filled):
                 continue
-            place = place_of(row, f"{name}, row {number}")
+            why = f'the column "{column}" is None, which {who} would print as "None"; {NO_NONE}'
             if column not in row:
-                raise DataError(
-                    f'{place}: no column "{column}", which {who} needs.'
-                    f"{nearest(column, row)} Columns of the row: {listed(row)}"
+                why = (
+                    f'no column "{column}", which {who} needs.{nearest(column, row)} '
+                    f"Columns of the row: {listed(row)}"
                 )
-            raise DataError(
-                f'{place}: the column "{column}" is None, which {who} would print as "None"; '
-                f"{NO_NONE}"
-            )
+            raise DataError(f"{place_of(row, f'{name}, row {number}')}: {why}")
 
 
-def _checked(rows: Sequence[Any], source: str, numbers: Sequence[int] | None = None) -> list[Row]:
-    """Return rows with their places: `source` and a number in the file; None counts from 0."""
-    checked: list[Row] = []
-    for number, row in zip(numbers or range(len(rows)), rows, strict=True):
-        if not isinstance(row, Mapping):
-            raise DataError(
-                f"{source} {number}: expected a mapping of column to value, "
-                f"got {type(row).__name__} {str(row)[:60]!r}"
-            )
-        wrong = [key for key in row if not isinstance(key, str)]
-        if wrong:
-            raise DataError(
-                f"{source} {number}: expected strings as names of columns, got {wrong[0]!r}; "
-                "rename it"
-            )
-        checked.append(row if isinstance(row, Row) else Row(row, source, number))
-    return checked
-
-
-def _read_file(path: Path, name: str, gigabytes: float) -> list[Row]:
-    if str(path).startswith(OBJECT):
+def _row(values: Any, source: str, number: int) -> Row:  # noqa: ANN401 -- of any dataset
+    """Return a row of `source`, such as "train (rows.jsonl), line"."""
+    if isinstance(values, Row):
+        return values
+    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
         raise DataError(
-            f"{name}: expected rows, got {str(path)!r}, which stands for rows given from Python; "
-            "give them from Python again"
+            f"{source} {number}: expected a mapping of names of columns to values, got "
+            f"{type(values).__name__} {excerpt(str(values))}"
         )
-    reader = _READERS.get(path.suffix.lower())
-    called = f"{name} ({path})"
-    try:
-        path = find(path)
-        there, is_folder = path.exists(), path.is_dir()
-    except (OSError, RuntimeError) as error:  # a name that is too long, or ~ without a home folder
-        why = getattr(error, "strerror", error)
-        raise DataError(f"{name}: no file {shorten(str(path))!r}: {why}") from error
-    if not there:
-        raise DataError(
-            f"{name}: no file {str(path)!r} (looked in {' and '.join(map(str, folders()))}); a "
-            "dataset of the Hugging Face Hub is named owner/name"
-        )
-    if reader is None or is_folder:
-        raise DataError(
-            f"{name}: cannot read {str(path)!r}: expected a file ending in {listed(_READERS)}, "
-            f"got {'a folder' if is_folder else f'the ending {path.suffix!r}'}"
-        )
-    try:
-        rows, lines = reader(BoundedFile(path, name, gigabytes))
-    except OSError as error:
-        raise DataError(f"{name}: cannot read {str(path)!r}: {error}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{name}: cannot read {str(path)!r} as UTF-8 text: {error}; save it as UTF-8"
-        ) from error
-    if not rows:
-        raise DataError(f"{name}: expected at least one row in {str(path)!r}, got none")
-    return _checked(rows, f"{called}, {'row' if lines is None else 'line'}", lines)
-
-
-@final
-class BoundedFile:
-    """A regular file, and an estimate of the memory that its contents take."""
-
-    def __init__(self, path: Path, name: str, gigabytes: float = MAX_GIGABYTES) -> None:
-        self.path, self.name = path, name
-        self.left = self._limit = int(gigabytes * 1e9)
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise DataError(
-                f"{name}: cannot read {str(path)!r}: expected a regular file, got a pipe, a device "
-                "or a socket; write its rows to a file"
-            )
-
-    def spend(self, count: int) -> None:
-        """Count bytes of memory; refuse to exceed the limit."""
-        self.left -= count
-        if self.left < 0:
-            raise DataError(
-                f"{self.name}: {str(self.path)!r}: expected rows of at most "
-                f"{self._limit / 1e9:g} GB in memory, got more; give a smaller file, or raise "
-                "env.max_data_gb"
-            )
-
-    def open(self, newline: str | None = None) -> TextIO:
-        """Open the file as UTF-8 text; reading more than the limit is an error."""
-        # utf-8-sig: spreadsheets begin a file with a byte-order mark, which would become part of
-        # a column's name.
-        raw = io.BufferedReader(_Counted(self))
-        return io.TextIOWrapper(raw, encoding="utf-8-sig", newline=newline)
-
-
-class _Counted(io.RawIOBase):
-    """The bytes of a file, counted as they are read."""
-
-    def __init__(self, file: BoundedFile) -> None:
-        self._file, self._inner = file, file.path.open("rb", buffering=0)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] -- a writable buffer
-        count = self._inner.readinto(buffer) or 0
-        self._file.spend(count)
-        # A hole, which takes no room on the disk, reads as bytes of 0.
-        if count >= HOLE and not bytes(buffer[:count]).strip(b"\0"):
-            raise DataError(
-                f"{self._file.name}: cannot read {str(self._file.path)!r}: expected UTF-8 text, "
-                "got bytes of 0; save it as UTF-8"
-            )
-        return count
-
-    def close(self) -> None:
-        self._inner.close()
-        super().close()
-
-
-_Read = tuple[list[Any], Sequence[int] | None]
-"""Rows of a file, and the line in which each begins, or None where lines are no rows."""
-
-
-def _read_csv(file: BoundedFile) -> _Read:
-    import csv  # only this kind of file needs it
-
-    path, name = str(file.path), file.name
-    delimiter = "\t" if file.path.suffix.lower() == ".tsv" else ","
-    rows: list[Any] = []
-    lines: list[int] = []
-    # The process limits a field to 131,072 characters; the file has another limit.
-    csv.field_size_limit(max(csv.field_size_limit(), file.left))
-    with file.open(newline="") as text:
-        reader = csv.DictReader(text, delimiter=delimiter, restkey=None, restval=None)
-        try:
-            columns = list(reader.fieldnames or ())
-            _check_header(columns, f"{name}: the header of {path!r}")
-            for row in reader:
-                file.spend(VALUE_BYTES * (len(columns) + 1))
-                if None in row or None in row.values():
-                    raise DataError(
-                        f"{name}: line {reader.line_num} of {path!r} has more or fewer values than "
-                        f"the header has columns ({listed(c for c in row if c)}); quote values "
-                        f"that hold a {delimiter!r}"
-                    )
-                rows.append(row)
-                # A row ends in the line that was read last, and may have begun above it.
-                lines.append(reader.line_num - sum(value.count("\n") for value in row.values()))
-        except csv.Error as error:
-            raise DataError(
-                f"{name}: line {reader.line_num} of {path!r} cannot be read: {error}"
-            ) from error
-    for row in rows:
-        row.pop("", None)  # the index of a pandas frame
-    return rows, lines
-
-
-def _check_header(columns: Sequence[str], where: str) -> None:
-    """Refuse columns of a CSV that share a name or have none, except for the index of pandas."""
-    unnamed = [number for number, column in enumerate(columns, start=1) if not column]
-    if unnamed not in ([], [1]) or len(columns) == len(unnamed) == 1:
-        raise DataError(
-            f"{where}: expected a name for every column, got none for column {unnamed[-1]}; name "
-            "it, or remove it (only a first column may have no name, which is left out: the index "
-            "of a pandas frame)"
-        )
-    _check_once(columns, where)
+    return Row(values, source, number)
 
 
 def _check_once(columns: Iterable[str], where: str) -> None:
@@ -316,58 +166,124 @@ def _check_once(columns: Iterable[str], where: str) -> None:
         seen.add(column)
 
 
-def _read_jsonl(file: BoundedFile) -> _Read:
-    rows: list[Any] = []
-    lines: list[int] = []
+_Rows = Iterator[tuple[int, Any]]
+"""The rows of a file, each with the line in which it begins, or its number where lines are no
+rows."""
+
+
+def _file_rows(path: Path, name: str, gigabytes: float) -> _Rows:
+    reader = _READERS.get(path.suffix.lower())
+    try:
+        place = find(path)
+        mode = place.stat().st_mode
+    except (OSError, ValueError, RuntimeError) as error:  # also ~ without a home folder
+        hint = "a dataset of the Hugging Face Hub is named owner/name"
+        if str(path).startswith(OBJECT):
+            hint = "it stands for rows given from Python; give them from Python again"
+        raise DataError(
+            f"{name}: no file {shorten(str(path))!r} (looked in "
+            f"{' and '.join(map(str, folders()))}): {getattr(error, 'strerror', error)}; {hint}"
+        ) from error
+    if reader is None or not stat.S_ISREG(mode):
+        got = f"the ending {path.suffix!r}"
+        if not stat.S_ISREG(mode):
+            got = "a folder" if stat.S_ISDIR(mode) else "a pipe, a device or a socket"
+        raise DataError(
+            f"{name}: cannot read {str(path)!r}: expected a regular file ending in "
+            f"{listed(_READERS)}, got {got}"
+        )
+    file = BoundedFile(place, f"{name} ({path})", gigabytes)
+    try:
+        yield from reader(file)
+    except DataError:
+        raise
+    except RecursionError as error:
+        raise _too_deep(file.place) from error
+    except (OSError, ValueError, csv.Error) as error:  # JSON and UTF-8 raise ValueErrors
+        kind = place.suffix.lstrip(".").upper()
+        raise DataError(
+            f"{file.place}: cannot be read as {kind} in UTF-8: {shorten(str(error))}"
+        ) from error
+
+
+@final
+class BoundedFile:
+    """A file, an estimate of the memory that its contents take, and the place that is read."""
+
+    def __init__(self, path: Path, name: str, gigabytes: float) -> None:
+        self.path, self.name, self.place = path, name, name
+        self.left = self._limit = int(gigabytes * 1e9)
+
+    def spend(self, count: int) -> None:
+        """Count bytes of memory; refuse to exceed the limit."""
+        self.left -= count
+        if self.left < 0:
+            raise DataError(
+                f"{self.name}: expected rows of at most {self._limit / 1e9:g} GB in memory, got "
+                "more; give a smaller file, or raise env.max_data_gb"
+            )
+
+    def open(self, newline: str | None = None) -> TextIO:
+        """Open the file as UTF-8 text, and count its characters."""
+        self.spend(self.path.stat().st_size)
+        # utf-8-sig: spreadsheets begin a file with a byte-order mark, which would become part of
+        # a column's name.
+        return self.path.open(encoding="utf-8-sig", newline=newline)
+
+
+def _read_csv(file: BoundedFile) -> _Rows:
+    delimiter = "\t" if file.path.suffix.lower() == ".tsv" else ","
+    # The process limits a field to 131,072 characters; the file has another limit.
+    csv.field_size_limit(max(csv.field_size_limit(), file.left))
+    with file.open(newline="") as text:
+        reader = csv.DictReader(text, delimiter=delimiter, restkey=None, restval=None)
+        columns = list(reader.fieldnames or ())
+        _check_once(filter(None, columns), f"{file.name}: the header")
+        for row in reader:
+            file.place = f"{file.name}, line {reader.line_num}"
+            file.spend(VALUE_BYTES * (len(columns) + 1))
+            if None in row or None in row.values():
+                raise DataError(
+                    f"{file.place}: more or fewer values than the header has columns "
+                    f"({listed(filter(None, row))}); quote values that hold a {delimiter!r}"
+                )
+            # A row ends in the line that was read last, and may have begun above it.
+            begin = reader.line_num - sum(value.count("\n") for value in row.values())
+            row.pop("", None)  # the index of a pandas frame has no name
+            yield begin, row
+
+
+def _read_jsonl(file: BoundedFile) -> _Rows:
     with file.open() as text:
         for number, line in enumerate(text, start=1):
             if line.strip():
-                where = f"{file.name}: line {number} of {str(file.path)!r}"
-                rows.append(_parsed(file, line, where))
-                lines.append(number)
-                if _is_suspect(line):
-                    _check(rows[-1], where)
-    return rows, lines
+                file.place = f"{file.name}, line {number}"
+                yield number, _parsed(file, line, MOST_LEVELS)
 
 
-def _read_json(file: BoundedFile) -> _Read:
-    path, name = str(file.path), file.name
+def _read_json(file: BoundedFile) -> _Rows:
     with file.open() as opened:
-        text = opened.read()
-    rows = _parsed(file, text, f"{name}: {path!r}")
+        rows = _parsed(file, opened.read(), MOST_LEVELS + 1)
     if not isinstance(rows, list):
         raise DataError(
-            f"{name}: expected {path!r} to hold a list of objects, got {type(rows).__name__}; "
-            "one object per line belongs in a file ending in .jsonl"
+            f"{file.name}: expected a list of objects, got {type(rows).__name__}; one object per "
+            "line belongs in a file ending in .jsonl"
         )
-    found = cast("list[Any]", rows)
-    if _is_suspect(text):
-        for number, row in enumerate(found):
-            _check(row, f"{name}: row {number} of {path!r}")
-    return found, None
+    yield from enumerate(cast("list[Any]", rows))
 
 
-def _parsed(file: BoundedFile, text: str, where: str) -> object:
+def _parsed(file: BoundedFile, text: str, levels: int) -> object:
     # An estimate of the memory of the values, beside their characters.
     file.spend(VALUE_BYTES * sum(map(text.count, ",[{")))
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise _too_deep(where) from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
-    except ValueError as error:  # an integer of thousands of digits
-        raise DataError(f"{where} cannot be read: {shorten(str(error))}") from error
+    value = json.loads(text)
+    # Few texts may hold what a row cannot hold, and are looked through.
+    if text.count("[") + text.count("{") > levels or _HALF.search(text):
+        _check(value, file.place, levels)
+    return value
 
 
-def _is_suspect(text: str) -> bool:
-    """Return whether JSON may hold values that a row cannot hold, so that they must be checked."""
-    deep = text.count("[") + text.count("{") > MOST_LEVELS
-    return deep or _HALF.search(text) is not None
-
-
-def _check(value: object, where: str, above: int = 0) -> None:
-    """Refuse a row that is nested too deep or holds a lone surrogate."""
+def _check(value: object, where: str, levels: int) -> None:
+    """Refuse a value that is nested too deep or holds a lone surrogate."""
     if isinstance(value, str) and _HALF_CHARACTER.search(value):
         raise DataError(
             f"{where} has a string with half a character (a lone surrogate): {excerpt(value)}; "
@@ -375,12 +291,11 @@ def _check(value: object, where: str, above: int = 0) -> None:
         )
     if not isinstance(value, Mapping | list):
         return
-    if above >= MOST_LEVELS:
+    if not levels:
         raise _too_deep(where)
     inside = cast("Mapping[object, object] | list[object]", value)
-    values = [*inside, *(inside.values() if isinstance(inside, Mapping) else ())]
-    for inner in values:
-        _check(inner, where, above + 1)
+    for inner in (*inside, *(inside.values() if isinstance(inside, Mapping) else ())):
+        _check(inner, where, levels - 1)
 
 
 def _too_deep(where: str) -> DataError:
@@ -390,47 +305,46 @@ def _too_deep(where: str) -> DataError:
     )
 
 
-def _read_parquet(file: BoundedFile) -> _Read:
-    path, name = str(file.path), file.name
+def _read_parquet(file: BoundedFile) -> _Rows:
     try:
         # Imported here: an extra, and slow to load for runs that read no Parquet.
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise EngineUnavailable(
-            f'{name}: reading {path!r} needs pyarrow: pip install "evo-grpo[data]"'
+            f'{file.name}: reading it needs pyarrow: pip install "evo-grpo[data]"'
         ) from error
-    unreadable = ArrowException, ValueError, ArithmeticError, RecursionError, ImportError
-    rows: list[Any] = []
+    count = 0
     try:
         with ParquetFile(file.path) as opened:
-            _check_once(opened.schema_arrow.names, f"{name}: {path!r}")
+            _check_once(opened.schema_arrow.names, file.name)
             # A value that is stored once may stand in every row and fill any memory, so rows are
             # decoded few at a time.
             for part in opened.iter_batches(ROWS_AT_ONCE):
-                try:
-                    read = part.to_pylist()
-                # A time or number that Python has no type for, or text that is not UTF-8.
-                except unreadable as error:
-                    raise DataError(
-                        f"{name}: {path!r}, rows {len(rows)} to {len(rows) + part.num_rows - 1}: "
-                        f"expected values that Python can hold: {shorten(str(error))}; convert the "
-                        "column, for instance to strings"
-                    ) from error
+                file.place = f"{file.name}, rows {count} to {count + part.num_rows - 1}"
+                rows = part.to_pylist()
                 # The text of the values, since Arrow stores equal ones once.
-                file.spend(len(repr(read)) + VALUE_BYTES * len(read) * (part.num_columns + 1))
-                rows += read
-    except ArrowException as error:
-        raise DataError(f"{name}: {path!r} is not a Parquet file: {shorten(str(error))}") from error
-    return rows, None
+                file.spend(len(repr(rows)) + VALUE_BYTES * len(rows) * (part.num_columns + 1))
+                yield from enumerate(rows, count)
+                count += len(rows)
+    except DataError:
+        raise
+    # A time or number that Python has no type for, text that is not UTF-8, or no Parquet at all.
+    except (ArrowException, ValueError, ArithmeticError, RecursionError, ImportError) as error:
+        raise DataError(
+            f"{file.place}: expected Parquet with values that Python can hold: "
+            f"{shorten(str(error))}; convert the column, for instance to strings"
+        ) from error
 
 
 # Not pandas: its readers parse numbers and dates ("019" becomes 19), turn integers beside a missing
 # value into floats and lists into arrays, and accept rows of the wrong length.
-_READERS: dict[str, Callable[[BoundedFile], _Read]] = {
+_READERS: dict[str, Callable[[BoundedFile], _Rows]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
 }
+_OF_LINES = (".csv", ".tsv", ".jsonl")
+"""Endings of files whose rows are counted by lines."""

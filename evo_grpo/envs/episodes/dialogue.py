@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.errors import ConfigError
+from evo_grpo.escaping import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
@@ -50,14 +51,8 @@ class Dialogue:
                 f"opening template: expected {{{OBSERVATION}}} as its only column, got {unknown}; "
                 "a brace that is no column is doubled"
             )
-        if self.raw:
-            return
-        if not tokenizer.chat_template:
-            raise ConfigError(
-                "multi-turn environment: the tokenizer has no chat template for its messages; set "
-                "tokenizer.chat_template, or choose raw text with apply_chat_template=False"
-            )
-        self._between("x")
+        if not self.raw:
+            self._between("x")  # refuses a chat template that is missing or takes no turns
 
     @property
     def raw(self) -> bool:
@@ -99,15 +94,13 @@ class Dialogue:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self._template.keywords
             )
-        except (TemplateError, ValueError) as error:
+            before, mark, after = str(text).partition(_COMPLETION)
+            if not mark:
+                raise ValueError(f"it leaves out the completion: {excerpt(before)}")
+        except (TemplateError, ValueError) as error:  # also a tokenizer without a chat template
             raise ConfigError(
-                "multi-turn environment: the tokenizer's chat template refuses a conversation of "
-                f"several turns ({error}); choose raw text with apply_chat_template=False"
+                "multi-turn environment: the tokenizer has no chat template that renders a "
+                f"conversation of several turns ({shorten(str(error))}); set "
+                "tokenizer.chat_template, or choose raw text with apply_chat_template=False"
             ) from error
-        before, found, after = str(text).partition(_COMPLETION)
-        if not found:
-            raise ConfigError(
-                "multi-turn environment: the tokenizer's chat template leaves out the "
-                f"completion ({excerpt(before)}); choose raw text with apply_chat_template=False"
-            )
         return after

@@ -39,9 +39,6 @@ _SEEDS = 2**31
 class MultiTurnGym:
     """An environment of many turns whose episodes follow from seeds and earn a cumulative reward.
 
-    Between episodes it keeps only the environments, which it resets, and the number of consecutive
-    seeds whose episodes were all dropped.
-
     Args:
         env_factory: Returns a new environment at each call: a `MultiTurnEnv`, or a
             `TokenObservationWrapper` around one.
@@ -53,8 +50,8 @@ class MultiTurnGym:
         max_output_tokens: Tokens of one completion; None takes the wrapper's.
         max_model_len: Tokens of an episode; None takes the wrapper's, and the model's context.
         apply_chat_template: As for `TokenObservationWrapper`, around a bare environment.
-        conversation_template: As for `TokenObservationWrapper`, around a bare environment.
-        chat_template_kwargs: As for `TokenObservationWrapper`, around a bare environment.
+        conversation_template: The same.
+        chat_template_kwargs: The same.
         max_environments: Most environments at once; the episodes of a step are then played in
             several waves. None is one environment per episode.
         evaluation_size: Default number of episode seeds of a split.
@@ -84,12 +81,13 @@ class MultiTurnGym:
         reward_timeout: float | None = RewardCalls().reward_timeout,
     ) -> None:
         self.reward_timeout = RewardCalls(reward_timeout=reward_timeout).reward_timeout
-        for label, value in (
-            ("max_turns", max_turns),
-            ("batch_size", batch_size),
-            ("max_environments", max_environments),
-            ("evaluation_size", evaluation_size),
-        ):
+        counts = {
+            "max_turns": max_turns,
+            "batch_size": batch_size,
+            "max_environments": max_environments,
+            "evaluation_size": evaluation_size,
+        }
+        for label, value in counts.items():
             if value is not None and (isinstance(value, bool) or not value >= 1):
                 raise ConfigError(f"{label}: expected an integer >= 1, got {value!r}")
         self.factory = env_factory
@@ -149,9 +147,7 @@ class MultiTurnGym:
         """Return the episode seeds of a step, `size` or `batch_size`; the same at every call."""
         size = self.batch_size if size is None else size
         if step < 0 or size < 1:
-            raise ConfigError(
-                f"batch: expected step >= 0 and size >= 1, got step {step}, size {size}"
-            )
+            raise ConfigError(f"batch: expected step >= 0, size >= 1, got step {step}, size {size}")
         return self._seeds("train", step * size, size)
 
     def prompts(self, split: Split, size: int | None = None) -> list[int]:
@@ -194,11 +190,7 @@ class MultiTurnGym:
                 self._idle.append(episode)
 
     def count_failures(self, episodes: Sequence[Trajectory], seeds: int) -> None:
-        """Count the consecutive seeds in which all episodes of one play failed.
-
-        Raises:
-            RunFailedError: There are `MAX_FAILED_SEEDS` or more: the environment is broken.
-        """
+        """Count the consecutive seeds whose episodes all failed; `MAX_FAILED_SEEDS` end the run."""
         reasons = Counter(t.error for t in episodes)
         with self._shared:
             # Plays that go on at once have the same seeds.
@@ -236,15 +228,12 @@ class MultiTurnGym:
         return made
 
     def _wrapped(self, made: object) -> TokenObservationWrapper:
-        if not isinstance(made, MultiTurnEnv):
+        bare = isinstance(made, MultiTurnEnv)
+        if not bare or self.tokenizer is None or self._max_turns is None:
             raise ConfigError(
-                "env_factory: expected an environment with reset(seed) and step(action), or a "
-                f"TokenObservationWrapper around one, got {type(made).__name__}"
-            )
-        if self.tokenizer is None or self._max_turns is None:
-            raise ConfigError(
-                f"env_factory: {type(made).__name__} is a bare environment; pass tokenizer= and "
-                "max_turns= too, or return a TokenObservationWrapper around it"
+                "env_factory: expected a TokenObservationWrapper, or, with tokenizer= and "
+                "max_turns=, an environment with reset(seed) and step(action), got "
+                f"{type(made).__name__}{' without the two' if bare else ''}"
             )
         return TokenObservationWrapper(
             made,

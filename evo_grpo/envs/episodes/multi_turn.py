@@ -223,9 +223,7 @@ class TokenObservationWrapper:
     def take_turn(self, completion: Completion) -> tuple[float, dict[str, Any]]:
         """Hand a sampled completion to the environment; return the turn's reward, and info.
 
-        Raises:
-            ConfigError: The episode is over.
-            Exception: Any error of the environment; `drop` then records it.
+        Raises any error of the environment, which `drop` then records.
         """
         if self.end:
             raise ConfigError(
@@ -337,20 +335,19 @@ class TokenObservationWrapper:
 
 def check_reset(name: str, returned: object) -> tuple[str, dict[str, Any]]:
     """Check the result of `reset`: (text, info)."""
-    place = f"{name}.reset"
-    text, info = _parts(place, returned, ("text", "info"))
-    return check_text(place, text), _info(place, info)
+    text, info = _checked_parts(f"{name}.reset", returned, ("text", "info"))
+    return check_text(f"{name}.reset", text), info
 
 
 def check_step(name: str, returned: object) -> tuple[object, float, bool, bool, dict[str, Any]]:
     """Check the result of `step`: (text, reward, terminated, truncated, info), without the text."""
     place = f"{name}.step"
-    text, reward, terminated, truncated, info = _parts(
+    text, reward, terminated, truncated, info = _checked_parts(
         place, returned, ("text", "reward", "terminated", "truncated", "info")
     )
     number = check_reward(place, reward)
     ends = check_flag(place, "terminated", terminated), check_flag(place, "truncated", truncated)
-    return text, number, *ends, _info(place, info)
+    return text, number, *ends, info
 
 
 def check_reward(place: str, reward: Any) -> float:  # noqa: ANN401 -- whatever a game returned
@@ -368,13 +365,12 @@ def check_reward(place: str, reward: Any) -> float:  # noqa: ANN401 -- whatever 
 
 def check_text(place: str, value: object) -> str:
     """Return a message as a string of at most `LONGEST_MESSAGE` characters, or raise DataError."""
-    if not issubclass(type(value), str):
-        raise DataError(f"{place}: expected a string for the policy, got {shown(value)}")
-    text = cast("str", value)
-    if len(text) > LONGEST_MESSAGE:
+    text = cast("str", value) if issubclass(type(value), str) else None
+    if text is None or len(text) > LONGEST_MESSAGE:
+        got = shown(value) if text is None else f"{len(text):,}: {excerpt(text)}"
         raise DataError(
-            f"{place}: expected a message of at most {LONGEST_MESSAGE:,} characters, got "
-            f"{len(text):,}: {excerpt(text)}; shorten it"
+            f"{place}: expected a string for the policy, of at most {LONGEST_MESSAGE:,} "
+            f"characters, got {got}"
         )
     return text
 
@@ -398,15 +394,16 @@ def check_flag(place: str, name: str, value: Any) -> bool:  # noqa: ANN401 -- wh
     ) from cause
 
 
-def _info(place: str, value: Any) -> dict[str, Any]:  # noqa: ANN401 -- whatever a game returned
+def _checked_parts(place: str, returned: object, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return the parts of a tuple, the last of which becomes a dict."""
     try:
-        return {} if value is None else dict(value)
-    except Exception as error:
-        raise DataError(f"{place}: expected info to be a dict, got {shown(value)}") from error
-
-
-def _parts(place: str, returned: object, names: tuple[str, ...]) -> tuple[Any, ...]:
-    # By type(): a value may report another __class__, or raise.
-    if not issubclass(type(returned), tuple) or len(cast("Any", returned)) != len(names):
-        raise DataError(f"{place}: expected a tuple ({', '.join(names)}), got {shown(returned)}")
-    return cast("tuple[Any, ...]", returned)
+        # By type(): a value may report another __class__, or raise.
+        if not issubclass(type(returned), tuple) or len(cast("Any", returned)) != len(names):
+            raise TypeError(type(returned))
+        *parts, info = cast("tuple[Any, ...]", returned)
+        return *parts, {} if info is None else dict(info)
+    except Exception as error:  # info may be any object
+        raise DataError(
+            f"{place}: expected a tuple ({', '.join(names)}) with a dict as info, got "
+            f"{shown(returned)}"
+        ) from error

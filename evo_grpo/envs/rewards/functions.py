@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -65,39 +65,35 @@ class RewardFunction:
 
     def __post_init__(self) -> None:
         """Check that `fn` can be called with a completion, and the range of the weight."""
+        if (problem := next(self._problems(), None)) is not None:
+            raise ConfigError(f"reward function {self.name!r}: {problem}")
+
+    def _problems(self) -> Iterator[str]:
         if not callable(self.fn) or isclass(self.fn):
-            raise ConfigError(
-                f"reward function {self.name!r}: expected a function, got {self.fn!r}"
-                f"{'; make an instance of it' if isclass(self.fn) else ''}"
-            )
+            hint = "; make an instance of it" if isclass(self.fn) else ""
+            yield f"expected a function, got {self.fn!r}{hint}"
         if isinstance(self.weight, str) or not -LARGEST <= self.weight <= LARGEST:
-            raise ConfigError(
-                f"reward function {self.name!r}: expected a finite weight, got {self.weight!r}; "
-                f"give one from -{LARGEST:g} to {LARGEST:g}"
+            yield (
+                f"expected a finite weight, got {self.weight!r}; give one from -{LARGEST:g} to "
+                f"{LARGEST:g}"
             )
-        by_position = [
-            p.name for p in self._parameters().values() if p.kind is Parameter.POSITIONAL_ONLY
-        ]
-        if by_position:
-            raise ConfigError(
-                f"reward function {self.name!r}: arguments are passed by name, and "
-                f"{listed(by_position)} "
-                "can only be passed by position; wrap it: lambda completion, answer: "
-                "fn(completion, answer)"
+        parameters = self._parameters()
+        unnamed = [p.name for p in parameters.values() if p.kind is Parameter.POSITIONAL_ONLY]
+        if unnamed:
+            yield (
+                f"arguments are passed by name, and {listed(unnamed)} can only be passed by "
+                "position; wrap it: lambda completion, answer: fn(completion, answer)"
             )
         needed = [name for name in self.required_columns() if name in ROW_NAMES]
         if self.style == "trl" and needed:
-            raise ConfigError(
-                f"reward function {self.name!r}: expected parameters that TRL passes, such as "
-                f"prompts and completions, got {listed(needed)}; leave env.reward_style out, or "
-                "rename them"
+            yield (
+                "expected parameters that TRL passes, such as prompts and completions, got "
+                f"{listed(needed)}; leave env.reward_style out, or rename them"
             )
-        if not self.is_batch and not self.takes_all and "completion" not in self._parameters():
-            raise ConfigError(
-                f"reward function {self.name!r}: expected a parameter named completion (called per "
-                "row) or "
-                f"completions (called per batch), got ({', '.join(self._parameters())})"
-                f"{''.join(map(_foreign, self._parameters()))}"
+        if not self.is_batch and not self.takes_all and "completion" not in parameters:
+            yield (
+                "expected a parameter named completion (called per row) or completions (called "
+                f"per batch), got ({', '.join(parameters)}){''.join(map(_foreign, parameters))}"
             )
 
     @cached_property  # scoring reads it once per row; reading a signature takes 15 us
@@ -132,8 +128,8 @@ class RewardFunction:
 
     def _parameters(self) -> Mapping[str, Parameter]:
         try:
-            found = signature(self.fn).parameters
-            return {name: found[name] for name in found if name not in self.bound}
+            parameters = signature(self.fn).parameters
+            return {name: parameters[name] for name in parameters if name not in self.bound}
         except (TypeError, ValueError) as error:  # some functions written in C
             raise ConfigError(
                 f"reward function {self.name!r}: its parameters have no names; wrap it in a Python "
@@ -146,17 +142,10 @@ def as_rewards(
     weights: Sequence[float] | Mapping[str, float] | None = None,
     style: Literal["trl"] | None = None,
 ) -> tuple[RewardFunction, ...]:
-    """Wrap one reward function or several, with weights.
+    """Wrap one reward function or several, at least one, with weights.
 
-    Args:
-        reward_fn: A function, a `RewardFunction`, or a sequence of them; at least one.
-        weights: One per function, or some by name. The other functions keep their weight, which is
-            1 for a plain function.
-        style: `env.reward_style` of the user's functions.
-
-    Raises:
-        ConfigError: There is no function, the number of weights is wrong, a name is unknown, or all
-            weights are 0.
+    `weights` has one per function, or some by name; the other functions keep their weight, which is
+    1 for a plain function. `style` is `env.reward_style` of the user's functions.
     """
     one = isinstance(reward_fn, RewardFunction) or callable(reward_fn)
     many = cast("object", [reward_fn] if one else reward_fn)  # callers may pass anything
@@ -165,35 +154,29 @@ def as_rewards(
             f"reward_fn: expected a function or a list of at least one, got {many!r}; "
             'a name such as "module:function" is loaded with evo_grpo.envs.loading.load_function'
         )
-    by_name = weights if isinstance(weights, Mapping) else None
-    weights = None if isinstance(weights, Mapping) else weights
-    if weights is not None and len(weights) != len(many):
-        raise ConfigError(
-            f"reward_weights: expected one per reward function, that is {len(many)}, got "
-            f"{len(weights)}"
-        )
-    wrapped: list[RewardFunction] = []
-    for number, fn in enumerate(many):
+    rewards: list[RewardFunction] = []
+    for fn in many:
         inner = fn.fn if isinstance(fn, RewardFunction) else fn
         own = None if isinstance(inner, Scorer) else style
         known = isinstance(fn, RewardFunction)
         reward = fn if known else RewardFunction(_name_of(fn), fn, style=own)
-        taken = sum(other.name.split("#")[0] == reward.name for other in wrapped)
+        taken = sum(other.name.split("#")[0] == reward.name for other in rewards)
         name = f"{reward.name}#{taken + 1}" if taken else reward.name  # distinguishes two lambdas
-        weight = reward.weight if weights is None else weights[number]
-        wrapped.append(replace(reward, name=name, weight=weight, style=reward.style or own))
-    if by_name is not None:
-        names = [reward.name for reward in wrapped]
-        for name in by_name:
-            if name not in names:
-                raise ConfigError(f"reward_weights: {unknown_reward(name, names)}")
-        wrapped = [replace(one, weight=by_name.get(one.name, one.weight)) for one in wrapped]
-    if not any(reward.weight for reward in wrapped):
-        raise ConfigError(
-            "reward_weights: expected one that is not 0, got 0 for each of "
-            f"{listed(reward.name for reward in wrapped)}; nothing could be learned"
-        )
-    return tuple(wrapped)
+        rewards.append(replace(reward, name=name, style=reward.style or own))
+    names = [reward.name for reward in rewards]
+    by_name = (
+        weights if isinstance(weights, Mapping) else dict(zip(names, weights or (), strict=False))
+    )
+    problem = ""
+    if unknown := [name for name in by_name if name not in names]:
+        problem = unknown_reward(unknown[0], names)
+    elif weights is not None and not isinstance(weights, Mapping) and len(weights) != len(names):
+        problem = f"expected one per reward function, that is {len(names)}, got {len(weights)}"
+    elif not any(by_name.get(reward.name, reward.weight) for reward in rewards):
+        problem = f"expected one that is not 0, got 0 for each of {listed(names)}"
+    if problem:
+        raise ConfigError(f"reward_weights: {problem}")
+    return tuple(replace(one, weight=by_name.get(one.name, one.weight)) for one in rewards)
 
 
 def required_columns(rewards: Sequence[RewardFunction], thinking: object) -> dict[str, str]:
@@ -211,8 +194,8 @@ def unknown_reward(name: str, names: Sequence[str]) -> str:
     """Return a message about a reward function that is not among `names`."""
     if not names:
         return f"expected an environment with named reward functions, got {name!r} for one without"
-    known = listed(names)
-    return f"expected a reward function of the task, {known}, got {name!r}.{nearest(name, names)}"
+    listing = listed(names)
+    return f"expected a reward function of the task, {listing}, got {name!r}.{nearest(name, names)}"
 
 
 def _foreign(parameter: str) -> str:
@@ -231,26 +214,25 @@ def place_in_code(error: BaseException) -> str:
     It is the innermost call outside this package and all installed ones.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*_NOT_YOURS, "<frozen"))]
-    if not own:
+    of_user = [frame for frame in frames if not frame.filename.startswith((*_NOT_YOURS, "<frozen"))]
+    if not of_user:
         return ""
-    file = Path(own[-1].filename)
+    file = Path(of_user[-1].filename)
     with suppress(ValueError, OSError):  # it lies elsewhere, or the working folder is gone
         file = file.relative_to(Path.cwd())
-    named = [frame.name for frame in own if not frame.name.startswith("<")]  # no comprehension
-    return f" in {file}, line {own[-1].lineno}, {(named or ['a lambda'])[-1]}"
+    named = [frame.name for frame in of_user if not frame.name.startswith("<")]  # no comprehension
+    return f" in {file}, line {of_user[-1].lineno}, {(named or ['a lambda'])[-1]}"
 
 
 def hint(error: BaseException) -> str:
     """Return what to change in a function that was written for another trainer, or ""."""
     # Neither str nor isinstance: both may call methods that a user's object defines.
     args: tuple[object, ...] = vars(BaseException)["args"].__get__(error)
-    first = args[0] if args else ""
-    told = first if type(first) is str else ""
-    if issubclass(type(error), KeyError) and told in FOREIGN:
-        return f"; {FOREIGN[told]}: see {PAGE}"
-    kind = issubclass(type(error), TypeError | AttributeError)
-    if kind and told.startswith(("string indices must be", "'str' object has no attribute 'get'")):
+    first = args[0] if args and type(args[0]) is str else ""
+    if issubclass(type(error), KeyError) and first in FOREIGN:
+        return f"; {FOREIGN[first]}: see {PAGE}"
+    of_texts = ("string indices must be", "'str' object has no attribute 'get'")
+    if issubclass(type(error), TypeError | AttributeError) and first.startswith(of_texts):
         return (
             "; completions and prompts are strings here, where TRL has messages in conversations: "
             "set env.reward_style: trl and ask by messages, or write completion in place of "

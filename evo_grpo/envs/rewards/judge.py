@@ -44,9 +44,6 @@ class Judge(Scorer):
     Each question is asked once: equal questions get the same answer in all processes of a run, also
     after a resume. A failure of the API is not kept as an answer. Several threads may ask at once;
     together they send `concurrency` requests at a time.
-
-    Raises:
-        ConfigError: A template is malformed.
     """
 
     __name__ = "judge"
@@ -79,11 +76,11 @@ class Judge(Scorer):
         """Leave out questions that another process asks; see `Scorer.share`."""
         self._board = board
         if known:
-            board.write({key: _told(answer) for key, answer in self._answers.known().items()})
+            board.write({key: _told(answer) for key, answer in self._answers.known.items()})
 
     def unrecorded(self) -> Mapping[str, Answer]:
         """Return the answers of this process that are in no file."""
-        return self._answers.unrecorded()
+        return self._answers.unrecorded
 
     def record(self, answers: Mapping[str, Any]) -> None:
         """Write the answers of another process, which has no file, into this process's file."""
@@ -132,9 +129,8 @@ class Judge(Scorer):
     ) -> list[float | RewardError]:
         """Score completions, asking only the questions that have no answer yet.
 
-        Raises:
-            RewardError: The API refuses the key, or does not know the URL or the model.
-            RunFailedError: An answer cannot be written.
+        Raises RewardError if the API refuses the key, or does not know the URL or the model, and
+        RunFailedError if an answer cannot be written.
         """
         rows = template_rows(completions, prompts, columns)
         bodies = [self._body(row) for row in rows]
@@ -149,7 +145,7 @@ class Judge(Scorer):
         failed: dict[str, Unanswered] = {}
         while True:
             with self._change:
-                known = self._answers
+                known = self._answers.known
                 missing = [key for key in questions if key not in known and key not in failed]
                 mine = {key: questions[key] for key in missing if key not in self._asked}
                 self._asked |= mine.keys()
@@ -179,13 +175,12 @@ class Judge(Scorer):
             if mine:
                 failed = self._client.ask(mine, self._keep)
         finally:  # also after an error: the others wait
+            known = self._answers.known
             why = {key: failed.get(key, Unanswered("it was not asked")).why for key in mine}
             # Share each answer again: an error of the disk may have kept it from being shared.
             board.write(
                 {
-                    key: _told(self._answers[key])
-                    if key in self._answers
-                    else json.dumps({"why": why[key]})
+                    key: _told(known[key]) if key in known else json.dumps({"why": why[key]})
                     for key in mine
                 }
             )
@@ -233,7 +228,7 @@ class Judge(Scorer):
         about = f"{self.__name__} {self.settings.model!r}, completion {excerpt(completion)}"
         if key in failed:
             return RewardError(f"{about}: {failed[key].why}")
-        answer = self._answers[key]
+        answer = self._answers.known[key]
         if answer.score is not None:
             return answer.score
         return UnusableRewardError(
@@ -312,8 +307,8 @@ def _by_logprob(settings: JudgeReward, choice: Mapping[str, object]) -> float | 
     scores = {answer.strip().casefold(): score for answer, score in settings.answers.items()}
     total = weighed = 0.0
     for token in cast("list[object]", likeliest):
-        one = cast("Mapping[str, object]", token) if _maps(token) else {}
-        name, logprob = one.get("token"), one.get("logprob")
+        fields = cast("Mapping[str, object]", token) if _maps(token) else {}
+        name, logprob = fields.get("token"), fields.get("logprob")
         if not isinstance(name, str) or not isinstance(logprob, int | float):
             continue
         score = scores.get(name.strip().casefold())

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
@@ -62,15 +62,12 @@ class Client:
 
     def __init__(self, settings: JudgeReward) -> None:
         self.settings = settings
-        self._url = settings.url.rstrip("/") + "/chat/completions"
-        self._places = threading.Semaphore(settings.concurrency)
+        self.url = settings.url.rstrip("/") + "/chat/completions"
+        #: Requests that may be under way, of all threads together.
+        self.places = threading.Semaphore(settings.concurrency)
 
     def check_key(self) -> None:
-        """Check that the API key is set and can be sent, if the settings name one.
-
-        Raises:
-            ConfigError: The key, a proxy or a certificate is missing or invalid.
-        """
+        """Check the API key, if the settings name one, and that proxies and certificates fit."""
         self.key()
         # Imported here: only a judge needs it, and it takes a tenth of a second.
         import httpx2
@@ -92,35 +89,25 @@ class Client:
         if name is None:
             return None
         key = os.environ.get(name, "").strip()
-        if not key:
+        if not key or not key.isascii() or not key.isprintable():
             raise ConfigError(
                 f"env.reward: kind judge: expected the key of {self.settings.url} in the "
-                f"environment variable {name}, got none; set it: export {name}=..."
-            )
-        if not key.isascii() or not key.isprintable():
-            raise ConfigError(
-                f"env.reward: kind judge: expected a key of printable ASCII characters in the "
-                f"environment variable {name}, got others; set it again"
+                f"environment variable {name}, of printable ASCII characters, got "
+                f"{'others' if key else 'none'}; set it: export {name}=..."
             )
         return key
 
     def ask(self, bodies: Mapping[str, Body], keep: Keep) -> dict[str, Unanswered]:
         """Send requests, `concurrency` at a time, together with those of other threads.
 
-        Works inside a running event loop, as in a notebook, from another thread.
+        Works inside a running event loop, as in a notebook, from another thread. `bodies` has the
+        JSON body of each request; `keep` gets a request and the JSON of its reply at once.
 
-        Args:
-            bodies: Request -> JSON body.
-            keep: Called with a request and the JSON of its reply as soon as it comes.
-
-        Returns:
-            The requests without a reply after all retries. Once a request has failed and no other
-            got a reply in the meantime, the rest is not sent.
-
-        Raises:
-            RewardError: The API refuses the key, or does not know the URL or the model.
+        Returns the requests without a reply after all retries. Once a request has failed and no
+        other got a reply in the meantime, the rest is not sent. Raises RewardError if the API
+        refuses the key, or does not know the URL or the model.
         """
-        asking = _Asking(self._url, self.key(), self.settings, keep, self._places)
+        asking = _Asking(self, keep)
         work = asking.all(bodies)
         try:
             asyncio.get_running_loop()
@@ -133,22 +120,13 @@ class Client:
 
 
 class _Asking:
-    """The requests of one batch; `places` are shared with the batches of other threads."""
+    """The requests of one batch."""
 
-    def __init__(
-        self,
-        url: str,
-        key: str | None,
-        settings: JudgeReward,
-        keep: Keep,
-        places: threading.Semaphore,
-    ) -> None:
-        self.url = url
-        self._places = places
-        self.settings = settings
+    def __init__(self, client: Client, keep: Keep) -> None:
+        self.url, self.settings, self._places = client.url, client.settings, client.places
         self.keep = keep
         self.stopped = threading.Event()
-        self._key = key
+        self._key = client.key()
         self._replies = 0
 
     async def all(self, bodies: Mapping[str, Body]) -> dict[str, Unanswered]:
@@ -254,55 +232,53 @@ class _Asking:
         except TimeoutError:
             raise _Trouble(f"the API gave no answer within {limit:g} s") from None
         except httpx2.HTTPError as error:
-            said = f"{type(error).__name__}: {error}"
-            raise _Trouble(f"the API cannot be reached ({self._told(said)})") from None
+            why = printable(shorten(redacted(f"{type(error).__name__}: {error}", self._key)))
+            raise _Trouble(f"the API cannot be reached ({why})") from None
         if response.status_code != 200:
             raise self._refusal(response.status_code, bytes(data), response.headers)
-        try:
+        reply: object = None
+        with suppress(ValueError, RecursionError):
             reply = json.loads(data)
-        except (ValueError, RecursionError):
-            reply = None
-        found = cast("Mapping[str, Any]", reply) if isinstance(reply, Mapping) else {}
-        if not isinstance(found.get("choices"), list):
+        fields = cast("Mapping[str, Any]", reply) if isinstance(reply, Mapping) else {}
+        if not isinstance(fields.get("choices"), list):
             raise _Trouble(f"expected choices from the API, got {self._excerpt(bytes(data))}")
-        return found
+        return fields
 
     def _refusal(self, status: int, data: bytes, headers: Mapping[str, str]) -> _Trouble:
         """Return the trouble of a status; raise an error that every request would get."""
         url, name = self.settings.url, self.settings.key_variable
-        if status in _REFUSED:
-            # What the server says may hold the key.
-            has = "env.reward sends none: name it in key_variable"
+        text = self._excerpt(data)
+        why = ""
+        if status in _REFUSED:  # what the server says may hold the key
+            remedy = "env.reward sends none: name it in key_variable"
             if name is not None:
-                has = f"see that the environment variable {name} has the right one"
-            raise RewardError(
-                f"env.reward: kind judge: {url} {_REFUSED[status]} (status {status}); {has}, then "
-                "go on with: evo-grpo resume RUN"
+                remedy = f"see that the environment variable {name} has the right one"
+            why = (
+                f"{url} {_REFUSED[status]} (status {status}); {remedy}, then go on with: evo-grpo "
+                "resume RUN"
             )
-        said = self._excerpt(data)
-        if status == 404 or 300 <= status < 400:
-            raise RewardError(
-                f"env.reward: kind judge: expected {self.url} to have a model "
-                f"{self.settings.model!r}, got status {status}: {said}; correct url or model"
+        elif status == 404 or 300 <= status < 400:
+            why = (
+                f"expected {self.url} to have a model {self.settings.model!r}, got status "
+                f"{status}: {text}; correct url or model"
             )
+        if why:
+            raise RewardError(f"env.reward: kind judge: {why}")
         again = status in _AGAIN or status >= 500
         wait = _seconds(headers.get("retry-after", "")) if again else 0.0
-        return _Trouble(f"the API answered with status {status}: {said}", again=again, wait=wait)
+        return _Trouble(f"the API answered with status {status}: {text}", again=again, wait=wait)
 
     def _excerpt(self, data: bytes) -> str:
         return repr(shorten(redacted(data.decode("utf-8", errors="replace"), self._key), 200))
-
-    def _told(self, text: str) -> str:
-        return printable(shorten(redacted(text, self._key)))
 
 
 def _seconds(text: str) -> float:
     """Return the seconds of a header Retry-After, 0 for a date or anything else."""
     try:
-        found = float(text)
+        seconds = float(text)
     except ValueError:
         return 0.0
-    return min(found, LONGEST_WAIT) if found > 0 else 0.0
+    return min(seconds, LONGEST_WAIT) if seconds > 0 else 0.0
 
 
 TEXT_CHARACTERS = 500
@@ -334,6 +310,8 @@ class Answers:
     Each answer is appended to the file at once, in one write, so that a killed process loses none.
 
     Attributes:
+        known: The answers by question.
+        unrecorded: Those that are in no file, because this process sees no folder.
         count: Number of answers to this process and, if it counts them, to the run before.
         input: Tokens that the judge has read for them.
         output: Tokens that it has written.
@@ -341,19 +319,9 @@ class Answers:
 
     def __init__(self) -> None:
         self.count = self.input = self.output = 0
-        self._known: dict[str, Answer] = {}
+        self.known: dict[str, Answer] = {}
+        self.unrecorded: dict[str, Answer] = {}
         self._path: Path | None = None
-        self._unrecorded: dict[str, Answer] = {}
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._known
-
-    def __getitem__(self, key: str) -> Answer:
-        return self._known[key]
-
-    def known(self) -> Mapping[str, Answer]:
-        """Return the answers by question."""
-        return self._known
 
     def record_in(self, folder: Path, name: str, *, counts: bool = True) -> None:
         """Read the answers in all files of a folder, and append new ones to one of them.
@@ -368,9 +336,9 @@ class Answers:
         damaged = 0
         with reading(folder):
             for file in answer_files(folder):
-                found = read_answers(file)
-                damaged += found.damaged
-                for key, answer in found.answers:
+                recorded = read_answers(file)
+                damaged += recorded.damaged
+                for key, answer in recorded.answers:
                     self.keep(key, answer, counts=counts and file.name.startswith(judge))
         if damaged:
             warnings.warn(
@@ -387,14 +355,10 @@ class Answers:
         self.write({key: answer})
         return answer
 
-    def unrecorded(self) -> Mapping[str, Answer]:
-        """Return the answers that are in no file, because this process sees no folder."""
-        return self._unrecorded
-
     def write(self, answers: Mapping[str, Answer]) -> None:
         """Write answers of any process into the file; raise RunFailedError if that fails."""
         if self._path is None:
-            self._unrecorded |= answers
+            self.unrecorded |= answers
             return
         lines = "".join(_line(key, answer) for key, answer in answers.items())
         append(self._path, lines, durable=False)
@@ -412,18 +376,12 @@ class Answers:
             self.count += 1
             self.input += answer.input
             self.output += answer.output
-        self._known[key] = answer
+        self.known[key] = answer
 
 
 def _line(key: str, answer: Answer) -> str:
-    data = {
-        "question": key,
-        "score": answer.score,
-        "input_tokens": answer.input,
-        "output_tokens": answer.output,
-        "text": answer.text,
-    }
-    return seal(data)
+    tokens = {"input_tokens": answer.input, "output_tokens": answer.output}
+    return seal({"question": key, "score": answer.score, **tokens, "text": answer.text})
 
 
 class ReadAnswers(NamedTuple):
@@ -442,8 +400,8 @@ def answer_files(folder: Path) -> list[Path]:
 def read_answers(file: Path) -> ReadAnswers:
     """Read a file of answers, as far as its lines are whole."""
     *lines, last = read_plain(file, MAX_LOG_BYTES).split(b"\n")
-    found = [answer for line in lines if (answer := _answer(line)) is not None]
-    return ReadAnswers(found, len(lines) - len(found), len(last))
+    answers = [answer for line in lines if (answer := _answer(line)) is not None]
+    return ReadAnswers(answers, len(lines) - len(answers), len(last))
 
 
 def _answer(line: bytes) -> tuple[str, Answer] | None:

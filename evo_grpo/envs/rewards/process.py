@@ -128,8 +128,8 @@ class RewardProcess:
                 "wrote above, or leave env.isolate out"
             )
         return RewardAbortError(
-            f"{call.title()}: it ended its process {how}; expected a reward: do not exit in a "
-            "reward function, return None for what cannot be scored"
+            f"{call.title()}: it ended its process {how}; expected a reward: return None for what "
+            "cannot be scored"
         )
 
 
@@ -149,7 +149,7 @@ def serve(descriptor: int, parent: int) -> None:
 
     `descriptor` is the connection's file descriptor, `parent` the process id of the run.
     """
-    own = os.getpid()
+    process = os.getpid()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     connection: Connection[Any, Any] = Connection(descriptor)
     with suppress(EOFError):
@@ -160,7 +160,7 @@ def serve(descriptor: int, parent: int) -> None:
                 reply = score_batch(rewards, batch, how, connection.send)
             except EvoGrpoError as error:
                 reply = error
-            if os.getpid() != own:
+            if os.getpid() != process:
                 break  # a reward function forked this copy
             connection.send(reply)
     os._exit(0)  # do not wait for threads that a reward function started

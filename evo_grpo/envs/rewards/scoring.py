@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast, final
@@ -93,11 +94,8 @@ def score_batch(
 
     `how` has the time-out of a call, and whether errors and results that are no numbers are set
     aside as failures. `mark` gets the number of each call, as in `calls_of`, before the call.
-
-    Raises:
-        RewardError: A function returned a wrong number of rewards; or, unless errors are set aside,
-            it raised or returned no number.
-        RewardAbortError: See `run_calls`.
+    Raises RewardError if a function returned a wrong number of rewards; or, unless errors are set
+    aside, if it raised or returned no number.
     """
     out = np.full((len(batch.completions), len(rewards)), np.nan)
     if not len(out):
@@ -236,18 +234,19 @@ def calls_of(
 
 def shown_calls(rewards: Sequence[RewardFunction], row: Mapping[str, Any]) -> list[str]:
     """Return how each reward function is called for a completion of a row, as code."""
-    found: list[str] = []
+    calls: list[str] = []
     for reward in rewards:
         if isinstance(reward.fn, Scorer):
-            found.append(f"{reward.name}, asked about each completion")
+            calls.append(f"{reward.name}, asked about each completion")
             continue
         (call,) = calls_of([reward], CompletionBatch(["..."], [row], ["..."], ["row 0"]))
+        shown = {name: shorten(repr(value), SHOWN) for name, value in call.arguments.items()}
         if reward.style == "trl":
-            found.append(f"{reward.name}({', '.join(call.arguments)}), as TRL calls it")
-            continue
-        given = (f"{name}={shorten(repr(value), SHOWN)}" for name, value in call.arguments.items())
-        found.append(f"{reward.name}({', '.join(given)})")
-    return found
+            calls.append(f"{reward.name}({', '.join(shown)}), as TRL calls it")
+        else:
+            given = ", ".join(f"{name}={value}" for name, value in shown.items())
+            calls.append(f"{reward.name}({given})")
+    return calls
 
 
 def _arguments(reward: RewardFunction, batch: CompletionBatch, log: Log) -> list[dict[str, Any]]:
@@ -265,14 +264,10 @@ def _arguments(reward: RewardFunction, batch: CompletionBatch, log: Log) -> list
 def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:
     """Return the result of a batch function as a list with one value per completion."""
     count, plain = len(batch.completions), None
-    try:
+    with _suppressed():
         values = _plain(value)
         if isinstance(values, Sequence) and not isinstance(values, str | bytes):
             plain = list(cast("Sequence[Any]", values))
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # its methods may raise anything; the error below names it
-        pass
     if plain is None or len(plain) != count:
         got = _described(value) if plain is None else len(plain)
         hint = "; does it return its list?" if value is None else ""
@@ -281,6 +276,17 @@ def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:
             f"(None for one that is not scored), got {got} for {batch.all_places()}{hint}"
         )
     return plain
+
+
+@contextmanager
+def _suppressed() -> Generator[None]:
+    """Ignore what the methods of a result raise; the error that follows names the result."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # user code may raise anything
+        pass
 
 
 def _plain(value: object) -> object:
@@ -293,21 +299,18 @@ def as_number(name: str, value: object, batch: CompletionBatch, position: int) -
     if value is None:
         return math.nan
     kind, expected = RewardError, "a finite number"
-    try:
+    with _suppressed():
         plain = _plain(value)
         if not isinstance(plain, str | bytes):  # a numeric string is a mistake
-            number = float(cast("float", plain))
+            try:
+                number = float(cast("float", plain))
+            except OverflowError:  # an integer of hundreds of digits
+                number = math.inf
             if -LARGEST <= number <= LARGEST:  # NaN is not
                 return number
             kind = UnusableRewardError
             if math.isfinite(number):
                 expected = f"a number from -{LARGEST:g} to {LARGEST:g}"
-    except OverflowError:  # an integer of hundreds of digits
-        kind = UnusableRewardError
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # its __float__ may raise anything; the error below names it
-        pass
     raise kind(
         f"{batch.title(name, position)}: expected {expected}, or None to abstain, got "
         f"{_described(value)}"

@@ -73,8 +73,8 @@ def arguments(
     log: Log,
 ) -> dict[str, Any]:
     """Return the keyword arguments of a call, as TRL 1.16 makes it: texts, or lists of messages."""
-    known = samples or Samples([()] * len(completions), [None] * len(completions))
-    chats = known.messages
+    sampled = samples or Samples([()] * len(completions), [None] * len(completions))
+    chats = sampled.messages
     columns = dict.fromkeys(column for row in rows for column in row if column not in _NO_COLUMNS)
     return {
         **{column: [row.get(column) for row in rows] for column in columns},
@@ -86,8 +86,8 @@ def arguments(
             text if chat is None else [{"role": "assistant", "content": text}]
             for text, chat in zip(completions, chats, strict=True)
         ],
-        "completion_ids": [list(ids) for ids in known.token_ids],
-        "trainer_state": TrainerState(known.step),
+        "completion_ids": [list(ids) for ids in sampled.token_ids],
+        "trainer_state": TrainerState(sampled.step),
         "log_metric": log.log_metric,
         "log_extra": log.log_extra,
     }

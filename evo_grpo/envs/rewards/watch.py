@@ -63,9 +63,7 @@ class Watch:
     def run(self, call: Call, allowance: float = 0.0) -> Any:  # noqa: ANN401 -- what the call returns
         """Make a call. After one with an `allowance`, seconds beyond the limit, call `check`.
 
-        Raises:
-            RewardAbortError: The call took longer, or left one of `MODES` changed.
-            BaseException: Any exception of the function.
+        Raises RewardAbortError if the call took longer, or left one of `MODES` changed.
         """
         check_not_stopped()
         self._modes = self._modes or current_modes()  # of the thread of the first call
@@ -180,14 +178,13 @@ def current_modes() -> list[object]:
 
 def _values() -> list[object]:
     loaded = hasattr(sys.modules.get("torch"), "compile")  # another thread may be loading it
-    return [_value(mode) for mode in (MODES if loaded else MODES[:1])]
-
-
-def _value(mode: Mode) -> object:
-    try:
-        return mode.read(sys.modules[mode.module])
-    except Exception as error:  # a removed folder, a missing device, a precision set by its parts
-        return f"a value that cannot be read ({type(error).__name__})"
+    values: list[object] = []
+    for mode in MODES if loaded else MODES[:1]:
+        try:
+            values.append(mode.read(sys.modules[mode.module]))
+        except Exception as error:  # a removed folder, a missing device, a precision set in parts
+            values.append(f"a value that cannot be read ({type(error).__name__})")
+    return values
 
 
 def restore(before: list[object]) -> str:
@@ -249,12 +246,8 @@ def run_calls(
     """Make calls in turn, and await the results of the async ones together.
 
     Works inside a running event loop, as in a notebook: async calls then run in another thread.
-
-    Args:
-        calls: The calls.
-        timeout: Seconds that each may take; None is no limit.
-        mark: Called with the number of each call before the call.
-        keep_errors: Whether the error of a call is its result; otherwise the first one is raised.
+    Each may take `timeout` seconds. `mark` gets the number of each call before the call. With
+    `keep_errors`, the error of a call is its result; otherwise the first one is raised.
     """
     return watching(timeout, lambda watch: _all(watch, calls, keep_errors, mark))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.rewards.functions import unknown_reward
@@ -41,62 +41,40 @@ def check_rewards(
 
     `weights` has the weight of each reward function of the environment; it may be empty.
     """
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for name in searched(space.names()):
         path = ("evolve", "hyperparameters", f"{REWARD_WEIGHT}{name}")
         if name not in weights:
-            found.append(Problem(path, unknown_reward(name, list(weights))))
+            problems.append(Problem(path, unknown_reward(name, list(weights))))
             continue
         if not space[path[-1]].allows(weights[name]):
             text = (
                 f"expected {space[path[-1]].expected()} as the weight of {name!r}, got "
                 f"{weights[name]:g}; give such a one, or change evolve.hyperparameters.{path[-1]}"
             )
-            found.append(Problem(("env", "reward_weights"), text))
+            problems.append(Problem(("env", "reward_weights"), text))
     named = {
         ("evolve", "fitness", "reward"): {} if reward is None else weights_in(reward),
         ("population", "stop", "rewards"): stop or {},
     }
-    found += [
+    problems += [
         Problem(path, unknown_reward(name, list(weights)))
         for path, names in named.items()
         for name in names
         if name not in weights
     ]
+    known = [*weights, *MEASURES]
     for number, one in enumerate(objectives):
-        path = ("evolve", "fitness", "objectives", number, "name")
-        if one.name not in (*weights, *MEASURES):
-            known = [*weights, *MEASURES]
-            near = nearest(one.name, known)
-            hint = "" if near is None else f"; did you mean {near!r}?"
-            text = f"expected one of {', '.join(known)}, got {one.name!r}{hint}"
-            found.append(Problem(path, text))
-        elif one.name in weights and one.name in MEASURES:
-            text = (
-                f"expected a name with one meaning, got {one.name!r}, which is a measure of every "
-                "task and a reward function of this one; rename the function"
-            )
-            found.append(Problem(path, text))
-    found += _same(weights, reward, objectives)
-    if found:
-        raise Problems(*found)
-
-
-def _same(
-    weights: Mapping[str, float], reward: FitnessReward, objectives: Sequence[ObjectiveConfig]
-) -> Iterator[Problem]:
-    """Yield a problem for each objective that orders agents as the objective `fitness` does."""
-    counted = weights if reward is None else weights_in(reward)
-    parts = [name for name, weight in counted.items() if weight]
-    if FITNESS not in {one.name for one in objectives} or len(parts) != 1:
-        return
-    for number, one in enumerate(objectives):
-        if one.name in parts:
-            text = (
-                f"expected another objective than fitness, which measures {one.name!r} alone; "
-                "remove one of them"
-            )
-            yield Problem(("evolve", "fitness", "objectives", number, "name"), text)
+        if known.count(one.name) == 1:
+            continue
+        near = nearest(one.name, known)
+        text = f"expected one of {', '.join(known)}, got {one.name!r}"
+        text += "" if near is None or near == one.name else f"; did you mean {near!r}?"
+        if one.name in known:
+            text += ", which is a measure of every task too; rename the reward function"
+        problems.append(Problem(("evolve", "fitness", "objectives", number, "name"), text))
+    if problems:
+        raise Problems(*problems)
 
 
 def reward_names(env: Environment[Any]) -> tuple[str, ...]:
@@ -167,6 +145,6 @@ def fitness_rewards(
 
     if reward is None:
         return rewards, env.weights
-    given = weights_in(reward)
-    columns = [reward_names(env).index(name) for name in given]
-    return rewards[:, columns], np.array(list(given.values()), dtype=np.float64)
+    counted = weights_in(reward)
+    columns = [reward_names(env).index(name) for name in counted]
+    return rewards[:, columns], np.array(list(counted.values()), dtype=np.float64)

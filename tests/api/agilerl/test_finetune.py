@@ -473,7 +473,7 @@ def test_a_bare_environment_needs_agents_with_a_tokenizer():
     model = AutoModelForCausalLM.from_pretrained(str(TINY))
     settings = {k: v for k, v in AGILERL.items() if k != "model_name"}
     agent = GRPO(actor_network=model, lora_config=lora(), **settings)
-    with pytest.raises(ConfigError, match="Count is a bare environment; pass tokenizer="):
+    with pytest.raises(ConfigError, match=r"with tokenizer= and max_turns=, .* got Count without"):
         quick(Count, agent, max_steps=1)
 
 

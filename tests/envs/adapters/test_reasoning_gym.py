@@ -94,7 +94,7 @@ def test_a_mixture_is_a_list_of_mappings():
         ("chain_sum", {"seed": 3}, "env.args.seed: is not set here"),
         ("chain_sum", {"min_terms": 9, "max_terms": 2}, '"chain_sum" refuses these settings: '),
         ("chain_sum", {"min_terms": "a"}, '"chain_sum" refuses these settings'),
-        ("chain_sum", {"train_size": 0}, "env.args.train_size: expected >= 1, got 0"),
+        ("chain_sum", {"train_size": 0}, "env.args.train_size: expected an integer >= 1, got 0"),
         ("chain_sum", {"train_size": "9"}, "env.args.train_size: expected an integer, got '9'"),
         ("composite", {}, '"composite" refuses these settings: Must specify at least one dataset'),
         ("composite", {"datasets": [{"nam": "x"}]}, '"composite" refuses these settings'),

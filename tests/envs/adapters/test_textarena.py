@@ -7,7 +7,7 @@ from env_contract import EnvContract
 
 from evo_grpo.envs.adapters.textarena import random_opponent
 from evo_grpo.envs.registry import build_multi_turn
-from evo_grpo.errors import ConfigError, DataError
+from evo_grpo.errors import ConfigError
 from evo_grpo.settings import EnvConfig
 
 
@@ -76,16 +76,9 @@ def test_an_observation_is_what_is_new(write_module):
     assert "You are Player 0" not in text
     assert "[Player 0] [4]" not in text
     assert "[Player 1] [0]" in text
-
-
-@pytest.mark.usefixtures("textarena")
-def test_missing_brackets_are_mended_as_textarena_does(write_module):
-    write_module("opponents", OPPONENTS)
-    env = build(opponent="opponents:lowest")()
     env.reset(seed=0)
-    text, *_ = env.step("4")
-    assert "invalid" not in text
-    assert "[Player 1] [0]" in text  # the opponent's answer to a move that counts
+    text, *_ = env.step("4")  # brackets that are missing are mended, as textarena does
+    assert "[Player 1] [0]" in text
 
 
 @pytest.mark.usefixtures("textarena")
@@ -129,24 +122,6 @@ def test_what_a_game_keeps_over_a_reset_does_not_reach_the_next_episode(install,
     assert env.reset(seed=1) == first
 
 
-@pytest.mark.parametrize("side", [0, 1])
-def test_a_game_that_says_in_words_whether_it_is_over_is_named(install, monkeypatch, side):
-    install("textarena", "double")
-    game = sys.modules["textarena.envs.TicTacToe.env"].TicTacToeEnv
-
-    class Wordy(game):
-        def step(self, action):
-            mover = self.state.current_player_id
-            done, info = super().step(action)
-            return (str(done) if mover == side else done), info
-
-    monkeypatch.setattr(sys.modules["textarena.envs.TicTacToe.env"], "TicTacToeEnv", Wordy)
-    env = build()()
-    env.reset(seed=1)
-    with pytest.raises(DataError, match=r"textarena:.*expected done to be .*, got 'False'"):
-        env.step("[4]")
-
-
 def test_the_random_opponent_takes_a_move_that_is_listed_last():
     draw = np.random.default_rng(0)
     seen = "[GAME] as in '[9]'\nAvailable Moves: '[1]', '[2]'\nAvailable Moves: '[2]', '[3]'"
@@ -164,8 +139,7 @@ def test_the_random_opponent_takes_a_move_that_is_listed_last():
         ("TicTacToe-v0", {"player": 2}, "is played by 2, expected a side from 0 to 1, got 2"),
         ("TicTacToe-v0", {"player": -1}, "env.args.player: expected an integer >= 0"),
         ("TicTacToe-v0", {"players": 3}, "is not played by 3: The number of players has to be 2"),
-        ("TicTacToe-v0", {"opponent": 3}, 'env.args.opponent: expected "random" or'),
-        ("TicTacToe-v0", {"opponent": "nobody:x"}, "env.args.opponent: .*no module 'nobody'"),
+        ("TicTacToe-v0", {"opponent": 3}, 'env.args.opponent: expected "module:function"'),
     ],
 )
 def test_what_does_not_fit_is_named(name, args, message):

@@ -110,7 +110,6 @@ def test_a_thread_goes_on_where_another_one_has_failed_to_ask():
         ("<score>11</score>", None),
         ("<score>nan</score>", None),
         ("<score>seven</score>", None),
-        ("score 7", None),
         ("</score><score>", None),
         ("<score>" * 100_000, None),
         (None, None),
@@ -239,7 +238,7 @@ def test_a_refused_key_ends_the_run_and_is_never_shown(status, caplog):
 
 
 @pytest.mark.parametrize("key", [KEY, "sk-\"a/very\\secret'-key"])
-@pytest.mark.parametrize("before", [*range(170, 201, 3), *range(1982, 2000, 3)])
+@pytest.mark.parametrize("before", [*range(170, 201, 6), *range(1982, 2000, 6)])
 def test_no_part_of_the_key_is_shown_or_kept_where_a_text_is_cut(
     tmp_path, monkeypatch, key, before
 ):
@@ -267,10 +266,10 @@ def test_a_key_that_is_missing_or_broken_is_refused_before_anything_is_sent(monk
     judge = made("http://127.0.0.1:1/v1", key_variable="JUDGE_KEY")
     judge.prepare("cpu")
     monkeypatch.setenv("JUDGE_KEY", "a\nb")
-    with pytest.raises(ConfigError, match="printable ASCII"):
+    with pytest.raises(ConfigError, match="of printable ASCII characters, got others"):
         judge.prepare("cpu")
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(ConfigError, match="JUDGE_KEY, got none; set it: export JUDGE_KEY"):
+    with pytest.raises(ConfigError, match=r"JUDGE_KEY, .* got none; set it: export JUDGE_KEY"):
         judge.prepare("cpu")
 
 
@@ -293,24 +292,15 @@ def test_a_proxy_or_certificates_that_cannot_be_used_are_refused(monkeypatch, na
     assert "secret" not in str(e.value)
 
 
-def test_a_key_in_place_of_the_name_of_its_variable_is_refused_unseen():
-    with pytest.raises(ConfigError, match="expected the name of an environment") as caught:
-        made("http://127.0.0.1:1/v1", key_variable="sk-abc-123")
-    assert "abc" not in str(caught.value)
-
-
-def test_a_redirect_is_not_followed():
+def test_a_reply_without_an_end_is_cut_and_a_redirect_is_not_followed():
+    with judging(lambda body, number: (200, b"x" * (judge_client.MOST_BYTES + 1))) as server:
+        (found,) = ask(made(server.url), ["x"])
+    assert "more than 4,194,304 bytes" in str(found)
     with judging(lambda body, number: (307, b"")) as server:
         server.headers["Location"] = server.url + "/other"
         with pytest.raises(RewardError, match="status 307"):
             ask(made(server.url, key_variable="JUDGE_KEY"), ["x"])
         assert server.requests == 1
-
-
-def test_a_reply_without_an_end_is_cut():
-    with judging(lambda body, number: (200, b"x" * (judge_client.MOST_BYTES + 1))) as server:
-        (found,) = ask(made(server.url), ["x"])
-    assert "more than 4,194,304 bytes" in str(found)
 
 
 def test_it_works_inside_an_event_loop():
@@ -441,25 +431,6 @@ def test_a_process_hears_that_another_one_got_no_answer_and_may_ask_later():
         for judge in (one, two):
             with pytest.raises(RewardError, match="refused the key"):
                 ask(judge, ["x"])
-
-
-def test_an_answer_that_the_disk_refuses_is_told_to_the_others(monkeypatch):
-    with judging(by_digits) as server:
-        one, two = made(server.url), made(server.url)
-        one.share(board := Shared(), known=False)
-        two.share(board, known=False)
-        add = type(one._answers).add
-
-        def full(self, key, answer):
-            add(self, key, answer)
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(type(one._answers), "add", full)
-            with pytest.raises(OSError, match="No space left"):
-                ask(one, ["3"])
-        assert in_a_thread("ask", partial(ask, two, ["3"])).result(20) == ask(one, ["3"])
-        assert server.requests == 1
 
 
 def test_all_files_of_a_judge_are_counted_by_one_process(tmp_path):

@@ -13,15 +13,13 @@ import threading
 import time
 import warnings
 
-import numpy as np
 import pytest
-from reward_scores import SET_ASIDE, STOP, score
+from reward_scores import SET_ASIDE, score
 
 from evo_grpo.envs.rewards.functions import as_rewards
 from evo_grpo.envs.rewards.scoring import LATEST_GROUPS, CompletionBatch, SetAside, score_batch
 from evo_grpo.envs.rewards.watch import current_modes
-from evo_grpo.errors import ConfigError, RewardAbortError, RewardError
-from evo_grpo.settings.env import RewardCalls
+from evo_grpo.errors import RewardAbortError, RewardError
 
 COMPLETIONS = ["2", "x", "4"]
 ROWS = [{"level": 1}, {"level": 2}, {"level": 3}]
@@ -111,10 +109,6 @@ def test_a_function_may_set_an_alarm_and_use_objects_of_its_own_thread():
     connection.close()
 
 
-def test_no_limit_waits():
-    assert run(lambda completion: time.sleep(0.02) or 1.0, timeout=None).tolist() == [[1.0]] * 3
-
-
 def test_a_call_that_cannot_be_interrupted_ends_the_process_with_its_name():
     code = """
         import ctypes
@@ -164,37 +158,12 @@ async def async_own(completion):
     raise Own("mine")
 
 
-async def cancels_itself(completion):
-    asyncio.current_task().cancel()
-    await asyncio.sleep(0)
-
-
 def dumb(completion):
     raise Dumb
 
 
-class Guarded:
-    @property
-    def __class__(self):
-        raise Own
-
-
-class GuardedError(Guarded, Exception):
-    @property
-    def args(self):
-        raise Own
-
-
-def guarded(completion):
-    raise ValueError(Guarded())
-
-
-def guarded_itself(completion):
-    raise GuardedError("mine")
-
-
-def long(completion):
-    raise ValueError("m" * 10_000_000)
+def leaves(completion):
+    sys.exit(3)
 
 
 @pytest.mark.parametrize(
@@ -204,10 +173,8 @@ def long(completion):
         (async_own, "it raised Own: mine"),
         (cancelled, "it raised CancelledError"),
         (async_cancelled, "it raised CancelledError"),
-        (cancels_itself, "it raised CancelledError"),
         (dumb, "it raised Dumb, whose __str__ raised Own"),
-        (guarded, "it raised ValueError: <"),
-        (guarded_itself, "it raised GuardedError: mine"),
+        (leaves, "it raised SystemExit: 3"),
     ],
 )
 def test_whatever_a_function_raises_is_a_reward_error(function, what):
@@ -215,61 +182,6 @@ def test_whatever_a_function_raises_is_a_reward_error(function, what):
         run(function)
     assert str(caught.value).startswith(f"reward function '{function.__name__}', row 0")
     assert what in str(caught.value)
-
-
-def test_a_result_whose_str_raises_is_named():
-    class Value:
-        def __str__(self):
-            raise Own
-
-    with pytest.raises(RewardError, match="got Value, whose __str__ raised Own"):
-        run(lambda completion: Value())
-
-
-class Liar:
-    """No float, no list, nothing awaitable, and not even a class of its own."""
-
-    @property
-    def __class__(self):
-        raise Own
-
-    @property
-    def tolist(self):
-        raise Own
-
-    def __repr__(self):
-        raise Own
-
-
-@pytest.mark.parametrize("how", [STOP, SET_ASIDE])
-def test_a_result_that_raises_when_it_is_looked_at_is_named(how):
-    async def later(completion):
-        return Liar()
-
-    async def all_later(completions):
-        return Liar()
-
-    before = signal.getsignal(signal.SIGINT)
-    functions = (lambda completion: Liar(), lambda completions: Liar(), later, all_later)
-    for function in functions:
-        rewards = as_rewards([later, function])
-        batch = CompletionBatch(COMPLETIONS, ROWS, PROMPTS, ["row 0", "row 1", "row 2"])
-        if how is SET_ASIDE and "completion" in rewards[1].names():
-            failures = score_batch(rewards, batch, how).failures
-            assert len(failures) == 6
-            assert "got Liar, whose __str__ raised Own" in failures[-1].text
-        else:
-            with pytest.raises(RewardError, match="got Liar, whose __str__ raised Own"):
-                score_batch(rewards[1:], batch, how)
-    # asyncio compares signal handlers by what they show, the results of tasks among it.
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_long_messages_are_cut():
-    with pytest.raises(RewardError) as caught:
-        run(long)
-    assert len(str(caught.value)) < 500
-    assert "(10,000,012 characters)" in str(caught.value)
 
 
 def test_ctrl_c_stays_ctrl_c():
@@ -291,43 +203,25 @@ def test_ctrl_c_in_an_async_call_is_said_once(limit, caplog):
     assert caplog.records == []  # asyncio logs the traceback of a task that nobody asked
 
 
-def test_gradients_left_off_are_named_and_turned_on_again():
-    torch = pytest.importorskip("torch")
-
-    def forgets(completion, level):
-        torch.set_grad_enabled(level != 2)
-        return 1.0
-
-    with pytest.raises(
-        RewardAbortError, match=r"'forgets', row 1, .*left torch's gradients at False"
-    ):
-        run(forgets)
-    assert torch.is_grad_enabled()
-    with torch.no_grad():
-        assert run(lambda completion: 1.0).tolist() == [[1.0]] * 3
-
-
 #: Code that changes a mode, and what the error says of it.
 CHANGES = [
     ("os.chdir(place)", "working folder at {place} instead of"),
     ("torch.set_autocast_enabled('cpu', True)", "autocast on the CPU at True instead of False; "),
-    ("torch.set_autocast_enabled('cuda', True)", "autocast on CUDA at True instead of False"),
+    ("torch.set_grad_enabled(False)", "torch's gradients at False instead of True"),
     ("torch.set_default_device('meta')", "default device at meta instead of cpu"),
-    ("torch.set_default_device('cuda:99')", "default device at a value that cannot be read"),
     ("torch.set_default_dtype(torch.float64)", "dtype at torch.float64 instead of torch.float32"),
     ("torch.set_float32_matmul_precision('medium')", "precision at medium instead of highest"),
     (
         "setattr(torch.backends.mkldnn.matmul, 'fp32_precision', 'bf16')",
         "float32 matmul precision at a value that cannot be read (RuntimeError) instead of",
     ),
-    ("torch.use_deterministic_algorithms(True)", "deterministic debug mode at 2 instead of 0"),
     ("torch.set_num_threads(torch.get_num_threads() + 1)", "number of threads at"),
 ]
 
 
 @pytest.mark.parametrize(
     ("change", "said", "elsewhere"),
-    [*((*one, False) for one in CHANGES), (*CHANGES[0], True), (*CHANGES[5], True)],
+    [*((*one, False) for one in CHANGES), (*CHANGES[0], True), (*CHANGES[4], True)],
 )
 def test_a_mode_left_changed_is_named_and_put_back(change, said, elsewhere, tmp_path):
     torch = pytest.importorskip("torch")
@@ -371,44 +265,18 @@ def test_a_mode_changed_for_a_while_is_the_functions_own_affair(tmp_path):
     assert run(careful).tolist() == [[1.0]] * 3
 
 
-def test_what_a_call_raises_comes_before_what_it_left_and_both_are_mended(tmp_path):
-    before = os.getcwd()
-
-    def fails(completion, level):
-        os.chdir(tmp_path)
-        if level == 2:
-            raise ValueError("mine")
-        os.chdir(before)
-        return 1.0
-
-    with pytest.raises(RewardError, match=r"'fails', row 1, .* it raised ValueError: mine"):
-        run(fails)
-    assert os.getcwd() == before
-    (failure,) = score_batch(as_rewards(fails), batch_of(), SET_ASIDE).failures
-    assert list(failure.positions) == [1]
-    assert os.getcwd() == before
-
-
 @pytest.mark.parametrize("value", [1e308, -1e308, 1.1e15, 10**400])
 def test_a_reward_too_large_to_learn_from_is_named(value):
     with pytest.raises(RewardError, match=r"reward function '<lambda>', row 0, .* got "):
         run(lambda completion: value)
 
 
-def test_the_largest_reward_is_one():
+def test_the_largest_reward_is_accepted():
     assert run(lambda completion: -1e15).tolist() == [[-1e15]] * 3
 
 
 def batch_of(count=3):
     return CompletionBatch(COMPLETIONS[:count], ROWS[:count], PROMPTS[:count], PLACES[:count])
-
-
-def test_failures_are_told_with_their_positions():
-    values = iter([float("nan"), 1.0, float("inf")])
-    scored = score_batch(as_rewards(lambda completion: next(values)), batch_of(), STOP)
-    assert [list(failure.positions) for failure in scored.failures] == [[0], [2]]
-    assert "got nan" in scored.failures[0].text
-    assert np.isnan(scored.rewards[:, 0]).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("function", [own, async_own, lambda completion: "1"])
@@ -417,14 +285,6 @@ def test_errors_are_failures_where_that_is_asked_for(function):
     scored = score_batch(rewards, batch_of(), SET_ASIDE)
     assert [list(failure.positions) for failure in scored.failures] == [[0], [1], [2]]
     assert scored.rewards[:, 1].tolist() == [1.0] * 3
-
-
-def test_a_batch_function_that_raises_fails_every_completion():
-    def breaks(completions):
-        raise KeyError("gold")
-
-    (failure,) = score_batch(as_rewards(breaks), batch_of(), SET_ASIDE).failures
-    assert list(failure.positions) == [0, 1, 2]
 
 
 def test_a_wrong_count_always_stops():
@@ -455,25 +315,10 @@ def test_groups_that_were_set_aside_are_forgotten():
 
 
 @pytest.mark.parametrize("share", [0, 1])
-def test_none_and_all(share):
+def test_a_share_of_0_ends_at_the_first_and_one_of_1_when_all_are_set_aside(share):
     aside = SetAside(share)
     if share:
         with pytest.warns(UserWarning, match="set aside"):
             aside.record([True] * (LATEST_GROUPS - 1), "why")
     with pytest.raises(RewardError, match="why"):
         aside.record([True], "why")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("reward_timeout", 0),
-        ("reward_timeout", "60"),
-        ("reward_failures", 1.5),
-        ("reward_errors", "skip"),
-        ("isolate", "thread"),
-    ],
-)
-def test_wrong_settings_are_named(name, value):
-    with pytest.raises(ConfigError, match=name):
-        RewardCalls(**{name: value})

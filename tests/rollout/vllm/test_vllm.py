@@ -19,7 +19,7 @@ from tiny_cohort import PLAIN, no_rewards
 from vllm_doubles import settings_of
 
 from evo_grpo import settings as configuration
-from evo_grpo.envs.single_turn_play import SingleTurnPlay
+from evo_grpo.envs.single_turn import SingleTurnPlay
 from evo_grpo.errors import EngineUnavailable, RunFailedError
 from evo_grpo.learn.rows import AgentBatch, rows_from_trajectories
 from evo_grpo.model.base import SharedBase

@@ -8,6 +8,7 @@ from typing import Any, final
 
 from evo_grpo.envs.conversations import MESSAGES, holds_messages
 from evo_grpo.envs.data.tables import MAX_GIGABYTES, place_of, read_rows, require_columns
+from evo_grpo.envs.family import Family
 from evo_grpo.envs.from_config import configured_rewards, configured_template, rewards_of
 from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.envs.messages import listed
@@ -23,7 +24,10 @@ from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.keywords import unknown_keyword
 from evo_grpo.settings.objects import by_splits
+from evo_grpo.settings.objects import by_splits
 from evo_grpo.settings.rewards import JudgeReward, ModelReward
+
+FAMILY = Family(reads=SPLITS)
 
 Described = ModelReward | JudgeReward | Mapping[str, Any]
 OneReward = Callable[..., Any] | RewardFunction | Described | str
@@ -80,10 +84,6 @@ class DatasetEnv:
         name: str = "dataset",
         **settings: Any,
     ) -> None:
-        for keyword in settings:
-            if keyword not in _SETTINGS:
-                known = dict.fromkeys((*_OWN, *_SETTINGS))
-                raise unknown_keyword("DatasetEnv", keyword, known)
         self.name = name
         sources = by_splits({"train": train, "validation": validation, "test": test})
         most = settings.get("max_data_gb", MAX_GIGABYTES)
@@ -118,21 +118,15 @@ class DatasetEnv:
         return with_prompting(replace(task, calls=own.calls()), own.prompting(), seed)
 
 
-_OWN = ("train", "reward", "validation", "test", "prompt", "conversation", "reward_weights", "name")
-_SETTINGS = [n for n in EnvConfig.model_fields if n not in (*_OWN, "kind", "args", "max_turns")]
-
-
 def build(name: str, env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
     """Build the task of a configuration with the user's rows, template and reward functions."""
     del name
     rewards = configured_rewards(env, load)
-    if not rewards:
-        raise ConfigError(
-            'env.reward: kind "dataset" needs a reward function, expected "module:function", got '
-            "none"
-        )
-    if env.args:
-        raise ConfigError(f'env.args: kind "dataset" takes none, got {listed(env.args)}')
+    if not rewards or env.args:
+        why = 'reward: kind "dataset" needs a reward function, expected "module:function", got none'
+        if rewards:
+            why = f'args: kind "dataset" takes none, got {listed(env.args)}'
+        raise ConfigError(f"env.{why}")
     sources: dict[Split, Any] = {split: getattr(env, split) for split in SPLITS}
     return dataset_task(
         seed,
@@ -256,11 +250,11 @@ def divide(
     for row in rows:
         together.setdefault(key(row), []).append(row)
     keys = list(together)
-    wanted = [name for name, share in shares.items() if share]
-    if len(keys) < len(wanted):
+    filled = [name for name, share in shares.items() if share]
+    if len(keys) < len(filled):
         raise DataError(
             f"{len(rows)} rows with {len(keys)} different prompts cannot be divided into "
-            f"{listed(wanted)}: "
+            f"{listed(filled)}: "
             "a prompt must not be in two splits; add rows, or give every split its own file"
         )
     order = generator(seed, "divide").permutation(len(keys))

@@ -1,20 +1,14 @@
 import random
 import sys
 import threading
-import warnings
 
 import numpy as np
 import pytest
 
-from evo_grpo.envs.adapters.helpers import PrivateGenerators, quiet
+from evo_grpo.envs.packages import PrivateGenerators, quiet
 from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.settings import EnvConfig
-
-
-def test_kinds_of_several_turns_are_distinguished_from_the_others():
-    assert is_multi_turn("gem:game:GuessTheNumber-v0")
-    assert not any(map(is_multi_turn, ["sums", "dataset", "reasoning_gym:chain_sum", "gemm:x"]))
 
 
 @pytest.mark.parametrize(
@@ -75,14 +69,6 @@ def test_private_generators_are_the_global_ones_of_that_seed():
         assert draw() == drawn
 
 
-def test_private_generators_come_back_after_an_exception():
-    before = random.getstate()
-    private = PrivateGenerators(0)
-    with pytest.raises(ZeroDivisionError), private.swapped_in():
-        draw()[0] / 0
-    assert random.getstate() == before
-
-
 def test_threads_do_not_draw_from_each_other():
     def drawn(seed):
         private = PrivateGenerators(seed)
@@ -103,14 +89,6 @@ def test_threads_do_not_draw_from_each_other():
     assert results == together
 
 
-def test_unseeded_episodes_follow_from_the_run():
-    assert [PrivateGenerators(3).start(None) for _ in range(2)] == [
-        PrivateGenerators(3).start(None)
-    ] * 2
-    private = PrivateGenerators(3)
-    assert private.start(None) != private.start(None)
-
-
 def test_what_another_thread_prints_while_a_package_is_quiet_is_shown(capsys):
     with quiet():
         print("the package")
@@ -119,21 +97,3 @@ def test_what_another_thread_prints_while_a_package_is_quiet_is_shown(capsys):
         other.join()
     print("afterwards")
     assert capsys.readouterr().out == "the terminal\nafterwards\n"
-
-
-def test_a_package_that_is_quiet_in_a_thread_leaves_filters_of_warnings_alone():
-    filters, inside, over = list(warnings.filters), threading.Event(), threading.Event()
-
-    def plays():
-        with quiet():
-            inside.set()
-            over.wait(20)
-
-    thread = threading.Thread(target=plays)
-    thread.start()
-    inside.wait(20)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", BytesWarning)
-        over.set()
-        thread.join()
-    assert warnings.filters == filters

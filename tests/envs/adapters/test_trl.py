@@ -115,7 +115,7 @@ def test_a_prompt_with_parts_that_are_no_text_is_refused_by_its_row(tmp_path):
     path = tmp_path / "more.jsonl"
     path.write_text("\n".join(map(json.dumps, [*ROWS, picture])))
     for make in (build_multi_turn, check_multi_turn):
-        with pytest.raises(DataError, match=r"line 3: the prompt, message 0, part 0: expected a"):
+        with pytest.raises(DataError, match=r"line 3: the prompt, message 0: expected content"):
             make(EnvConfig(kind="trl:counter:Counter", train=str(path)), 0)
 
 
@@ -146,9 +146,16 @@ def test_an_answer_without_a_call_ends_the_episode_and_is_scored_once():
     assert env.step("There.") == ("", 0.9, True, False, {"calls": 0})
 
 
-def test_a_row_may_hold_messages():
+def test_texts_and_messages_are_joined_and_a_reward_is_awaited_and_a_number():
     text, _ = build(train="rows.jsonl")().reset(seed=2)
     assert "\nUse tools.\n\nGo. Count to " in text
+    assert build("Blocks")().reset(seed=0)[0].endswith("\nSee this.")
+    env, broken = build("Judged")(), build("Broken")()
+    env.reset(seed=0)
+    assert env.step("Done.")[1] == 0.25
+    broken.reset(seed=0)
+    with pytest.raises(RewardError, match=r'"trl:counter:Broken": expected a finite.*\'much\''):
+        broken.step("Done.")
 
 
 def test_a_call_that_fails_is_answered_by_its_error_as_in_trl():
@@ -175,31 +182,12 @@ def test_max_turns_truncates_and_still_scores():
     assert env.step(call("increment", step=1))[1:4] == (1.0, False, True)
 
 
-def test_a_reward_may_be_awaited():
-    env = build("Judged")()
-    env.reset(seed=0)
-    assert env.step("Done.")[1] == 0.25
-
-
-def test_blocks_of_content_are_joined():
-    assert build("Blocks")().reset(seed=0)[0].endswith("\nSee this.")
-
-
-def test_a_reward_that_is_no_number_is_named():
-    env = build("Broken")()
-    env.reset(seed=0)
-    with pytest.raises(RewardError, match=r'"trl:counter:Broken": expected a finite.*\'much\''):
-        env.step("Done.")
-
-
 @pytest.mark.parametrize(
     ("name", "given", "error", "message"),
     [
-        ("Countr", {}, ConfigError, "has no 'Countr'.*mean \"Counter\""),
         ("NoReward", {}, ConfigError, "expected a TRL-style class.*NoReward without get_reward"),
         ("Undescribed", {}, ConfigError, "a tool cannot be described to the model"),
         ("Counter", {"strt": 1}, ConfigError, '"trl:counter:Counter" is not called with.*"start"'),
-        ("Counter", {"max_turns": 0}, ConfigError, "env.args.max_turns: expected an integer"),
         ("Counter", {"train": "none.jsonl"}, DataError, "train: no file 'none.jsonl'"),
     ],
 )

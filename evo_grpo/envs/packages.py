@@ -1,10 +1,9 @@
-"""Shared by the adapters: quiet imports, checks of arguments, trial episodes."""
+"""Use another package: quiet imports, trial episodes, private random generators."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import io
 import logging
 import pkgutil
@@ -13,7 +12,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TextIO, TypeVar, cast
@@ -21,9 +20,8 @@ from typing import Any, TextIO, TypeVar, cast
 import numpy as np
 
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, close
-from evo_grpo.envs.from_config import check_names
-from evo_grpo.envs.messages import excerpt, listed, nearest
-from evo_grpo.errors import ConfigError, EngineUnavailable, EvoGrpoError
+from evo_grpo.envs.messages import excerpt
+from evo_grpo.errors import EngineUnavailable, EvoGrpoError
 from evo_grpo.escaping import shorten
 
 EnvT = TypeVar("EnvT", bound=MultiTurnEnv)
@@ -87,49 +85,6 @@ class _Muted:
         return getattr(self._dropped if own else self._real, name)
 
 
-def check_name(kind: str, package: str, name: str, names: Iterable[str]) -> None:
-    """Refuse a name that a package does not have, and suggest the nearest."""
-    known = list(names)
-    if name not in known:
-        raise ConfigError(
-            f'env.kind: {package} has no environment "{name}" (from "{kind}").'
-            f"{nearest(name, known)} It has: {listed(known)}"
-        )
-
-
-def check_arguments(
-    kind: str, args: Mapping[str, Any], made_by: Callable[..., Any], own: Iterable[str] = ()
-) -> None:
-    """Refuse arguments that neither the environment's class nor its adapter (`own`) takes.
-
-    Several packages ignore unknown arguments, so a misspelt one would have no effect.
-    """
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(made_by).parameters.values()
-    check_names(kind, args, [*own, *(p.name for p in parameters if p.kind in named)])
-
-
-def check_call(kind: str, args: Mapping[str, Any], made_by: Callable[..., Any]) -> None:
-    """Refuse arguments that do not fit the signature of a user's function."""
-    signature = inspect.signature(made_by)
-    try:
-        signature.bind(**args)
-    except TypeError as error:
-        unknown = [name for name in args if name not in signature.parameters]
-        near = nearest(unknown[0], signature.parameters) if unknown else ""
-        raise ConfigError(
-            f'env.args: "{kind}" is not called with {listed(args)}: {error}.{near} '
-            f"It takes: {listed(signature.parameters)}"
-        ) from error
-
-
-def check_integer(name: str, value: object, low: int) -> int:
-    """Return an argument of `env.args` that is an integer >= `low`, or refuse it."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"env.args.{name}: expected an integer >= {low}, got {value!r}")
-    return value
-
-
 def try_out(kind: str, make: Callable[[], EnvT], seed: int) -> Callable[[], EnvT]:
     """Begin one episode, so that errors come before the run, and return a factory."""
     try:
@@ -144,8 +99,7 @@ def try_out(kind: str, make: Callable[[], EnvT], seed: int) -> Callable[[], EnvT
         message = " ".join(_ORNAMENTS.sub(" ", str(error)).split())
         raise EngineUnavailable(
             f'env.kind: "{kind}" does not begin an episode here: {type(error).__name__}: '
-            f"{shorten(message)}; install or download what it asks for, or choose "
-            "another"
+            f"{shorten(message)}; install or download what it asks for, or choose another"
         ) from error
     return make
 

@@ -14,18 +14,21 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.envs.adapters.helpers import PrivateGenerators, check_call, check_integer, try_out
 from evo_grpo.envs.conversations import is_conversation, messages_of, text_of
 from evo_grpo.envs.data.tables import read_rows
 from evo_grpo.envs.episodes.multi_turn import check_reward
+from evo_grpo.envs.family import Family, check_call, check_integer
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import load_function
+from evo_grpo.envs.packages import PrivateGenerators, try_out
 from evo_grpo.envs.rewards.watch import await_result
 from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
+
+FAMILY = Family("code", multi_turn=True, reads=("train",))
 
 MAX_TURNS = 8
 _METHODS = ("reset", "get_reward")
@@ -66,11 +69,9 @@ def check(name: str, env: EnvConfig, seed: int) -> None:
     """Check the user's class in the source of its module, without importing it."""
     del seed
     _rows(env)
-    found = find_name(name, "env.kind")
-    check_call(env.kind, _arguments(env.args)[1], found.stand_in())
-    for needed in _METHODS:
-        if found.lacks(needed):
-            raise _incomplete(env.kind, name.rpartition(":")[2], needed)
+    definition = find_name(name, "env.kind")
+    check_call(env.kind, _arguments(env.args)[1], definition.stand_in())
+    _check(env.kind, name.rpartition(":")[2], [one for one in _METHODS if definition.lacks(one)])
 
 
 class TrlStyleEnv:
@@ -116,8 +117,8 @@ class TrlStyleEnv:
         row = dict(self._rows[small % len(self._rows)]) if self._rows else {}
         with self._generators.swapped_in():
             observation = await_result(self._env.reset(**row))
-        asked = f"{_text(row.get('prompt'))}{_text(observation)}"
-        return "\n".join(part for part in (self._described, asked) if part), {"row": row}
+        question = f"{_text(row.get('prompt'))}{_text(observation)}"
+        return "\n".join(part for part in (self._described, question) if part), {"row": row}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Run the calls in a completion; without calls, or after `max_turns`, score the episode."""
@@ -162,24 +163,20 @@ def _arguments(args: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     return max_turns, {key: value for key, value in args.items() if key != "max_turns"}
 
 
-def _incomplete(kind: str, got: str, needed: str) -> ConfigError:
-    return ConfigError(
-        f'env.kind: "{kind}": expected a TRL-style class with reset(**row) and '
-        f"get_reward(), got {got} without {needed}"
-    )
+def _check(kind: str, got: str, missing: Sequence[str]) -> None:
+    if missing:
+        raise ConfigError(
+            f'env.kind: "{kind}": expected a TRL-style class with reset(**row) and '
+            f"get_reward(), got {got} without {' and '.join(missing)}"
+        )
 
 
 def _tools(kind: str, env: object) -> dict[str, Callable[..., Any]]:
     # Looked up in the class, as in TRL: on the object this would evaluate properties.
     names = [name for name, _ in inspect.getmembers(type(env), predicate=inspect.isfunction)]
-    for needed in _METHODS:
-        if needed not in names:
-            raise _incomplete(kind, type(env).__name__, needed)
-    return {
-        name: getattr(env, name)
-        for name in names
-        if name not in ("reset", "get_reward") and not name.startswith("_")
-    }
+    _check(kind, type(env).__name__, [name for name in _METHODS if name not in names])
+    tools = [name for name in names if name not in _METHODS and not name.startswith("_")]
+    return {name: getattr(env, name) for name in tools}
 
 
 def _describe(kind: str, tools: Mapping[str, Callable[..., Any]]) -> str:

@@ -1,0 +1,124 @@
+"""What the module of an environment family declares, and checks of the arguments in `env.args`.
+
+A module of `builtin` or `adapters` is a family, whose name is that of the module. It declares
+`FAMILY`, and has
+
+    def build(name: str, env: EnvConfig, seed: int) -> Task                         # one turn
+    def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]   # many turns
+
+`name` is the part of `env.kind` after the colon ("chain_sum" in "reasoning_gym:chain_sum"), `env`
+the group `env` of the configuration, and `seed` the run's seed. A family of many turns whose
+settings name the user's code also has
+
+    def check(name: str, env: EnvConfig, seed: int) -> None
+
+which `evo-grpo check` calls in place of `build`, and which imports no user code. The module is
+imported on first use, and imports its library in `build`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import TYPE_CHECKING, Any, Literal
+
+from evo_grpo.envs.messages import listed, nearest
+from evo_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from evo_grpo.envs.task import Split
+    from evo_grpo.settings import EnvConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of environments.
+
+    Attributes:
+        named: What follows the name of the family in `env.kind`, after a colon: nothing, the name
+            of an environment, or the user's code as "module:function".
+        multi_turn: Whether episodes have several turns.
+        reads: Those of env.train, env.validation and env.test that it reads. A task of one turn
+            that reads them belongs to the user: `build` takes a `Loader` as its last argument, and
+            uses the template and the rewards of the configuration.
+    """
+
+    named: Literal["", "name", "code"] = ""
+    multi_turn: bool = False
+    reads: tuple[Split, ...] = ()
+
+
+def checked_arguments(env: EnvConfig, taken_by: Callable[..., object]) -> dict[str, Any]:
+    """Return `env.args`, checked against the keyword-only parameters of a function."""
+    parameters = inspect.signature(taken_by).parameters.values()
+    known = [p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
+    check_names(env.kind, env.args, known)
+    return checked_types(env.args, taken_by)
+
+
+def check_names(kind: str, args: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse names in `env.args` that an environment does not have, and suggest the nearest."""
+    known = list(known)
+    for name in args:
+        if name not in known:
+            raise ConfigError(
+                f'env.args.{name}: no such argument of "{kind}".{nearest(name, known)} '
+                f"It has: {listed(known)}"
+            )
+
+
+def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> dict[str, Any]:
+    """Check each of `env.args` against its default; a default of None is a number of rows."""
+    for name, value in args.items():
+        default = inspect.signature(taken_by).parameters[name].default
+        expected: type = int if default is None else type(default)
+        if (default is None and value is None) or type(value) is expected:
+            continue
+        article = "an integer" if expected is int else "a string"
+        raise ConfigError(f"env.args.{name}: expected {article}, got {value!r}")
+    return dict(args)
+
+
+def check_arguments(
+    kind: str, args: Mapping[str, Any], made_by: Callable[..., Any], own: Iterable[str] = ()
+) -> None:
+    """Refuse arguments that neither the environment's class nor its adapter (`own`) takes.
+
+    Several packages ignore unknown arguments, so a misspelt one would have no effect.
+    """
+    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(made_by).parameters.values()
+    check_names(kind, args, [*own, *(p.name for p in parameters if p.kind in by_name)])
+
+
+def check_call(kind: str, args: Mapping[str, Any], made_by: Callable[..., Any]) -> None:
+    """Refuse arguments that do not fit the signature of a user's function."""
+    signature = inspect.signature(made_by)
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        unknown = [name for name in args if name not in signature.parameters]
+        near = nearest(unknown[0], signature.parameters) if unknown else ""
+        raise ConfigError(
+            f'env.args: "{kind}" is not called with {listed(args)}: {error}.{near} '
+            f"It takes: {listed(signature.parameters)}"
+        ) from error
+
+
+def check_integer(name: str, value: object, low: int) -> int:
+    """Return an argument of `env.args` that is an integer >= `low`, or refuse it."""
+    if type(value) is not int or value < low:
+        raise ConfigError(f"env.args.{name}: expected an integer >= {low}, got {value!r}")
+    return value
+
+
+def check_name(kind: str, package: str, name: str, names: Iterable[str]) -> None:
+    """Refuse a name that a package does not have, and suggest the nearest."""
+    known = list(names)
+    if name not in known:
+        raise ConfigError(
+            f'env.kind: {package} has no environment "{name}" (from "{kind}").'
+            f"{nearest(name, known)} It has: {listed(known)}"
+        )
