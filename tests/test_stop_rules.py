@@ -16,8 +16,6 @@ from evo_grpo.evolve.intervals import interval
 from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.replay import read_schedule
-from evo_grpo.record.steering import ask
-from evo_grpo.record.replay import read_schedule
 from evo_grpo.record.stopping import Played, why_it_ended
 from evo_grpo.record.summary import read_summary
 

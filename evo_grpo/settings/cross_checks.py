@@ -7,7 +7,6 @@ from itertools import islice, product
 from typing import Any
 
 from evo_grpo.evolve.kinds import OwnStrategy
-from evo_grpo.evolve.kinds import OWN
 from evo_grpo.evolve.sizes import planned_rows, wrong_sizes
 from evo_grpo.evolve.start import start_problems, with_first_choices
 from evo_grpo.schema.group import contradictions

@@ -21,9 +21,6 @@ from evo_grpo.cli.commands import app
 from evo_grpo.errors import RewardError, RunDirError, RunFailedError
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.replay import Replay, read_schedule, write_replay
-from evo_grpo.settings import json_schema, load, template, to_yaml
-from evo_grpo.record.replay import Replay, write_replay
-from evo_grpo.record.replay import read_schedule
 from evo_grpo.settings import load, to_yaml
 
 MINIMAL = "model: tiny-sums\nenv: sums\n"

@@ -22,8 +22,6 @@ from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.seeding import generator
 from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-from evo_grpo.settings.keywords import unknown_keyword
-from evo_grpo.settings.objects import by_splits
 from evo_grpo.settings.objects import by_splits
 from evo_grpo.settings.rewards import JudgeReward, ModelReward
 

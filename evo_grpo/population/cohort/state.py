@@ -6,9 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, final
-from typing import final
 
 import torch
 from peft import LoraConfig
