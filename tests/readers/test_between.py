@@ -17,10 +17,8 @@ from evo_grpo.readers.report.figures.rounds import plot_fitness, plot_improvemen
 from evo_grpo.readers.report.run_page import headline, report_html
 from evo_grpo.readers.report.side_by_side import plot_progress, side_by_side
 from evo_grpo.readers.terminal.plain import PlainLines
-from evo_grpo.readers.terminal.progress import LiveTable
 from evo_grpo.readers.terminal.result import family_tree, show_ending
 from evo_grpo.readers.trackers.base import values_of
-from evo_grpo.record.arms import tokens_to_train
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.log import RoundDone
 from evo_grpo.record.view import view_of
@@ -74,15 +72,6 @@ def test_lines_name_the_reward_of_training_and_no_fitness(rounds):
     assert all("fitness - " in line and "reward 0." in line for line in between[2:5])
     assert "best reward" not in decided[1]
     assert all("fitness 0." in line for line in decided[2:5])
-
-
-def test_the_live_table_has_no_fitness_of_a_round_in_between(rounds):
-    def cells(record):
-        table = LiveTable(Console(width=200, file=io.StringIO()))
-        return [table._cells(agent, True)["fitness"].plain for agent in record.agents]
-
-    assert cells(rounds[0]) == ["-"] * 3
-    assert all("±" in cell for cell in cells(rounds[1]))
 
 
 def test_an_unfinished_run_says_what_its_fitness_is(rounds):
@@ -160,11 +149,3 @@ def test_the_note_of_a_trial_says_what_its_fitness_is(rounds):
     notes = [trial_note(record.agents[0], record) for record in rounds[:2]]
     assert "on 2 steps of training: nothing was decided" in notes[0]
     assert "nothing was decided" not in notes[1]
-
-
-def test_a_population_to_compare_with_is_evaluated_once_within_the_budget(rounds):
-    training = sum(agent.tokens for record in rounds for agent in record.agents)
-    evaluation = [record.evaluation_tokens for record in rounds]
-    found = tokens_to_train(rounds, {"final_tokens": 7})
-    assert found == training + sum(evaluation) + 7 - evaluation[1]
-    assert evaluation[1]
