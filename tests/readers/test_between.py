@@ -5,7 +5,6 @@ import math
 import shutil
 from pathlib import Path
 
-import optuna
 import pytest
 from rich.console import Console
 from small_run import small
@@ -124,20 +123,6 @@ def test_trackers_get_no_fitness_of_a_round_in_between(rounds):
     assert ["fitness/best" in one["population"] for one in owners] == [False, True, False, True]
     assert ["fitness" in one["agent-00"] for one in owners] == [False, True, False, True]
     assert all("member" in one["agent-00"] for one in owners)
-
-
-def test_the_best_trial_of_a_study_is_one_of_a_decision(folder, rounds):
-    storage = optuna.storages.JournalStorage(
-        optuna.storages.journal.JournalFileBackend(str(folder / "journal.log"))
-    )
-    study = optuna.load_study(study_name="small", storage=storage)
-    states = {"PRUNED": [], "COMPLETE": []}
-    for trial in study.trials:
-        states[trial.state.name].append(trial.user_attrs["round"])
-    assert set(states["PRUNED"]) == {0, 2}
-    assert set(states["COMPLETE"]) == {1, 3}
-    decided = [a.score.mean for n in DECISIONS for a in rounds[n - 1].agents]
-    assert study.best_value == max(decided)
 
 
 def test_the_history_tells_rounds_in_between(folder):

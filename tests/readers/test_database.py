@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -136,25 +135,6 @@ def test_one_that_is_killed_in_the_middle_adds_what_is_missing(
     assert studies(url) == {"small-id-1": expected(records)}
 
 
-@pytest.mark.slow
-def test_two_runs_of_one_name_that_are_read_at_once_have_a_study_each(tmp_path, url, records):
-    others = timed(make_run(size=3, rounds=4, seed=5))
-    runs = {"id-1": records, "id-2": others}
-    together = threading.Barrier(2)
-
-    def follow(id):
-        folder = folder_of(tmp_path / id, runs[id], id)
-        together.wait()
-        feed(folder, "optuna", lambda known: reader_of(folder, url, known), from_start=True)
-
-    threads = [threading.Thread(target=follow, args=(id,)) for id in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert studies(url) == {f"small-{id}": expected(rounds) for id, rounds in runs.items()}
-
-
 def test_a_copy_that_goes_on_as_the_run_does_adds_nothing(tmp_path, url, records):
     folder = folder_of(tmp_path / "run", records)
     copy = shutil.copytree(folder, tmp_path / "copy")
@@ -180,17 +160,6 @@ def test_a_copy_that_went_on_differently_is_refused(tmp_path, url, records, agen
     with pytest.raises(RunDirError, match=said):
         send(copy, url)
     assert studies(url) == {"small-id-1": expected(there)}
-
-
-def test_a_study_that_is_deleted_is_said_and_filled_again(tmp_path, url, records):
-    folder = folder_of(tmp_path / "run", records)
-    reader = reader_of(folder, url)
-    reader.read(RoundDone(1, records[0]))
-    optuna.delete_study(study_name="small-id-1", storage=url)
-    with pytest.raises(DatabaseError, match="the study was deleted"):
-        reader.read(RoundDone(2, records[1]))
-    send(folder, url)
-    assert studies(url) == {"small-id-1": expected(records)}
 
 
 def test_a_database_that_is_gone_is_named_in_its_own_words(tmp_path, records):
@@ -236,20 +205,6 @@ def test_the_mean_that_a_run_ended_with_is_added_once(tmp_path, url, records):
     attributes = {name: mean[5][name] for name in ("op", "member", "round", "fitness_se")}
     assert attributes == {"op": "mean", "member": 99, "round": 4, "fitness_se": None}
     assert [mean[5]["parent"], mean[5]["second_parent"]] == parents
-
-
-@pytest.mark.parametrize("change", ["last", "nothing was compared", "of fewer rounds"])
-def test_a_mean_that_did_not_win_has_no_trial(tmp_path, url, records, change):
-    folder = folder_of(tmp_path / "run", records)
-    best = {"kind": "last", "agent": 0} if change == "last" else {}
-    summary = summary_of(records[-1], **best)
-    if change == "nothing was compared":
-        summary["candidates"][0]["validation"] = None
-    elif change == "of fewer rounds":
-        summary["rounds"] = 3
-    (folder / "summary.json").write_text(json.dumps(summary))
-    send(folder, url)
-    assert studies(url) == {"small-id-1": expected(records)}
 
 
 @pytest.mark.slow

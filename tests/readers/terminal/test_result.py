@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 from shown_replay import BETTER, ROUNDS, replay, schedule
-from shown_run import SUMMARY, agent, mean_won, small_config, two_rounds
+from shown_run import SUMMARY, agent, mean_won, two_rounds
 
 from evo_grpo.readers.terminal.result import (
     TROUBLES_SHOWN,
@@ -184,13 +184,6 @@ def test_a_terminal_wraps_between_words_and_a_pipe_does_not(width):
     assert any(line.startswith("It won the final comparison") and len(line) > 100 for line in piped)
 
 
-def test_an_unfinished_run_says_so():
-    assert any(
-        line.startswith("After 2 of 9 rounds agent 1 is the best")
-        for line in shown(None, width=200, config=small_config("population.rounds=9").model_dump())
-    )
-
-
 def test_troubles_are_warnings_and_not_too_many():
     agents = tuple(
         agent(slot, slot, 0, None, reason="[red]no gradient\x1b[31m") for slot in range(12)
@@ -239,17 +232,6 @@ def test_next_starts_the_program_as_this_shell_finds_it(activated, tmp_path, mon
     pipe = console(terminal=False)
     show_next(pipe, "runs/one", worse=True)
     assert f"Next: {called} lineage runs/one\n" in pipe.file.getvalue()
-
-
-def test_what_evolution_was_worth_is_told_where_it_is_known():
-    arms = [
-        {"name": name, "test": {"mean": mean, "se": 0.01, "n": 256}}
-        for name, mean in (("guess", 0.34), ("evolved", 0.81))
-    ]
-    lines = shown(SUMMARY, width=300, comparison={"agents": 2, "arms": arms})
-    assert lines[-1].endswith(
-        "your first guess alone reached 0.34 ± 0.01; this run reached 0.81 ± 0.01."
-    )
 
 
 def result(**means):

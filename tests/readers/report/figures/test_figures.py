@@ -20,7 +20,6 @@ from evo_grpo.readers.report.figures.diagnostics import (
     plot_seconds,
     plot_tokens,
     rolling,
-    scale_of_metric,
     thinned,
 )
 from evo_grpo.readers.report.figures.lineage import plot_lineage
@@ -75,21 +74,6 @@ def test_a_line_is_parted_where_an_agent_takes_the_weights_of_another_one():
     assert sorted(begun) == sorted([(slot, 0) for slot in range(4)] + taken)
 
 
-def test_a_dotted_line_leads_from_the_agent_whose_weights_were_taken():
-    rounds = make_run(4, 8, 3)
-    figure = plot_fitness(rounds)
-    found = set()
-    for trace in figure.data:
-        if trace.line.dash == "dot" and trace.hoverinfo == "skip":
-            points = list(zip(trace.x, trace.y, strict=True))
-            found |= set(zip(points[0::3], points[1::3], strict=False))
-    expected = {
-        ((parent.round + 1, parent.score.mean), (agent.round + 1, agent.score.mean))
-        for parent, agent in copies(RunView("run", rounds))
-    }
-    assert found == expected
-
-
 @pytest.mark.parametrize("plot", [plot_fitness, plot_schedules, plot_diagnostics])
 def test_agents_of_the_last_round_are_named_where_their_lines_end(plot):
     rounds = timed(make_run(5, 4, 2, places=(5, 3)))
@@ -124,24 +108,6 @@ def test_names_are_moved_apart_and_no_further_than_needed(seed):
             other[order[first:last]] += step
             if (np.diff(other[order]) >= 14 - 1e-9).all():
                 assert np.square(other - heights).sum() >= cost - 1e-9
-
-
-def test_noise_does_not_fill_an_axis():
-    assert metric_span("completion_length", [4.0, 3.985, 4.0])[0] <= 0
-    assert metric_span("sampler_gap", [3e-7, 1e-6])[1] >= 1e-3
-    low, high = metric_span("ended", [1.0, 0.992])
-    assert low <= 0
-    assert high >= 1
-    noisy = (0.4 + 0.02 * np.random.default_rng(0).standard_normal(200)).tolist()
-    low, high = metric_span("reward", noisy)
-    assert high - low > 8 * 0.02 * 0.8
-    trend = np.linspace(0, 1, 50).tolist()
-    assert metric_span("reward", trend) == pytest.approx((-0.06, 1.06))
-
-
-def metric_span(name, values):
-    curve = Curve(0, list(range(1, len(values) + 1)), values)
-    return scale_of_metric(name, [curve])[:2]
 
 
 @pytest.mark.parametrize(
