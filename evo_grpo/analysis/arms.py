@@ -116,10 +116,9 @@ def compare(
     """Compare a finished run with the same population without evolution, at equal tokens.
 
     Two populations train, each in its own run folder below `RUN/compare`, until they have sampled
-    as many tokens as the run did for training, evaluations and its final comparison. They play
-    one round and are evaluated only at its end: the tokens of the run's evaluations go into
-    training. The best agent of each by validation is tested. An interrupted comparison continues
-    with the unfinished populations; a finished one is read from its file.
+    as many tokens as the run did in all. They play one round and are evaluated only at its end: the
+    tokens of the run's evaluations go into training. The best agent of each by validation is
+    tested. An interrupted comparison continues; a finished one is read from its file.
 
     Args:
         run: Folder of a finished run.
@@ -135,18 +134,15 @@ def compare(
         arm `random` if no hyperparameter may differ between agents.
 
     Raises:
-        RunDirError: The run is not finished, or `Population.train` recorded it with objects that
-            no file can name, or one of its names leads out of the folder.
+        RunDirError: The run is not finished, or was recorded with objects that no file can name.
         ConfigError: The run has fewer than two agents, or its settings or files have changed.
-        CheckpointError: A record of the run is missing or damaged.
-        RunNotFoundError: `run` is no run folder.
     """
     observer = observer or Observer()
     check_observer(observer)
     folder = expect_run(run)
     config, rounds, summary = _finished(folder)
-    if not force and (found := read_comparison(folder)) is not None:
-        return found
+    if not force and (written := read_comparison(folder)) is not None:
+        return written
     refuse_links_in_run(folder)
     check_inputs(folder, config, command=f"resume {folder} --compare", allow=allow)
     # Remove an earlier result first: after an interruption it would describe removed populations.
@@ -206,7 +202,7 @@ def _arm_config(
 ) -> RunConfig:
     """Return the configuration of a population without evolution that trains on `budget` tokens.
 
-    The run took `training` tokens for training in its `rounds` finished rounds.
+    The run took `training` tokens for training in its `rounds` rounds.
     """
     population, algorithm = config.population, config.algorithm
     steps = rounds * population.steps_per_round
@@ -312,11 +308,10 @@ def replay(
     """Compare the schedule of a run's winner with its last values held constant.
 
     Agents are trained from scratch with the schedule and with the last values, several times each
-    and with the tokens of the whole run. They have the run's data, test split and order of prompts.
-    All other random numbers are drawn from a seed derived from that of the run: the first weights
-    of the adapters, completions, the order of minibatches, dropout, and the draws on the test
-    split. At the end, replay.json and a checkpoint of the first training of each kind are written
-    to `RUN/replay`; an interrupted replay leaves an earlier one unchanged.
+    and with the tokens of the whole run. They have the run's data, test split and order of prompts;
+    all else is drawn from a seed derived from that of the run. At the end, replay.json and a
+    checkpoint of the first training of each kind are written to `RUN/replay`; an interrupted replay
+    leaves an earlier one unchanged.
 
     Args:
         run: The run folder.
@@ -325,16 +320,15 @@ def replay(
             cover the randomness of training.
         force: Train again even if a finished replay exists.
         allow: Your files that may differ from the run's, named as in the error message.
-        observer: Gets `note` with a sentence if no hyperparameter changed on the winner's line,
-            `started`, and `stage` before each step and before the test. The stage "learn" counts
-            the completions of the whole replay, those of the test by their share of the time.
+        observer: Gets `note` if no hyperparameter changed on the winner's line, `started`, and
+            `stage` before each step and the test. The stage "learn" counts the completions of the
+            whole replay, those of the test by their share of the time.
 
     Raises:
-        RunNotFoundError: `run` is no run folder.
         RunDirError: The run is not finished, its winner trained for a single round, it was recorded
             with objects that no file can name, or another process uses it.
         ConfigError: The settings or the files of the run have changed.
-        CheckpointError: The winner's checkpoint is missing or damaged, or a record is.
+        CheckpointError: The winner's checkpoint is missing or damaged.
     """
     observer = observer or Observer()
     check_observer(observer)

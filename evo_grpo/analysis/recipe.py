@@ -58,11 +58,9 @@ def recipe(
         force: Replace an existing file.
 
     Raises:
-        RunNotFoundError: `run` is no run folder.
         RunDirError: The run is not finished, its winner trained for a single round, or it was
             recorded with objects that no file can name.
         ConfigError: The file exists, or an argument is out of range.
-        RunFailedError: The file cannot be written.
     """
     for name, number in (("rounds", rounds), ("steps", steps)):
         if number is not None:
@@ -73,7 +71,7 @@ def recipe(
             f"{path}: already exists; choose another name, or replace it with --force"
         )
     schedule, config = read_schedule(run), read_config(folder)
-    found = recipe_settings(
+    settings = recipe_settings(
         config,
         schedule,
         rounds or len(schedule.rounds),
@@ -91,7 +89,7 @@ def recipe(
         f"All others are as in {folder / CONFIG}",
     )
     text = "".join(f"# {printable(line)}\n" for line in heading)
-    atomic_write(path, f"{text}\n{to_yaml(found)}", "recipe")
+    atomic_write(path, f"{text}\n{to_yaml(settings)}", "recipe")
     return path
 
 
@@ -123,16 +121,16 @@ def recipe_settings(
 
 def _values(hparams: Hparams, name: str, space: HyperparameterConfig) -> list[Value]:
     """Return the values of a hyperparameter within its range; None becomes the maximum."""
-    found = values_of(hparams, name)
-    if not found and name in space.names() and space[name].choices is None:
+    values = values_of(hparams, name)
+    if not values and name in space.names() and space[name].choices is None:
         return [space[name].max]
-    return found
+    return values
 
 
 def _ranges(line: Sequence[Hparams], space: HyperparameterConfig) -> dict[str, RLParameter]:
     """Return ranges for the hyperparameters that change on a line, from their values there."""
     names = [*space.names(), *_set_by_hand(line, space)]
-    found: dict[str, RLParameter] = {}
+    ranges: dict[str, RLParameter] = {}
     for name in names:
         values = [_values(one, name, space) for one in line]
         # A changed rank takes alpha with it, unless alpha is searched.
@@ -143,19 +141,18 @@ def _ranges(line: Sequence[Hparams], space: HyperparameterConfig) -> dict[str, R
         numbers = [one for one in each if not isinstance(one, str | bool)]
         named = name in space.names() and space[name].choices is not None
         if not numbers or named or len(each) == 1:
-            found[name] = RLParameter(choices=each)
+            ranges[name] = RLParameter(choices=each)
         else:
-            found[name] = RLParameter(min=min(numbers), max=max(numbers))
-    return found
+            ranges[name] = RLParameter(min=min(numbers), max=max(numbers))
+    return ranges
 
 
 def _set_by_hand(line: Sequence[Hparams], space: HyperparameterConfig) -> list[str]:
     """Return the hyperparameters that change on a line without a range in the run."""
-    known = {*space.names(), *(CLIP_ENDS if "clip_coef" in space.names() else ())}
-    if known & set(CLIP_ENDS):
-        known.add("clip_coef")
-    first = line[0].named()
-    return [name for name in first if name not in known and _differs(line, name)]
+    searched = {*space.names(), *(CLIP_ENDS if "clip_coef" in space.names() else ())}
+    if searched & set(CLIP_ENDS):
+        searched.add("clip_coef")
+    return [name for name in line[0].named() if name not in searched and _differs(line, name)]
 
 
 def _differs(line: Sequence[Hparams], name: str) -> bool:
@@ -164,7 +161,7 @@ def _differs(line: Sequence[Hparams], name: str) -> bool:
 
 def _entries(line: Sequence[Hparams], ranges: dict[str, RLParameter]) -> list[dict[str, Any]]:
     """Return the changes on a line as entries of a schedule."""
-    space, found = HyperparameterConfig(**ranges), list[dict[str, Any]]()
+    space, entries = HyperparameterConfig(**ranges), list[dict[str, Any]]()
     for number in range(1, len(line)):
         before, after = line[number - 1], line[number]
         changes = {name: value for name in ranges for name, value in _change(name, before, after)}
@@ -176,8 +173,8 @@ def _entries(line: Sequence[Hparams], ranges: dict[str, RLParameter]) -> list[di
                 )
             changes[name] = space[name].max if value is None else value
         if changes:
-            found.append({ROUND: number + 1, **changes})
-    return found
+            entries.append({ROUND: number + 1, **changes})
+    return entries
 
 
 def _change(name: str, before: Hparams, after: Hparams) -> list[tuple[str, Value | None]]:

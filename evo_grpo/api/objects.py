@@ -87,8 +87,8 @@ def checked_start(population: PopulationConfig, settings: AgentSettings, objects
     size, space = population.size, settings.search_space()
     first = settings.algorithm.first_hparams(space, adapter_of(settings, objects))
     init = resolved_start(population.init, first, space, size, settings.seed)
-    if found := list(start_problems(first, space, size, init)):
-        raise Problems(*found).below("init")
+    if problems := list(start_problems(first, space, size, init)):
+        raise Problems(*problems).below("init")
     return init
 
 

@@ -71,17 +71,20 @@ def in_groups(
 
 def check_out(out: Path, cohort: Cohort, played: int) -> None:
     """Raise ConfigError if a call after `played` rounds cannot write a run folder."""
+    wrong = ""
     if cohort.team.size > 1:
-        raise ConfigError(
+        wrong = (
             f"out: expected one process, got {cohort.team.size} that train together; omit out, or "
             "use evo_grpo.run(config), which records a run of several processes"
         )
-    if played:
-        raise ConfigError(
+    elif played:
+        wrong = (
             f"out={str(out)!r}: expected a population without rounds, got one that has played "
             f"{played}; give out= at the first call, or omit it. A run that is in a folder "
             "continues with Population.resume(folder, env)"
         )
+    if wrong:
+        raise ConfigError(wrong)
 
 
 def going_on(

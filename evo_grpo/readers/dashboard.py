@@ -45,11 +45,7 @@ _log = logging.getLogger(__name__)
 
 @final
 class StudyCopy:
-    """Reads the log of a run into a study in memory, with notes and the family tree.
-
-    Attributes:
-        storage: The storage that optuna-dashboard reads.
-    """
+    """Reads the log of a run into a study in memory, with notes and the family tree."""
 
     def __init__(self, run: str | Path) -> None:
         try:
@@ -229,11 +225,6 @@ def serve(run: str | Path, port: int, *, say: Callable[[str], None]) -> None:
         port: Port on the loopback address; 0 takes a free one.
         say: Called with the address when the server is ready, and with an error when the records
             cannot be read any more.
-
-    Raises:
-        ConfigError: The port is taken.
-        EngineUnavailable: optuna-dashboard or plotly is not installed.
-        RunNotFoundError: `run` is not a run folder.
     """
     copy = StudyCopy(run)
     app = import_module("optuna_dashboard").wsgi(copy.storage)

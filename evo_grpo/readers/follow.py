@@ -83,11 +83,11 @@ def follow(
     if isinstance(to, str):
         raise ConfigError(f"to: expected a list of names, of {', '.join(NAMES)}, got {to!r}")
     warn = partial(warnings.warn, stacklevel=2)
-    found = follow_all(run, to, storage=storage, outside=outside, warn=warn)
-    for one in found:
-        if one.error is not None:
-            raise one.error
-    return found
+    readers = follow_all(run, to, storage=storage, outside=outside, warn=warn)
+    for reader in readers:
+        if reader.error is not None:
+            raise reader.error
+    return readers
 
 
 def study_of(run: str | Path) -> tuple[str, str] | None:
@@ -114,7 +114,7 @@ def follow_all(
 ) -> list[Followed]:
     """Follow a run as `follow` does, and return the errors of readers instead of raising them.
 
-    `warn` is called with messages about errors that are retried, from several threads.
+    `warn` is called about errors that are retried, from several threads.
     """
     folder = expect_run(run)
     for part in (folder, *_compared(folder)):
@@ -229,15 +229,8 @@ def _all_hang(folder: Path, feedings: Sequence[_Feeding]) -> bool:
 class _Feeding(threading.Thread):
     """A thread that feeds one reader, and constructs it again after an error.
 
-    Args:
-        make: Constructs the reader from its id.
-        warn: Called with a message about an error that is retried.
-        from_start: The reader reads the log from the start each time it is constructed.
-        label: Name of the reader in messages; empty for `name`.
-        option: Value of `--to` in the command that continues; empty for `name`.
-
-    Attributes:
-        last_progress: Time of the last entry that was read, by the monotonic clock.
+    The arguments are as for `feed`; `label` names the reader in messages, and `option` is the value
+    of `--to` in the command that continues.
     """
 
     def __init__(
@@ -254,35 +247,25 @@ class _Feeding(threading.Thread):
         # A daemon thread: the process can end although a reader hangs.
         super().__init__(name=f"reader-{name}", daemon=True)
         self.last_progress = time.monotonic()
-        self._run_folder = run
-        self._make = make
-        self._warn = warn
-        self._from_start = from_start
-        self._reader = name
-        self._label = label or name
+        self._folder, self._warn, self._label = run, warn, label or name
+        self._feed = partial(
+            feed, run, name, make, follow=True, from_start=from_start,
+            on_progress=self._note_progress, warn=warn,
+        )  # fmt: skip
         command = f"evo-grpo follow {shlex.quote(str(run))} --to {option or name}"
         self._remedy = f"continue with: {command}"
-        self._id = ""
-        self._rounds = 0
+        self._id, self._rounds = "", 0
         self._error: EvoGrpoError | None = None
         self._done = False
 
     def run(self) -> None:
         """Feed the reader until the run has ended."""
         wait, last_reason = _FIRST_WAIT, ""
-        attempts = ATTEMPTS_AFTER_END if is_trained(self._run_folder) else 1
+        attempts = ATTEMPTS_AFTER_END if is_trained(self._folder) else 1
         while not self._done:
-            trained = is_trained(self._run_folder)
+            trained = is_trained(self._folder)
             try:
-                feed(
-                    self._run_folder,
-                    self._reader,
-                    self._make,
-                    follow=True,
-                    from_start=self._from_start,
-                    on_progress=self._note_progress,
-                    warn=self._warn,
-                )
+                self._feed()
                 self._done = True
             except BaseException as error:  # any error of a reader, so that the others continue
                 attempts -= not trained
@@ -305,7 +288,7 @@ class _Feeding(threading.Thread):
                 f"{self._label}: nothing was read for {SECONDS_AFTER_END:g} s after the end of "
                 f"the run; {self._remedy}"
             )
-        return Followed(self._run_folder, self._label, self._id, self._rounds, error)
+        return Followed(self._folder, self._label, self._id, self._rounds, error)
 
     def _note_progress(self, cursor: Cursor, id: str) -> None:
         self.last_progress, self._rounds, self._id = time.monotonic(), cursor.rounds, id

@@ -86,11 +86,6 @@ def feed(
         from_start: Begin at the start of the log, not at the cursor.
         on_progress: Called after each entry with the cursor and the id of the reader.
         warn: Called with a message if another process feeds the reader and this one waits for it.
-
-    Raises:
-        CheckpointError: The log or the cursor is damaged.
-        RunFailedError: The cursor cannot be written.
-        RunDirError: The folder was replaced by another run.
     """
     folder = expect_run(run)
     with closing(ReaderFile(folder, name, warn)) as file:
@@ -133,20 +128,13 @@ def id_of(run: Path, name: str) -> str:
 def _read(run: Path, name: str) -> tuple[Cursor, str]:
     """Return the cursor and the id of a reader."""
     what, file = "the cursor and the id of a reader", run / READERS / f"{name}.json"
-    found = read_result(file, _POSITION, what, f"follow {run}")
-    return (START, "") if found is None else (found[1].cursor, found[1].id)
+    saved = read_result(file, _POSITION, what, f"follow {run}")
+    return (START, "") if saved is None else (saved[1].cursor, saved[1].id)
 
 
 @final
 class ReaderFile:
-    """The file with the cursor and the id of a reader, locked by one process at a time.
-
-    `warn` is called with a message if another process holds the lock for long.
-
-    Raises:
-        CheckpointError: The file is damaged.
-        RunFailedError: The file cannot be written.
-    """
+    """The file with the cursor and the id of a reader, locked by one process at a time."""
 
     def __init__(self, run: Path, name: str, warn: Callable[[str], None] = _log.warning) -> None:
         """Wait for the lock, then read the file."""

@@ -174,7 +174,7 @@ def measure(arm: str, seed: int, tokens: int) -> Line:
 
 def _judged(folder: Path, config: RunConfig, agent: AgentRecord) -> dict[str, float]:
     """Return the variety and the tokens of an agent on the test prompts."""
-    from evo_grpo.analysis.sampling.policy import loaded
+    from evo_grpo.analysis.sampling.answers import loaded
     from evo_grpo.population.evaluate import evaluate
     from evo_grpo.settings.evolve import ObjectiveConfig
 

@@ -6,7 +6,7 @@ import pytest
 from small_run import Told, outcome, small
 
 import evo_grpo
-from evo_grpo import resume, run
+from evo_grpo import run
 from evo_grpo.analysis.arms import TokenLimit, _arm_config, compare
 from evo_grpo.errors import ConfigError, RunDirError, RunNotFoundError
 from evo_grpo.population.stats import Tally
@@ -128,20 +128,6 @@ def test_a_comparison_that_was_stopped_goes_on(finished, compared, tmp_path, sto
         assert again["summary"] == whole["summary"]
 
 
-@pytest.mark.slow
-def test_what_is_finished_stays_unless_forced(compared, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(compared[0], folder)
-    (folder / "compare" / "compare.json").unlink()
-    shutil.rmtree(folder / "compare" / "random")
-    told = Told()
-    assert compare(folder, observer=told) == compared[1]
-    assert told.calls.count(("started", 0)) == 1, "only the population that was missing"
-    told = Told()
-    assert compare(folder, force=True, observer=told) == compared[1]
-    assert told.calls.count(("started", 0)) == 2
-
-
 def test_a_population_of_another_configuration_is_trained_anew(compared, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(compared[0], folder)
@@ -151,26 +137,6 @@ def test_a_population_of_another_configuration_is_trained_anew(compared, tmp_pat
     told = Told()
     assert compare(folder, observer=told) == compared[1]
     assert told.calls.count(("started", 0)) == 1
-
-
-def test_a_part_is_not_resumed_alone(compared):
-    folder, _ = compared
-    part = folder / "compare" / "guess"
-    assert resume(part) == part, "a finished one is left as it is"
-    (part / "summary.json").rename(part / "kept.json")
-    with pytest.raises(RunDirError, match=r"ends by tokens.*evo-grpo resume .*compared --compare"):
-        resume(part)
-    (part / "kept.json").rename(part / "summary.json")
-
-
-def test_a_run_that_is_replaced_loses_its_comparison(compared, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(compared[0], folder)
-    (folder / "compare" / "mine.txt").write_text("mine")
-    run(small(population__rounds=1), out=folder, force=True)
-    left = [p.name for p in (folder / "compare").rglob("*") if p.is_file() and p.name != ".lock"]
-    assert left == ["mine.txt"]
-    assert read_comparison(folder) is None
 
 
 @pytest.mark.filterwarnings("ignore:evolve.hyperparameters is empty")

@@ -168,10 +168,9 @@ def test_each_agent_learns_what_its_plan_says(finished, monkeypatch):
     assert handed == [prompt.index for prompt in env.batch(0, len(handed))]
 
 
-@pytest.mark.parametrize("to_test", [0, 400, 20_000])
-def test_the_time_left_is_right_within_a_factor_of_two_after_the_first_step(monkeypatch, to_test):
+def test_the_time_left_is_right_within_a_factor_of_two_after_the_first_step(monkeypatch):
     """Rounds grow fourfold, and the first step takes half as long again as the others."""
-    now = [0.0]
+    now, to_test = [0.0], 400
 
     def step(cohort, env, slots, prompts, *, prompts_per_agent, watch, **more):
         groups = zip(prompts_per_agent, slots, strict=True)
@@ -274,15 +273,6 @@ def test_only_the_winners_checkpoint_is_needed(copy):
         replay(copy)
     shutil.copytree(copy.parent / "kept", kept)
     assert replay(copy, repeats=1).trained
-
-
-def test_an_unfinished_run_is_left_as_it_is(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        run(CONFIG, out=tmp_path / "run", observer=Told(("done", 1)))
-    before = digests(tmp_path / "run")
-    with pytest.raises(RunDirError, match="evo-grpo resume"):
-        replay(tmp_path / "run")
-    assert digests(tmp_path / "run") == before
 
 
 def test_a_disk_that_is_full_names_the_command(copy, monkeypatch):

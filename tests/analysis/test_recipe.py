@@ -15,6 +15,8 @@ from evo_grpo import settings as configuration
 from evo_grpo.analysis.recipe import recipe_settings
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import ConfigError, RunDirError, RunFailedError, RunNotFoundError
+from evo_grpo.errors import ConfigError, RunFailedError
+from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.evolve.explore.schedule import ScheduleExploration
 from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.record.folder import read_rounds
@@ -253,36 +255,6 @@ def test_the_file_begins_with_where_its_values_come_from(folder, tmp_path):
     assert found["evolve"]["exploration"] == {"kind": "schedule", "rounds": entries}
     again = configuration.load(written)
     assert configuration.from_dict(yaml.safe_load(configuration.to_yaml(again))) == again
-
-
-def test_another_model_takes_the_values_as_they_are_and_no_code(folder, tmp_path):
-    with_settings(folder, model__trust_remote_code=True, engine__max_decode_rows=64)
-    found = configuration.load(recipe(folder, tmp_path / "recipe.yaml", model="org/wide"))
-    assert (found.model.name, found.model.trust_remote_code) == ("org/wide", False)
-    assert found.algorithm.lr == 1e-3
-    assert found.evolve.exploration.rounds == [{"round": 2, "lr": 1.2e-3}]
-    assert found.engine.max_decode_rows is None  # it fitted another model
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"rounds": 0}, "rounds: expected"),
-        ({"steps": 1.5}, "steps: expected"),
-    ],
-)
-def test_bad_arguments_are_named_and_nothing_is_written(folder, tmp_path, given, message):
-    with pytest.raises(ConfigError, match=message):
-        recipe(folder, tmp_path / "recipe.yaml", **given)
-    assert not (tmp_path / "recipe.yaml").exists()
-
-
-def test_a_run_without_a_winner_or_a_schedule_is_refused(tmp_path):
-    with pytest.raises(RunNotFoundError, match="no run folder"):
-        recipe(tmp_path, tmp_path / "recipe.yaml")
-    unfinished = run_folder(tmp_path / "unfinished", summary=False)
-    with pytest.raises(RunDirError, match="expected a finished run"):
-        recipe(unfinished, tmp_path / "recipe.yaml")
 
 
 def test_a_file_that_exists_is_replaced_with_force_only(folder, tmp_path):

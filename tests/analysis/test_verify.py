@@ -408,16 +408,6 @@ def test_a_file_that_may_not_be_read_is_named(stopped, monkeypatch):
     assert the_damage(stopped) == f"{stopped / 'inputs.json'}: cannot be read (Permission denied)"
 
 
-def test_a_disk_that_fails_below_a_checkpoint_is_named(stopped, monkeypatch):
-    def broken(file):
-        raise OSError(5, "Input/output error", str(file))
-
-    monkeypatch.setattr("evo_grpo.record.plain.sha256_of", broken)
-    damage = verify(stopped).damage
-    assert damage
-    assert all("cannot be read (Input/output error)" in text for text in damage)
-
-
 def test_a_link_is_named_and_nothing_behind_it_is_looked_at(stopped, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (stopped / "compare").symlink_to(tmp_path / "elsewhere")

@@ -19,7 +19,7 @@ from tiny_cohort import (
 
 from evo_grpo import CISPO, GRPO, GSPO, HyperparameterConfig, Population, RLParameter
 from evo_grpo.api.keywords import PopulationKeywords, TrainKeywords
-from evo_grpo.errors import CheckpointError, ConfigError, ModelError, RewardError, ShapeError
+from evo_grpo.errors import CheckpointError, ConfigError, RewardError, ShapeError
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS, TRAIN_KEYWORDS
 from evo_grpo.types import Prompt, Score
@@ -330,25 +330,6 @@ def test_a_repr_says_which_agent_of_what_it_is():
     assert repr(population[1]) == "GSPO(agent 1 of 2 over 'tiny-sums', lr=0.001, steps=0)"
     population[1].state.history.append(Score(0.25, 0.1, 4))
     assert repr(population[1]).endswith("steps=0, fitness=0.250)")
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"adv_filter_eps": 0.1}, "adv_filter_eps has no effect without filter_zero_adv"),
-        ({"kl_shaping": True}, "kl_shaping has no effect with beta 0"),
-    ],
-)
-def test_what_has_no_effect_warns(given, message):
-    with pytest.warns(UserWarning, match=message):
-        make(**given)
-    with pytest.warns(UserWarning, match=message):
-        GRPO.population(size=1, model=build_model(), lora=LORA, **given)
-
-
-def test_a_folder_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="so it is not a model folder"):
-        make(model=str(tmp_path))
 
 
 def test_a_population_shares_one_base_and_its_agents_start_alike():

@@ -1,13 +1,15 @@
-"""Rounds that are played one call at a time are those of one call, selection by selection."""
+"""Several calls of `train` give what one call gives, also where one is interrupted."""
 
 import warnings
 
 import pytest
+from small_run import Told
 from tiny_cohort import moments, same, weights
 
-from evo_grpo import GRPO, Population
+from evo_grpo import GRPO, Population, leaderboard
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.errors import ConfigError
+from evo_grpo.learn.updates import OwnOptimizers
 from evo_grpo.record.observer import Observer
 
 AGENTS = {
@@ -67,7 +69,7 @@ def test_a_call_that_is_refused_selects_nothing(tmp_path):
 
 
 def board(population):
-    return population.leaderboard().drop(columns="wall_seconds")
+    return population.leaderboard().drop(columns=["wall_seconds", "checkpoint"])
 
 
 def assert_alike(first, second):
@@ -77,7 +79,7 @@ def assert_alike(first, second):
         kept, found = moments(first.cohort, one.slot), moments(second.cohort, other.slot)
         assert kept.keys() == found.keys()
         assert all((kept[key] == found[key]).all() for key in kept)
-        assert one.hparams == other.hparams
+        assert (one.hparams, one.steps) == (other.hparams, other.steps)
         assert one.state.member == other.state.member
         assert one.fitness == other.fitness
     assert board(first).equals(board(second))
@@ -117,9 +119,7 @@ def test_a_call_into_a_folder_and_one_without_are_one_call(tmp_path):
     once.train(SUMS, rounds=3, **ROUND)
     twice.train(SUMS, rounds=1, out=tmp_path / "run", **ROUND)
     twice.train(SUMS, rounds=2, **ROUND)
-    drop = ["wall_seconds", "checkpoint"]
-    boards = [p.leaderboard().drop(columns=drop) for p in (once, twice)]
-    assert boards[0].equals(boards[1])
+    assert board(once).equals(board(twice))
     for one, other in zip(once, twice, strict=True):
         assert same(weights(once.cohort, one.slot), weights(twice.cohort, other.slot))
 
@@ -256,3 +256,72 @@ def test_a_call_selects_after_its_last_round_by_its_own_settings():
     assert len(population.rounds[2].agents) == 3
     assert population.rounds[0].decisions
     assert not population.rounds[1].decisions
+
+
+# --- calls that are interrupted -------------------------------------------------------------------
+
+#: The weights move at every step, agents are copied, agents leave, and the archive is overwritten.
+LEAVING = {**ROUND, "steps_per_round": 2, "sizes": [5, 3, 2], "significance": None}
+LEAVING.pop("decisions")
+INTERRUPTED = {"hyperparameters": {"lr": {"min": 1e-4, "max": 1e-1}}}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """A population after each of three rounds, by the number of rounds."""
+    made = {}
+    for rounds in (1, 3):
+        made[rounds] = make(5, **INTERRUPTED)
+        made[rounds].train(SUMS, rounds=rounds, **LEAVING)
+    return made
+
+
+@pytest.mark.parametrize("stop", [("learn", 0), ("done", 1), ("evaluate", 2)])
+def test_the_next_call_gives_what_one_call_gives(stop, uninterrupted):
+    population = make(5, **INTERRUPTED)
+    with pytest.raises(KeyboardInterrupt):
+        population.train(SUMS, rounds=3, observer=Told(stop), **LEAVING)
+    played = stop[1]
+    assert len(population.rounds) == played
+    assert [agent.steps for agent in population] == [2 * played] * len(population)
+    assert len(population) == [5, 3, 2][played]
+    population.train(SUMS, rounds=3 - played, **LEAVING)
+    assert_alike(population, uninterrupted[3])
+
+
+def test_gradients_of_an_unfinished_step_are_dropped(uninterrupted, monkeypatch):
+    population, calls = make(5, **INTERRUPTED), []
+
+    def interrupted(*_):
+        calls.append(1)
+        if len(calls) == 2:  # the second minibatch or step
+            raise KeyboardInterrupt
+        return step(*_)
+
+    step = OwnOptimizers.step
+    with monkeypatch.context() as patch:
+        patch.setattr(OwnOptimizers, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            population.train(SUMS, rounds=1, **LEAVING)
+    assert population.rounds == []
+    population.train(SUMS, rounds=1, **LEAVING)
+    assert_alike(population, uninterrupted[1])
+
+
+def test_a_population_that_records_goes_on_in_memory(uninterrupted, tmp_path):
+    population, out = make(5, **INTERRUPTED), tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        population.train(SUMS, rounds=3, out=out, observer=Told(("evaluate", 1)), **LEAVING)
+    assert len(population.rounds) == len(leaderboard(out)["round"].unique()) == 1
+    population.train(SUMS, rounds=2, **LEAVING)
+    assert_alike(population, uninterrupted[3])
+
+
+def test_an_interrupted_test_leaves_the_population_at_its_last_round(uninterrupted, tmp_path):
+    population, out = make(5, **INTERRUPTED), tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        population.train(SUMS, rounds=1, out=out, observer=Told(("test", 0)), **LEAVING)
+    assert population.summary is None
+    assert len(population.rounds) == 1
+    population.train(SUMS, rounds=2, **LEAVING)  # with the selection that the first call left out
+    assert_alike(population, uninterrupted[3])

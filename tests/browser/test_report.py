@@ -6,17 +6,14 @@
 import json
 import os
 import shutil
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import shown_run
-from random_runs import make_run, timed
 
 from evo_grpo.readers.report.run_page import write_report
 from evo_grpo.readers.report.side_by_side import side_by_side, write_side_by_side
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.settings import to_yaml
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 MISSING = "needs playwright (pip install 'evo-grpo[browser]') and chromium (Debian's package)"
@@ -226,20 +223,6 @@ def test_the_page_of_an_unfinished_run_loads_what_was_written_meanwhile(
         opened_folder.append_round(shown_run.two_rounds()[1])
     write_report(folder)
     page.get_by_text("2 rounds, unfinished").wait_for()
-
-
-def test_a_long_run_opens_at_once(opened, tmp_path):
-    """32 agents and 200 rounds; the time is printed, for tests assert none."""
-    rounds = timed(make_run(32, 200), steps=[0.5] * 8)
-    config = shown_run.small_config("population.size=32", "population.rounds=200")
-    with RunDir.create(tmp_path / "run", "run", to_yaml(config)) as folder:
-        for record in rounds:
-            folder.append_round(replace(record, evaluation_tokens=100))
-    page = opened(write_report(tmp_path / "run"))
-    timing = page.evaluate("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd")
-    drawn(page, 0)
-    print(f"a run of 32 agents and 200 rounds: ready after {timing / 1000:.2f} s")
-    assert page.locator("#leaderboard tbody tr").count() == 32
 
 
 def test_runs_side_by_side(opened, run, tmp_path):

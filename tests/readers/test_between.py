@@ -5,7 +5,6 @@ import math
 import shutil
 from pathlib import Path
 
-import optuna
 import pytest
 from rich.console import Console
 from small_run import small
@@ -17,10 +16,8 @@ from evo_grpo.readers.report.figures.rounds import plot_fitness, plot_improvemen
 from evo_grpo.readers.report.run_page import headline, report_html
 from evo_grpo.readers.report.side_by_side import plot_progress, side_by_side
 from evo_grpo.readers.terminal.plain import PlainLines
-from evo_grpo.readers.terminal.progress import LiveTable
 from evo_grpo.readers.terminal.result import family_tree, show_ending
 from evo_grpo.readers.trackers.base import values_of
-from evo_grpo.record.arms import tokens_to_train
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.log import RoundDone
 from evo_grpo.record.view import view_of
@@ -76,15 +73,6 @@ def test_lines_name_the_reward_of_training_and_no_fitness(rounds):
     assert all("fitness 0." in line for line in decided[2:5])
 
 
-def test_the_live_table_has_no_fitness_of_a_round_in_between(rounds):
-    def cells(record):
-        table = LiveTable(Console(width=200, file=io.StringIO()))
-        return [table._cells(agent, True)["fitness"].plain for agent in record.agents]
-
-    assert cells(rounds[0]) == ["-"] * 3
-    assert all("±" in cell for cell in cells(rounds[1]))
-
-
 def test_an_unfinished_run_says_what_its_fitness_is(rounds):
     text = printed(lambda console: show_ending(console, view_of(rounds[:3])))
     assert "Fitness after round 3 is the mean reward of its training" in text
@@ -137,20 +125,6 @@ def test_trackers_get_no_fitness_of_a_round_in_between(rounds):
     assert all("member" in one["agent-00"] for one in owners)
 
 
-def test_the_best_trial_of_a_study_is_one_of_a_decision(folder, rounds):
-    storage = optuna.storages.JournalStorage(
-        optuna.storages.journal.JournalFileBackend(str(folder / "journal.log"))
-    )
-    study = optuna.load_study(study_name="small", storage=storage)
-    states = {"PRUNED": [], "COMPLETE": []}
-    for trial in study.trials:
-        states[trial.state.name].append(trial.user_attrs["round"])
-    assert set(states["PRUNED"]) == {0, 2}
-    assert set(states["COMPLETE"]) == {1, 3}
-    decided = [a.score.mean for n in DECISIONS for a in rounds[n - 1].agents]
-    assert study.best_value == max(decided)
-
-
 def test_the_history_tells_rounds_in_between(folder):
     frame = history(folder)
     assert frame.groupby("round")["between"].first().tolist() == [True, False, True, False]
@@ -160,11 +134,3 @@ def test_the_note_of_a_trial_says_what_its_fitness_is(rounds):
     notes = [trial_note(record.agents[0], record) for record in rounds[:2]]
     assert "on 2 steps of training: nothing was decided" in notes[0]
     assert "nothing was decided" not in notes[1]
-
-
-def test_a_population_to_compare_with_is_evaluated_once_within_the_budget(rounds):
-    training = sum(agent.tokens for record in rounds for agent in record.agents)
-    evaluation = [record.evaluation_tokens for record in rounds]
-    found = tokens_to_train(rounds, {"final_tokens": 7})
-    assert found == training + sum(evaluation) + 7 - evaluation[1]
-    assert evaluation[1]

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from evo_grpo import resume, run
 from evo_grpo.analysis.verify import verify
 from evo_grpo.cli.commands import app
-from evo_grpo.errors import RunNotFoundError
 from evo_grpo.readers.dashboard import StudyCopy, trial_note
 from evo_grpo.readers.report.figures.lineage import plot_lineage
 from evo_grpo.record.folder import read_rounds
@@ -189,18 +188,3 @@ def test_a_missing_package_is_named_with_its_remedy(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna_dashboard", None)
     with pytest.raises(ImportError, match=r"optuna_dashboard cannot .*evo-grpo\[dashboard\]"):
         StudyCopy(folder)
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
-    with pytest.raises(RunNotFoundError):
-        StudyCopy(tmp_path)
-
-
-def test_a_run_without_a_round_has_an_empty_study(tmp_path):
-    pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
-    with pytest.raises(KeyboardInterrupt):
-        run(small(), out=tmp_path / "run", observer=Told(("learn", 0)))
-    copy = StudyCopy(tmp_path / "run")
-    assert copy.storage.get_all_studies()[0].study_name == "run"
-    assert copy.storage.get_n_trials(0) == 0

@@ -2,14 +2,12 @@
 
 import json
 import shutil
-import sqlite3
-import threading
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import optuna
 import pytest
-from optuna.storages import InMemoryStorage, RDBStorage
+from optuna.storages import InMemoryStorage
 from random_runs import HP_CONFIG, make_run, timed, with_scores
 from small_run import SETTINGS, Told, small
 
@@ -25,7 +23,6 @@ from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.study import StudyReader, open_study
 from evo_grpo.settings import from_dict, to_yaml
 from evo_grpo.training.recorded_inputs import inputs_of, read_inputs_of
-from evo_grpo.types import Slot
 
 #: Nothing listens on it.
 GONE = "postgresql+psycopg://evo@127.0.0.1:1/evo"
@@ -117,19 +114,6 @@ def test_every_round_is_there_once_however_often_it_is_read(tmp_path, records):
 
 
 @pytest.mark.slow
-def test_tables_whose_making_was_killed_get_no_second_study_of_a_name(tmp_path, records, url):
-    folder = folder_of(tmp_path / "run", records)
-    RDBStorage(url).engine.dispose()
-    with sqlite3.connect(tmp_path / "shared.db") as database:
-        # Made after its table: a kill between the two leaves names that need not be unique.
-        database.execute("DROP INDEX ix_studies_study_name")
-    database.close()
-    for _ in range(3):
-        send(folder, url)
-        assert studies(url) == {"small-id-1": expected(records)}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("trials", [0, 4, 6], ids=["at once", "in a round", "after a round"])
 def test_one_that_is_killed_in_the_middle_adds_what_is_missing(
     tmp_path, url, records, trials, monkeypatch
@@ -149,44 +133,6 @@ def test_one_that_is_killed_in_the_middle_adds_what_is_missing(
             send(folder, url)
     send(folder, url)
     assert studies(url) == {"small-id-1": expected(records)}
-
-
-def test_a_round_whose_plan_a_person_changed_changes_nothing(tmp_path, url, records):
-    folder = folder_of(tmp_path / "run", records)
-    reader = reader_of(folder, url)
-    for record in records:
-        reader.read(RoundDone(record.round + 1, record))
-    reader.read(RoundDone(4, replace(records[-1], members=())))
-    reader.close()
-    assert studies(url) == {"small-id-1": expected(records)}
-
-
-def test_a_run_that_goes_on_gets_its_new_rounds(tmp_path, url, records):
-    folder = folder_of(tmp_path / "run", records[:2])
-    send(folder, url)
-    with RunDir.open(folder) as opened:
-        opened.append_round(records[2])
-    send(folder, url)
-    assert studies(url) == {"small-id-1": expected(records[:3])}
-
-
-@pytest.mark.slow
-def test_two_runs_of_one_name_that_are_read_at_once_have_a_study_each(tmp_path, url, records):
-    others = timed(make_run(size=3, rounds=4, seed=5))
-    runs = {"id-1": records, "id-2": others}
-    together = threading.Barrier(2)
-
-    def follow(id):
-        folder = folder_of(tmp_path / id, runs[id], id)
-        together.wait()
-        feed(folder, "optuna", lambda known: reader_of(folder, url, known), from_start=True)
-
-    threads = [threading.Thread(target=follow, args=(id,)) for id in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert studies(url) == {f"small-{id}": expected(rounds) for id, rounds in runs.items()}
 
 
 def test_a_copy_that_goes_on_as_the_run_does_adds_nothing(tmp_path, url, records):
@@ -216,53 +162,6 @@ def test_a_copy_that_went_on_differently_is_refused(tmp_path, url, records, agen
     assert studies(url) == {"small-id-1": expected(there)}
 
 
-def test_another_version_of_the_same_trials_is_no_other_run(tmp_path, url, records):
-    """A later release may say more of a trial; its runs go on in their studies."""
-    fewer = [
-        replace(one, agents=tuple(replace(a, metrics={}, step_rewards=()) for a in one.agents))
-        for one in records
-    ]
-    send(folder_of(tmp_path / "before", fewer[:2]), url)
-    send(folder_of(tmp_path / "run", records), url)
-    assert studies(url) == {"small-id-1": expected([*fewer[:2], *records[2:]])}
-
-
-@pytest.mark.slow
-def test_of_a_trial_that_is_there_twice_the_first_counts(tmp_path, url, records):
-    """So Optuna leaves it where a server did not confirm it."""
-    folder = folder_of(tmp_path / "run", records[:1])
-    send(folder, url)
-    study = optuna.load_study(study_name="small-id-1", storage=url)
-    study.add_trial(study.trials[0])
-    with RunDir.open(folder) as opened:
-        for record in records[1:]:
-            opened.append_round(record)
-    send(folder, url)
-    places = [(one[5]["agent"], one[5]["round"]) for one in studies(url)["small-id-1"]]
-    assert len(places) == 13
-    assert len(set(places)) == 12
-    parents = [one[5]["parent_trial"] for one in studies(url)["small-id-1"] if one[5]["round"] == 1]
-    assert 3 not in parents
-
-
-def test_trials_that_somebody_adds_are_left_alone(tmp_path, url, records):
-    folder = folder_of(tmp_path / "run", records)
-    open_study(RDBStorage(url), "small-id-1").add_trial(optuna.trial.create_trial(value=1.0))
-    send(folder, url)
-    assert len(studies(url)["small-id-1"]) == 13
-
-
-def test_a_study_that_is_deleted_is_said_and_filled_again(tmp_path, url, records):
-    folder = folder_of(tmp_path / "run", records)
-    reader = reader_of(folder, url)
-    reader.read(RoundDone(1, records[0]))
-    optuna.delete_study(study_name="small-id-1", storage=url)
-    with pytest.raises(DatabaseError, match="the study was deleted"):
-        reader.read(RoundDone(2, records[1]))
-    send(folder, url)
-    assert studies(url) == {"small-id-1": expected(records)}
-
-
 def test_a_database_that_is_gone_is_named_in_its_own_words(tmp_path, records):
     folder = folder_of(tmp_path / "run", records)
     with pytest.raises(
@@ -272,32 +171,6 @@ def test_a_database_that_is_gone_is_named_in_its_own_words(tmp_path, records):
     assert "\n" not in str(e.value)
     with pytest.raises(DatabaseError, match="unable to open database file"):
         send(folder, "sqlite:////no/such/folder/x.db")
-
-
-@pytest.mark.slow
-def test_a_database_that_goes_in_the_middle_gets_the_rest_later(
-    tmp_path, url, records, monkeypatch
-):
-    folder = folder_of(tmp_path / "run", records)
-    connect, left = sqlite3.connect, [400]
-
-    class Breaks(sqlite3.Connection):
-        def cursor(self, *given):
-            left[0] -= 1
-            if left[0] < 0:
-                raise sqlite3.OperationalError("the disk is gone")
-            return super().cursor(*given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            sqlite3.dbapi2, "connect", lambda *a, **k: connect(*a, **{**k, "factory": Breaks})
-        )
-        patch.setattr(sqlite3, "connect", sqlite3.dbapi2.connect)
-        with pytest.raises(DatabaseError, match="the disk is gone"):
-            send(folder, url)
-    assert 0 < len(studies(url)["small-id-1"]) < 12
-    send(folder, url)
-    assert studies(url) == {"small-id-1": expected(records)}
 
 
 def summary_of(last, **best):
@@ -332,34 +205,6 @@ def test_the_mean_that_a_run_ended_with_is_added_once(tmp_path, url, records):
     attributes = {name: mean[5][name] for name in ("op", "member", "round", "fitness_se")}
     assert attributes == {"op": "mean", "member": 99, "round": 4, "fitness_se": None}
     assert [mean[5]["parent"], mean[5]["second_parent"]] == parents
-
-
-@pytest.mark.parametrize("change", ["last", "nothing was compared", "of fewer rounds"])
-def test_a_mean_that_did_not_win_has_no_trial(tmp_path, url, records, change):
-    folder = folder_of(tmp_path / "run", records)
-    best = {"kind": "last", "agent": 0} if change == "last" else {}
-    summary = summary_of(records[-1], **best)
-    if change == "nothing was compared":
-        summary["candidates"][0]["validation"] = None
-    elif change == "of fewer rounds":
-        summary["rounds"] = 3
-    (folder / "summary.json").write_text(json.dumps(summary))
-    send(folder, url)
-    assert studies(url) == {"small-id-1": expected(records)}
-
-
-def test_the_mean_of_an_earlier_end_is_nobodys_parent(tmp_path, url, records):
-    """More rounds give its member id to a real agent."""
-    folder = folder_of(tmp_path / "run", records[:3])
-    (folder / "summary.json").write_text(json.dumps(summary_of(records[2])))
-    send(folder, url)
-    born = replace(records[3].agents[0], member=99, agent=Slot(0))
-    last = replace(records[3], agents=(born, *records[3].agents[1:]))
-    send(folder_of(tmp_path / "longer", [*records[:3], last]), url)
-    found = studies(url)["small-id-1"]
-    assert [one[5]["op"] for one in found].count("mean") == 1
-    assert len(found) == 13
-    assert all(one[5]["parent_trial"] != 9 for one in found)
 
 
 @pytest.mark.slow

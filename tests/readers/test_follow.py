@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from fake_tracker import package  # noqa: F401 -- a fixture
-from shown_run import run_folder
 from small_run import small
 from typer.testing import CliRunner
 
@@ -17,10 +16,8 @@ import evo_grpo
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import (
     ConfigError,
-    EngineUnavailable,
     RunDirError,
     RunFailedError,
-    RunNotFoundError,
 )
 from evo_grpo.readers import follow as following
 from evo_grpo.record.run_dir import RunDir
@@ -130,41 +127,6 @@ def test_one_that_hangs_is_left_once_the_others_are_done(run, package, monkeypat
     thread.join(30)
 
 
-def test_two_at_once_write_nothing_twice(run, package):  # noqa: F811
-    package.write(log="import time; time.sleep(0.02)")
-    threads = [threading.Thread(target=evo_grpo.follow, args=(run, ["wandb"])) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert package.steps == WHOLE
-
-
-@pytest.mark.slow
-def test_the_page_of_a_run_is_written_as_the_run_is(tmp_path):
-    run = run_folder(str(tmp_path / "run"), rounds=1, summary=False)
-    evo_grpo.follow(run, ["report"])
-    page = tmp_path / "run/report.html"
-    assert "unfinished" in page.read_text(encoding="utf-8")
-    page.unlink()
-    evo_grpo.follow(run, ["report"])
-    assert page.exists()
-
-
-def test_a_page_that_cannot_be_written_says_why(run):
-    (run / "report.html").mkdir()
-    (found,) = following.follow_all(run, ["report"], storage=None, warn=print)
-    assert str(run / "report.html") in str(found.error)
-
-
-def test_without_plotly_a_page_is_refused(run, monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    with pytest.raises(EngineUnavailable, match="report: expected the package plotly"):
-        evo_grpo.follow(run, ["report"])
-
-
 @pytest.mark.slow
 def test_the_database_of_another_run_is_kept_apart(run):
     first, second = (f"sqlite:///{run.parent / name}.db" for name in ("one", "two"))
@@ -239,11 +201,6 @@ def test_a_link_of_a_strangers_folder_is_not_followed(run, name):
     with pytest.raises(RunDirError, match=r"outside|link"):
         evo_grpo.follow(run, ["tensorboard"])
     assert list(outside.iterdir()) == []
-
-
-def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(RunNotFoundError, match="no run folder"):
-        evo_grpo.follow(tmp_path, ["report"])
 
 
 def follow(*arguments):

@@ -9,7 +9,7 @@ import pytest
 from small_run import small
 
 from evo_grpo import run
-from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
+from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.readers.reader import feed
 from evo_grpo.record.log import entries
 
@@ -60,7 +60,7 @@ def test_a_reader_gets_all_and_then_nothing(folder):
     assert json.loads((folder / "readers/mine.json").read_text())["id"] == "run-1"
 
 
-@pytest.mark.parametrize("after", range(11))
+@pytest.mark.parametrize("after", [0, 1, 5, 10])
 def test_one_that_fails_goes_on_behind_what_it_had_flushed(folder, after):
     service, ids = [], []
     with pytest.raises(ConnectionError):
@@ -125,9 +125,3 @@ def test_a_damaged_cursor_is_named_with_the_way_out(folder, text):
         CheckpointError, match=r"mine.json: expected the cursor .*; delete it, .* follow"
     ):
         feed(folder, "mine", Keeps([]))
-
-
-def test_no_run_has_no_readers(tmp_path):
-    with pytest.raises(RunNotFoundError):
-        feed(tmp_path, "mine", Keeps([]))
-    assert not any(tmp_path.iterdir())

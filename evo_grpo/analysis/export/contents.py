@@ -125,13 +125,13 @@ def write_export(
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of an export; None if there is no readable one."""
     try:
-        found = json.loads(read_plain(folder / MANIFEST))
-        found["files"] = dict(found["files"])
-        for name in found["files"]:
+        manifest = json.loads(read_plain(folder / MANIFEST))
+        manifest["files"] = dict(manifest["files"])
+        for name in manifest["files"]:
             check_relative(name)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    return cast("dict[str, Any]", found)
+    return cast("dict[str, Any]", manifest)
 
 
 OF_ANSWERS = ("prompt", "max_output_tokens")
@@ -140,9 +140,9 @@ OF_ANSWERS = ("prompt", "max_output_tokens")
 
 def exported_values(folder: Path) -> Hparams:
     """Return the hyperparameters of an export that affect its answers, if it has any."""
-    found = read_manifest(folder) or {}
+    manifest = read_manifest(folder) or {}
     try:
-        return Hparams(**{name: found[name] for name in OF_ANSWERS if name in found})
+        return Hparams(**{name: manifest[name] for name in OF_ANSWERS if name in manifest})
     except Problems:  # changed by hand
         return Hparams()
 
@@ -193,7 +193,7 @@ class BaseModel:
         name: Name in the settings of the run.
         source: The argument of `from_pretrained`; None if the model is not on this machine.
         reference: Name in adapter_config.json.
-        own_code: Whether the model needs its own Python code (trust_remote_code).
+        own_code: Whether the model needs trust_remote_code.
     """
 
     name: str
@@ -220,8 +220,8 @@ class BaseModel:
         """Id of the model on the Hub, None if it is not known to be there."""
         if self.name in PACKAGED:
             return PACKAGED[self.name].hub_id
-        found = self.source is not None and not self.source.local
-        return self.reference if found else None
+        is_remote = self.source is not None and not self.source.local
+        return self.reference if is_remote else None
 
     @property
     def shown(self) -> str:
@@ -414,8 +414,8 @@ def _objects(choice: ChosenAgent, attributes: Mapping[str, Any]) -> list[str]:
 
 def _json(data: bytes, name: str) -> dict[str, Any]:
     try:
-        found: Any = load_json(data)
-        return {**found}
+        parsed: Any = load_json(data)
+        return {**parsed}
     except (ValueError, TypeError) as error:
         raise CheckpointError(
             f"{name}: expected a JSON mapping of the run ({error}); repeat the run"

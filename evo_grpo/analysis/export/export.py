@@ -69,7 +69,6 @@ class ExampleCode:
         tokens: The greatest number of tokens of an answer in the run.
         pushed: The repository on the Hub, None if the export is not pushed.
         hidden: Number of the user's rows in the template that are replaced by "...".
-        stop: Strings that end an answer, besides the end token.
     """
 
     base: BaseModel
@@ -95,20 +94,20 @@ class ExampleCode:
         """Return the values from the run's settings and the agent's own hyperparameters."""
         own = own or Hparams()
         try:
-            found = asking(config.env, config.seed, own.prompt, show_rows=False)
+            question = asking(config.env, config.seed, own.prompt, show_rows=False)
         except EvoGrpoError:  # the task does not exist any more, or was a Python object
-            found = Asking(Template.of("{prompt}"), DEFAULT_OUTPUT_TOKENS, {})
+            question = Asking(Template.of("{prompt}"), DEFAULT_OUTPUT_TOKENS, {})
         said = own.max_output_tokens or config.algorithm.max_output_tokens
         stop = config.algorithm.stop
         return cls(
             base,
             contents,
-            found.template,
-            {name: found.example.get(name, PLACEHOLDER) for name in found.template.columns()},
-            said or found.max_output_tokens,
+            question.template,
+            {name: question.example.get(name, PLACEHOLDER) for name in question.template.columns()},
+            said or question.max_output_tokens,
             config.evolve.fitness.temperature,
             pushed,
-            found.hidden,
+            question.hidden,
             tuple(one for one in stop if isinstance(one, str)),
             tuple(one for one in stop if isinstance(one, int)),
         )
@@ -294,14 +293,12 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
         `AutoModelForCausalLM` if it is a merged model.
 
     Raises:
-        CheckpointError: No round is finished, no agent has a fitness, its checkpoint was
-            deleted or changed, or another file of the run is damaged.
+        CheckpointError: No round is finished, no agent has a fitness, or its checkpoint was
+            deleted or changed.
         ConfigError: There is no such agent, member, round or objective, `push` has no token, or the
             winner is worse than the base model and `anyway` is off.
         ModelError: The base cannot be loaded, or an adapter cannot be merged into it.
-        EngineUnavailable: The base is in a package that is not installed.
-        RunDirError: `out` is not empty and `force` is off, it has a file that no export wrote,
-            another version of this library wrote the run, or a file to export is behind a link.
+        RunDirError: `out` is not empty and `force` is off, or has a file that no export wrote.
         RunFailedError: `out` cannot be written, or the Hub cannot be reached; in that case the
             folder exists.
     """

@@ -1,10 +1,15 @@
-"""sample(run, prompts): answers of an agent of a run, and of its base model."""
+"""sample(run, prompts): answers of an agent of a run, and of its base model.
+
+`loaded` makes an agent ready to sample; the other commands of this folder use it too.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -12,32 +17,183 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from evo_grpo.analysis.sampling.policy import (
-    Policy,
-    adapter_of,
-    check_answers,
-    config_of,
-    loaded,
-    played_out,
-    start_of,
-)
+from evo_grpo.analysis.export.contents import checked_adapter
 from evo_grpo.envs.asking import Asking, asking
 from evo_grpo.envs.prompts import Template
-from evo_grpo.envs.protocol import Ask, starts_under
-from evo_grpo.envs.task import Split
-from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongError
+from evo_grpo.envs.protocol import Ask, Environment, Play, starts_under
+from evo_grpo.envs.task import Split, Task
+from evo_grpo.errors import (
+    ConfigError,
+    DataError,
+    EvoGrpoError,
+    PromptTooLongError,
+    RunDirError,
+    RunFailedError,
+)
 from evo_grpo.places import looking_in
+from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
 from evo_grpo.readers.terminal.console import say
 from evo_grpo.record.choice import ChosenAgent, choose_of
 from evo_grpo.record.folder import code_folder
+from evo_grpo.record.folder import code_folder, read_config
+from evo_grpo.record.folder import recorded_objects
+from evo_grpo.record.plain import inside
 from evo_grpo.record.wording import number
+from evo_grpo.schema.hparams import LORA, Hparams
 from evo_grpo.schema.validation import shown, whole
-from evo_grpo.settings import EnvConfig
+from evo_grpo.settings import EnvConfig, RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-from evo_grpo.types import Prompt
+from evo_grpo.settings.model import LoraSettings
+from evo_grpo.training.assemble import add_agents, build_cohort, build_parts
+from evo_grpo.training.assemble import environment_for
+from evo_grpo.training.from_python import FromPython
+from evo_grpo.training.recorded_inputs import read_inputs_of
+from evo_grpo.training.resume_check import check_inputs
+from evo_grpo.types import Prompt, Slot
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A cohort of one agent, and the environment of its task, or None."""
+
+    cohort: Cohort
+    env: Environment[Any] | None
+    slot: Slot
+
+
+@contextmanager
+def loaded(
+    config: RunConfig,
+    adapter: Path,
+    *,
+    with_env: bool,
+    task: Task | None = None,
+    env: object = None,
+    max_output_tokens: int | None = None,
+    own: Hparams | None = None,
+) -> Generator[Policy]:
+    """Load the base of a configuration, a PEFT folder over it and, `with_env`, its task.
+
+    The adapter's LoRA settings replace those of the configuration. `task` is the single-turn task
+    of the configuration, if it is already built; `env` replaces it. `max_output_tokens` is used if
+    the configuration has none. Of the agent's hyperparameters `own`, the longest completion and the
+    prompt are used.
+    """
+    algorithm, own = config.algorithm, own or Hparams()
+    longest = algorithm.longest_output(config.search_space())
+    if longest is None and max_output_tokens is not None:
+        algorithm = algorithm.replace(max_output_tokens=max_output_tokens)
+    # The adapter has fixed settings, even if the run searched them.
+    ranges = config.evolve.hyperparameters
+    others = ranges and {name: one for name, one in ranges.items() if not name.startswith(LORA)}
+    agents = config.agents().replace(
+        model=config.model.replace(lora=LoraSettings(), adapter=str(adapter)),
+        hyperparameters=others,
+        algorithm=algorithm.replace(separate_reference=False),
+        # One process samples, and nothing is trained.
+        engine=config.engine.replace(zero=None),
+    )
+    made: Environment[Any] | None = None
+    if with_env and env is None:
+        cohort, made, start = build_parts(config, agents, task)
+    else:
+        cohort, start = build_cohort(agents)
+        made = environment_for(cohort, env) if with_env else None
+    (slot,) = add_agents(cohort, 1, "same", start)
+    known: Sequence[str] = getattr(made, "prompt_names", ())
+    prompt = own.prompt
+    if prompt is not None and made is not None and prompt not in known:
+        warnings.warn(
+            f"the agent was trained with the prompt {prompt!r}, which env.prompts does not have: "
+            "it is asked with the prompt of the task",
+            UserWarning,
+            stacklevel=3,
+        )
+    if prompt not in known:
+        prompt = None
+    hparams = cohort.agents[slot].hparams
+    hparams = hparams.replace(prompt=prompt, max_output_tokens=own.max_output_tokens)
+    cohort.set_hparams(slot, hparams)
+    cohort.open_engine()
+    try:
+        yield Policy(cohort, made, slot)
+    finally:
+        cohort.close_engine()
+
+
+def check_answers(who: str, logprobs: Iterable[Sequence[float] | None]) -> None:
+    """Refuse answers whose log-probs (one sequence each) have a NaN: the tokens are arbitrary."""
+    if any(math.isnan(value) for own in logprobs for value in own or ()):
+        raise RunFailedError(
+            f"{who}: expected finite log-probabilities, got NaN: its weights are not finite, or "
+            "overflow in the dtype of the base, so that its answers are arbitrary; use another "
+            "checkpoint, or engine.dtype: float32"
+        )
+
+
+def config_of(
+    choice: ChosenAgent,
+    command: str | None,
+    allow: Iterable[str],
+    *,
+    env: object = None,
+    call: str = "",
+) -> RunConfig:
+    """Return the settings of a run whose base can be built from them.
+
+    A `command` that builds the task too needs the run's files unchanged, except those that `allow`
+    names. `env` is the environment of a run that was given an object; `call` names the Python call.
+    """
+    recorded, given = recorded_objects(choice.run), FromPython(env)
+    if base := [name for name in ("model", "tokenizer") if name in recorded]:
+        raise RunDirError(
+            f"{choice.run}: it was recorded by Population.train with {' and '.join(base)}, which "
+            "no file can name, so its base cannot be built from the folder; in Python, "
+            f"evo_grpo.Population.resume({str(choice.run)!r}, env, {base[0]}=...) returns its "
+            "agents, which have the methods get_action and test"
+        )
+    config = read_config(choice.run)
+    if command is not None:
+        config = given.with_env(recorded, config, choice.run, call)
+        parts: dict[str, str] | None = None
+        if any(name.partition(".")[0] == "env" for name in recorded):
+            # Only the environment is used again.
+            then = read_inputs_of(choice.run).objects
+            others = {name: value for name, value in then.items() if not name.startswith("env")}
+            parts = others | given.parts(config.seed)
+        check_inputs(choice.run, config, command=command, allow=allow, objects=parts)
+    return config
+
+
+def adapter_of(choice: ChosenAgent) -> Path:
+    """Return the PEFT folder of an agent of a run, after checking its files."""
+    refuse_foreign_files(inside(choice.run, choice.checkpoint or "."))
+    return checked_adapter(choice)
+
+
+def played_out(play: Play, sampler: PopulationSampler) -> Play:
+    """Return a play after its last turn."""
+    while (ask := play.ask()) is not None:
+        play.tell(sampler.sample(ask))
+    return play
+
+
+def start_of(env: Any, split: Split, row: int) -> Any:  # noqa: ANN401 -- of any environment
+    """Return a row of a task of one turn, or the seed of an episode."""
+    splits = getattr(getattr(env, "task", None), "splits", None)
+    rows = None if splits is None else len(splits[split])
+    if row < 0 or (rows is not None and row >= rows):
+        expected = ">= 0" if rows is None else f"from 0 to {rows - 1}, of {rows} in {split}"
+        raise ConfigError(f"row: expected a number {expected}, got {row}")
+    if rows is None:
+        return env.prompts(split, row + 1)[row]
+    return env.row(split, row)
+
+
+# --- sample --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -112,10 +268,9 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
 
     Raises:
         CheckpointError: No round is finished, or the checkpoint is missing or damaged.
-        ConfigError: There is no such agent or row, or a number is out of range; or rows are given,
-            and the settings or the files of the run have changed.
+        ConfigError: There is no such agent or row, a number is out of range, or rows are given and
+            the settings or the files of the run have changed.
         RunDirError: The run was recorded with a model or a tokenizer that no file can name.
-        PromptTooLongError: A prompt leaves no room for an answer.
         RunFailedError: The agent, or the base, has log-probabilities that are not finite.
     """
     choice = choose_of(run, agent, member, round, best_ever=best_ever, prefer=prefer)
@@ -124,7 +279,7 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
     how: dict[str, Any] = {"n": n, "temperature": temperature, "base": base, "seed": seed}
     how |= {"split": split, "raw": raw, "allow": allow, "env": env}
     with looking_in(code_folder(code), is_code=True):
-        return [one for found in answers(choice, given, numbers, **how) for one in found]
+        return [answer for part in answers(choice, given, numbers, **how) for answer in part]
 
 
 def answers(  # noqa: PLR0913 -- the arguments of `sample`
@@ -193,13 +348,14 @@ def _answer_prompt(
         )
     prompt = Prompt(0, rendered, ids, row)
     groups = sampler.sample(Ask([[prompt]] * len(who), sampler.group_sizes))
-    found: list[Sampled] = []
+    answers: list[Sampled] = []
     for name, (group,) in zip(who, groups, strict=True):
-        given = group.completions
-        check_answers(name, (one.logprobs for one in given))
-        texts, ended = tuple(one.text for one in given), tuple(one.ended for one in given)
-        found.append(Sampled(rendered, name, texts, (None,) * len(given), ended))
-    return found
+        completions = group.completions
+        check_answers(name, (one.logprobs for one in completions))
+        texts = tuple(one.text for one in completions)
+        ended = tuple(one.ended for one in completions)
+        answers.append(Sampled(rendered, name, texts, (None,) * len(texts), ended))
+    return answers
 
 
 def _answer_row(
@@ -210,15 +366,16 @@ def _answer_row(
     name = policy.cohort.agents[policy.slot].hparams.prompt
     starts = starts_under(env, name, [start_of(env, split, number)])
     play = played_out(policy.cohort.begin(env, [starts] * len(who), sampler.group_sizes), sampler)
-    found: list[Sampled] = []
+    answers: list[Sampled] = []
     for name, experience in zip(who, play.experiences(), strict=True):
-        given = experience.trajectories
-        check_answers(name, (one.logprobs for one in given))
+        episodes = experience.trajectories
+        check_answers(name, (one.logprobs for one in episodes))
         earned = weighted(experience.rewards, env.weights)
         rewards = tuple(None if math.isnan(one) else float(one) for one in earned)
-        texts, ended = tuple(t.text or t.error for t in given), tuple(t.ended for t in given)
-        found.append(Sampled(given[0].prompt, name, texts, rewards, ended))
-    return found
+        texts = tuple(one.text or one.error for one in episodes)
+        ended = tuple(one.ended for one in episodes)
+        answers.append(Sampled(episodes[0].prompt, name, texts, rewards, ended))
+    return answers
 
 
 def _how(env: EnvConfig, seed: int, prompt: str | None, *, raw: bool) -> Asking:

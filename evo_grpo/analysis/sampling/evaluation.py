@@ -13,7 +13,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from evo_grpo.analysis.export.contents import exported_values
-from evo_grpo.analysis.sampling.policy import (
+from evo_grpo.analysis.sampling.answers import (
     adapter_of,
     check_answers,
     config_of,
@@ -37,7 +37,7 @@ from evo_grpo.record.folder import beside, code_folder, is_run
 from evo_grpo.record.wording import claim_text, count
 from evo_grpo.record.wording import number as shown_number
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.schema.validation import number, whole
+from evo_grpo.schema.validation import Rule, number, whole
 from evo_grpo.settings import FitnessConfig, RunConfig
 from evo_grpo.settings.yaml import as_config
 from evo_grpo.training.strategies import task_of
@@ -84,9 +84,9 @@ class Judged:
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values; numbers that are not finite are None."""
         about = ("adapter", "task", "split", "samples", "temperature", "correct", "sign")
-        found = {name: getattr(self, name) for name in about} | self._measured()
+        fields = {name: getattr(self, name) for name in about} | self._measured()
         passes = [{"k": one.k, **one._measured()} for one in self.passes]
-        return {"level": LEVEL, **plain_value({**found, "passes": passes})}
+        return {"level": LEVEL, **plain_value({**fields, "passes": passes})}
 
     def _measured(self) -> dict[str, Any]:
         scores = {"own": self.own, "base": self.base}
@@ -142,19 +142,17 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
             of range, or the settings or the files of the run have changed.
         RunFailedError: The adapter, or the base, has log-probabilities that are not finite, or no
             reward.
-        EvoGrpoError: The base or the task cannot be loaded.
     """
-    if split not in ("validation", "test"):
-        raise ConfigError(f"split: expected validation or test, got {split!r}")
+    Rule(lambda value: value in ("validation", "test"), "validation or test").check("split", split)
     passes = tuple(pass_at) if isinstance(pass_at, Sequence) else (pass_at,)
-    given = [("prompts", prompts), ("samples", samples), *(("pass_at", k) for k in passes)]
-    for what, value in given:
+    numbers = [("prompts", prompts), ("samples", samples), *(("pass_at", k) for k in passes)]
+    for what, value in numbers:
         whole(1).or_none().check(what, value)
     number(math.isfinite, "a finite number").or_none().check("correct", correct)
     with ExitStack() as stack:  # files and modules are found as in a run
         stack.enter_context(looking_in(code_folder(code), is_code=True))
         stack.enter_context(looking_in(beside(config)))
-        name, folder, run, own = _found(Path(adapter), config, allow, env)
+        name, folder, run, own = _adapter_and_task(Path(adapter), config, allow, env)
         if (named := named_task(env)) is not None:
             run, env = run.replace(env=named), None
         fitness = run.evolve.fitness
@@ -170,7 +168,7 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
         assert policy.env is not None, "loaded with with_env=True"
         usual = fitness.test_prompts if split == "test" else fitness.prompts
         # Base first, as at the end of a run: the same batch gives the same bits.
-        found = evaluate(
+        evaluations = evaluate(
             policy.cohort,
             policy.env,
             [*([None] if base else []), policy.slot],
@@ -181,30 +179,30 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
             stream=("test",) if split == "test" else ("final",),
         )
         about = name, policy.env.name, split, samples, fitness.temperature
-    return _judged(found, about, passes, correct)
+    return _judged(evaluations, about, passes, correct)
 
 
 def _judged(
-    found: Sequence[Evaluation],
+    evaluations: Sequence[Evaluation],
     about: tuple[str, str, str, int, float],
     passes: Sequence[int],
     correct: float,
 ) -> Judged:
     """Return the result of evaluations, of which that of the base comes first."""
-    name, base = about[0], len(found) > 1
-    for who, one in zip(["the base", name] if base else [name], found, strict=True):
+    name, base = about[0], len(evaluations) > 1
+    for who, one in zip(["the base", name] if base else [name], evaluations, strict=True):
         _check_finite(who, one)
 
     def judged(scores: Sequence[Score], **more: Any) -> Judged:
-        gain = _gain(name, scores[1], scores[0]) if base else {}
+        gain = _gain(scores[1], scores[0]) if base else {}
         return Judged(*about, scores[-1], **gain, correct=correct, **more)
 
-    scores = [one.score for one in found]
+    scores = [one.score for one in evaluations]
     return judged(
         scores,
         sign=claims(scores[::-1], 0, TEST_LEVEL)[1] if base else None,
         passes=tuple(
-            judged([pass_at_k(one.rewards, one.units, k, correct) for one in found], k=k)
+            judged([pass_at_k(one.rewards, one.units, k, correct) for one in evaluations], k=k)
             for k in passes
         ),
     )
@@ -214,27 +212,22 @@ def _samples(fitness: FitnessConfig, split: JudgedOn, samples: int | None, most:
     """Return the completions per prompt: the given number or that of a run, and at least `most`."""
     # Validation repeats the draws of the final comparison, and its samples where it has any.
     usual = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
-    found = fitness.per_prompt(samples or max(usual, most))
-    if most > found:
-        greedy = " at temperature 0, where all of them are equal" if found == 1 else ""
+    each = fitness.per_prompt(samples or max(usual, most))
+    if most > each:
+        greedy = " at temperature 0, where all of them are equal" if each == 1 else ""
         raise ConfigError(
-            f"pass_at: expected at most {found}, the completions of a prompt{greedy}, got {most}; "
+            f"pass_at: expected at most {each}, the completions of a prompt{greedy}, got {most}; "
             + ("give a temperature above 0" if greedy else "give as many samples, or leave k")
         )
-    return found
+    return each
 
 
-def _gain(name: str, own: Score, base: Score) -> dict[str, Any]:
-    """Return the score of the base and the gain over it, as fields of a result."""
+def _gain(own: Score, base: Score) -> dict[str, Any]:
+    """Return the score of the base and the gain over it, as fields; NaN if no prompt is shared."""
     ahead = compare(own, base)
     # Where both answered all prompts, the gain is rounded as in summary.json.
     whole_split = ahead.prompts == own.n == base.n
     gain = own.mean - base.mean if whole_split else ahead.difference
-    if not math.isfinite(gain):
-        raise RunFailedError(
-            f"{name}: expected prompts that both the adapter and the base answered, got none; give "
-            "more prompts, or leave out the base"
-        )
     return {
         "base": base,
         "gain": gain,
@@ -243,17 +236,17 @@ def _gain(name: str, own: Score, base: Score) -> dict[str, Any]:
     }
 
 
-def _check_finite(who: str, found: Evaluation) -> None:
+def _check_finite(who: str, evaluation: Evaluation) -> None:
     """Refuse log-probabilities or a mean reward that is not finite."""
-    check_answers(who, (one.logprobs for one in found.experience.trajectories))
-    if not math.isfinite(found.score.mean):
+    check_answers(who, (one.logprobs for one in evaluation.experience.trajectories))
+    if not math.isfinite(evaluation.score.mean):
         raise RunFailedError(
             f"{who}: expected a mean reward, got none: every reward function abstained on every "
             "answer; give reward functions that score this task, or another split"
         )
 
 
-def _found(
+def _adapter_and_task(
     adapter: Path,
     config: RunConfig | str | Path | Mapping[str, Any] | None,
     allow: Sequence[str],
@@ -316,13 +309,13 @@ def show_judged(console: Console, judged: Judged) -> None:
         say(console, f"correct: a reward of at least {judged.correct:g}", "dim")
 
 
-def _show_gain(console: Console, found: Judged) -> None:
-    if found.gain is None or found.interval is None:
+def _show_gain(console: Console, judged: Judged) -> None:
+    if judged.gain is None or judged.interval is None:
         return
-    low, high = found.interval
-    error = shown_number(found.gain_se, 4)
+    low, high = judged.interval
+    error = shown_number(judged.gain_se, 4)
     between = "" if low != low else f", 95% interval {low:+.4f} to {high:+.4f}"
-    say(console, safe(f"gain: {found.gain:+.4f} ± {error}{between}", "bold"))
+    say(console, safe(f"gain: {judged.gain:+.4f} ± {error}{between}", "bold"))
 
 
 def _mean(result: Score) -> str:

@@ -13,8 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from evo_grpo.analysis.sampling.answers import show_answer
-from evo_grpo.analysis.sampling.policy import check_answers, played_out, start_of
+from evo_grpo.analysis.sampling.answers import check_answers, played_out, show_answer, start_of
 from evo_grpo.envs.protocol import Environment, Experience, starts_under
 from evo_grpo.envs.resolve import environment_of, named_task
 from evo_grpo.envs.rewards.weights import values_by_name
@@ -149,7 +148,7 @@ class Tried:
         each = f"{self.tokens:.0f} tokens each on average"
         if self.sampling_seconds:
             each += f", sampled in {self.sampling_seconds:.1f} s"
-        found = [f"{count(len(answers), 'answer')}: {each}, scored in "
+        lines = [f"{count(len(answers), 'answer')}: {each}, scored in "
                  f"{self.reward_seconds:.1f} s; {self.cut:.0%} were cut off"]  # fmt: skip
         for name, weight in self.weights.items():
             values = [value for one in answers if (value := one.rewards[name]) is not None]
@@ -158,23 +157,23 @@ class Tried:
                 mean = sum(values) / len(values)
                 spread = f"{min(values):g} to {max(values):g}, mean {mean:.2f}"
             times = "" if weight == 1 else f", times {weight:g}"
-            found.append(f"reward {name}: {spread}{times}")
+            lines.append(f"reward {name}: {spread}{times}")
         if self.run_seconds is None:
-            return found
-        found.append(
+            return lines
+        lines.append(
             f"{count(self.steps, 'step')} of {count(self.answers_per_step, 'answer')} like these "
             f"sample for {clock(self.run_seconds)} in the run, less where more at once are faster; "
             "scoring, learning and evaluations come on top"
         )
         differ = sum(prompt.signal for prompt in self.prompts)
-        found.append(
+        lines.append(
             f"{differ} of {count(len(self.prompts), 'group')} have a signal: only a group whose "
             "rewards differ changes an agent"
         )
         if differ:
             sizes = ", ".join(f"{n}: {self.signal_with(n):.0%}" for n in GROUP_SIZES)
-            return [*found, f"share of groups with a signal by group_size, as estimated: {sizes}"]
-        return [*found, self._without_signal()]
+            return [*lines, f"share of groups with a signal by group_size, as estimated: {sizes}"]
+        return [*lines, self._without_signal()]
 
     def _without_signal(self) -> str:
         """Return advice on raising the share of groups with a signal."""
@@ -193,26 +192,14 @@ class Tried:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values; numbers that are not finite are None."""
+        prompts = [
+            {**vars(prompt), "answers": [vars(answer) for answer in prompt.answers]}
+            for prompt in self.prompts
+        ]
         sizes = {str(size): self.signal_with(size) for size in GROUP_SIZES}
-        return plain_value(
-            {
-                "task": self.task,
-                "weights": dict(self.weights),
-                "prompts": [
-                    {**vars(one), "answers": [vars(answer) for answer in one.answers]}
-                    for one in self.prompts
-                ],
-                "signal": self.signal,
-                "signal_with_group_size": sizes,
-                "cut": self.cut,
-                "tokens": self.tokens,
-                "sampling_seconds": self.sampling_seconds,
-                "reward_seconds": self.reward_seconds,
-                "steps": self.steps,
-                "answers_per_step": self.answers_per_step,
-                "run_seconds": self.run_seconds,
-            }
-        )
+        measured = ("signal", "cut", "tokens", "run_seconds")
+        values = {**vars(self), **{name: getattr(self, name) for name in measured}}
+        return plain_value({**values, "prompts": prompts, "signal_with_group_size": sizes})
 
 
 def try_config(
@@ -243,7 +230,6 @@ def try_config(
         ConfigError: There is no such row, a number is out of range, or an answer is given to a task
             of several turns.
         RunFailedError: The model has log-probabilities that are not finite.
-        EvoGrpoError: The base or the task cannot be loaded, or a reward function fails.
     """
     run = as_config(config)
     if (named := named_task(env)) is not None:
@@ -298,9 +284,9 @@ def _sampled(
     begin = time.perf_counter()
     play = played_out(begun, sampler)
     scoring = time.perf_counter()
-    (found,) = play.experiences()
-    check_answers("the model", (one.logprobs for one in found.trajectories))
-    return _tried(env, found, size, scoring - begin, time.perf_counter() - scoring)
+    (experience,) = play.experiences()
+    check_answers("the model", (one.logprobs for one in experience.trajectories))
+    return _tried(env, experience, size, scoring - begin, time.perf_counter() - scoring)
 
 
 def _tell_of_judges(
@@ -339,8 +325,8 @@ def _scored(
     play = env.begin([prompts], [1])
     play.tell([[CompletionGroup(-1, prompt, answer) for prompt in prompts]])
     begin = time.perf_counter()
-    (found,) = play.experiences()
-    return _tried(env, found, 1, 0.0, time.perf_counter() - begin)
+    (experience,) = play.experiences()
+    return _tried(env, experience, 1, 0.0, time.perf_counter() - begin)
 
 
 def _starts(env: Environment[Any], split: Split, numbers: Sequence[int]) -> list[Any]:
@@ -349,11 +335,11 @@ def _starts(env: Environment[Any], split: Split, numbers: Sequence[int]) -> list
 
 
 def _tried(
-    env: Environment[Any], found: Experience, size: int, sampling: float, scoring: float
+    env: Environment[Any], scored: Experience, size: int, sampling: float, scoring: float
 ) -> Tried:
-    differ = ~zero_variance_groups(found.rewards, size, weights=env.weights)
-    values = values_by_name(env, found.rewards)
-    rows = zip(found.trajectories, values, weighted(found.rewards, env.weights), strict=True)
+    differ = ~zero_variance_groups(scored.rewards, size, weights=env.weights)
+    values = values_by_name(env, scored.rewards)
+    rows = zip(scored.trajectories, values, weighted(scored.rewards, env.weights), strict=True)
     answers = [
         TriedAnswer(
             trajectory.text,
@@ -370,9 +356,9 @@ def _tried(
     for first, signal in zip(range(0, len(answers), size), differ, strict=True):
         group = answers[first : first + size]
         # A dropped episode has no tokens.
-        whole = next((one for one in found.trajectories[first : first + size] if one.mask), None)
+        whole = next((one for one in scored.trajectories[first : first + size] if one.mask), None)
         ids = () if whole is None else whole.token_ids[: (*whole.mask, True).index(True)]
-        text = env.tokenizer.decode(ids) if ids else found.trajectories[first].prompt
+        text = env.tokenizer.decode(ids) if ids else scored.trajectories[first].prompt
         prompts.append(TriedPrompt(str(text), len(ids), tuple(group), bool(signal)))
     weights = dict(zip(values[0], env.weights.tolist(), strict=True))
     return Tried(env.name, tuple(prompts), weights, sampling, scoring)

@@ -130,8 +130,8 @@ class CosineLRScheduleConfig:
             return LRSchedule(steps=self.num_epochs, warmup_proportion=self.warmup_proportion)
         except Problems as problems:
             names: dict[Path, Path] = {("steps",): ("num_epochs",)}
-            found = (Problem(names.get(p.path, p.path), p.text) for p in problems.found)
-            raise Problems(*found) from None
+            renamed = (Problem(names.get(p.path, p.path), p.text) for p in problems.found)
+            raise Problems(*renamed) from None
 
     def factor(self, step: int) -> float:
         """Return the factor of lr in a GRPO step, 0-based; see `lr_factor`."""
@@ -311,22 +311,22 @@ class Arguments:
     def _without_effect(self, settings: AgentSettings) -> dict[str, str]:
         """Return the arguments without effect, by AgileRL's names, with reasons."""
         default = type(self)
-        found = {
+        inert = {
             name: f"{getattr(self, name)} has no effect: {why}"
             for name, why in _NO_EFFECT.items()
             if getattr(self, name) != getattr(default, name)
         }
         if self._is_cut:
-            found["max_output_tokens"] = f"completions are cut at max_model_len={CONTEXT}, raise it"
+            inert["max_output_tokens"] = f"completions are cut at max_model_len={CONTEXT}, raise it"
         if self.vllm_config is not None and not self.use_vllm:
-            found["vllm_config"] = "has no effect without use_vllm=True; leave it out"
+            inert["vllm_config"] = "has no effect without use_vllm=True; leave it out"
         for path, why in without_effect_of_agents(settings):
             ours, _, rest = path.partition(".")
             name = _NAMES.get(ours, ours)
             # A default of AgileRL that differs from ours was not given by the caller.
             if getattr(self, name, None) != getattr(default, name, None):
-                found[f"{name}.{rest}" if rest else name] = why
-        return found
+                inert[f"{name}.{rest}" if rest else name] = why
+        return inert
 
     def _renamed(self, problem: Problem) -> Problem:
         """Return a problem under AgileRL's names."""

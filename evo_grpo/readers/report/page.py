@@ -29,13 +29,7 @@ REFRESH = 15
 
 @dataclass
 class Page:
-    """A page to which sections are added, one below the other.
-
-    Attributes:
-        title: The heading.
-        lead: A sentence below the heading.
-        live: Whether the run still trains, so that the page reloads itself.
-    """
+    """A page to which sections are added; a `live` one, of a run that trains, reloads itself."""
 
     title: str
     lead: str

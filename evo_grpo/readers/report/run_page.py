@@ -74,10 +74,7 @@ def write_report(run: str | Path, out: str | Path | None = None, *, samples: boo
 
     Raises:
         EngineUnavailable: plotly is not installed.
-        RunNotFoundError: `run` is not a run folder.
-        CheckpointError: A file of the run is damaged.
-        RunDirError: Another version of this library wrote the run, or `out` is a link or cannot be
-            written.
+        EvoGrpoError: The run cannot be read, or `out` cannot be written.
     """
     graph_objects("report")
     folder = expect_run(run)
@@ -145,8 +142,8 @@ def _lead(view: RunView) -> str:
 
 
 def _named(config: Mapping[str, Any], group: str, key: str) -> str:
-    found = config.get(group)
-    return str(found.get(key)) if isinstance(found, dict) else str(found or "a population")
+    setting = config.get(group)
+    return str(setting.get(key)) if isinstance(setting, dict) else str(setting or "a population")
 
 
 def _overview(view: RunView) -> str:
@@ -276,12 +273,12 @@ def _add_tables(page: Page, view: RunView, *, samples: bool) -> None:
         f"the test prompts. Agents that left come last. {view.order}".strip(),
     )
     if samples:
-        found = completions_table(view)
-        page.data("completions", found)
+        shown = completions_table(view)
+        page.data("completions", shown)
         page.section(
             "completions",
             "Completions",
-            _COMPLETIONS if found["rows"] else "",
+            _COMPLETIONS if shown["rows"] else "",
             "Samples of every round, by prompt; agents of a round answer the same prompt.",
         )
     body = page.chart(plot_seconds(view)) + page.chart(plot_tokens(view))
@@ -318,11 +315,7 @@ def leaderboard_table(view: RunView, without: Sequence[str] = ()) -> Table:
 def completions_table(view: RunView) -> dict[str, Any]:
     """Return sample completions, newest first, and their total number."""
     rows = list(view.completions())
-    chosen = _chosen(rows)
-    return {
-        "total": len(rows),
-        "rows": [_completion(row) for row in reversed(chosen)],
-    }
+    return {"total": len(rows), "rows": [_completion(row) for row in reversed(_chosen(rows))]}
 
 
 def _chosen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -363,14 +356,12 @@ def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
 def _values(rewards: object) -> dict[str, float | None]:
     """Return the value of each reward function if there are several; earlier runs lack them."""
     known = cast("dict[str, Any]", rewards) if isinstance(rewards, dict) else {}
-    return (
-        {
-            shorten(name, 40): float(value) if isinstance(value, int | float) else None
-            for name, value in known.items()
-        }
-        if len(known) > 1
-        else {}
-    )
+    if len(known) < 2:
+        return {}
+    return {
+        shorten(name, 40): float(value) if isinstance(value, int | float) else None
+        for name, value in known.items()
+    }
 
 
 def _title(name: str) -> str:

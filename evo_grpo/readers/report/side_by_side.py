@@ -89,12 +89,10 @@ class RunDifference(Difference):
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Several runs side by side.
+    """Several runs under unique names.
 
-    Attributes:
-        names: Unique names of the runs.
-        differences: Each run but the first, minus the first.
-        settings: Settings that differ, with the value of each run.
+    `differences` are those of each run but the first to the first; `settings` has the settings that
+    differ, with the value of each run.
     """
 
     runs: Sequence[RunView]
@@ -113,12 +111,7 @@ class SideBySide:
 
 
 def side_by_side(runs: Sequence[str | Path]) -> SideBySide:
-    """Read at least two runs and compare each with the first.
-
-    Raises:
-        ConfigError: There are fewer than two runs, or one is given twice.
-        EvoGrpoError: A run cannot be read.
-    """
+    """Read at least two different runs and compare each with the first."""
     if len(runs) < 2:
         raise ConfigError(
             f"compare: expected at least two run folders, got {len(runs)}; to compare one run with "
@@ -212,10 +205,10 @@ def _differs(name: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> 
 
 
 def _setting(config: Mapping[str, Any], name: str) -> object:
-    found: object = config
+    value: object = config
     for part in name.split("."):
-        found = found.get(part) if isinstance(found, dict) else None
-    return found
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[object]]:
@@ -236,35 +229,31 @@ def _differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[object]]:
 # --- tables and page -----------------------------------------------------------------------------
 
 
-def write_side_by_side(found: SideBySide, out: str | Path) -> Path:
-    """Write runs side by side as a page that needs no network.
-
-    Raises:
-        RunFailedError: The file cannot be written.
-    """
+def write_side_by_side(compared: SideBySide, out: str | Path) -> Path:
+    """Write runs side by side as a page that needs no network."""
     graph_objects("compare")
-    lead = f"{', '.join(found.names)}: differences are to {found.names[0]}"
+    lead = f"{', '.join(compared.names)}: differences are to {compared.names[0]}"
     page = Page("Runs side by side", lead)
-    page.section("results", "Results", sortable(results_table(found)), "On the test split.")
+    page.section("results", "Results", sortable(results_table(compared)), "On the test split.")
     page.section(
         "test",
         "Test split",
-        page.chart(plot_tests(found)),
+        page.chart(plot_tests(compared)),
         "The winner of each run with an interval of 95%, and its base model.",
     )
     page.section(
         "apart",
         "Differences",
-        sortable(differences_table(found)),
-        f"Tested where both winners answered the same prompts. {found.caveat}",
+        sortable(differences_table(compared)),
+        f"Tested where both winners answered the same prompts. {compared.caveat}",
     )
     page.section(
         "progress",
         "Progress",
-        page.chart(plot_progress(found)),
+        page.chart(plot_progress(compared)),
         "The best validation fitness so far, against the tokens that a run had sampled.",
     )
-    page.section("settings", "Settings that differ", sortable(settings_table(found)))
+    page.section("settings", "Settings that differ", sortable(settings_table(compared)))
     file = Path(out)
     atomic_write(file, page.render(), "compare")
     return file
@@ -281,30 +270,30 @@ def add_arms(page: Page, run: RunView) -> None:
         page.section("replay", "Replay", _arms_html(replay.arms()), about)
 
 
-def _arms_html(found: Arms) -> str:
+def _arms_html(compared: Arms) -> str:
     """Return results, differences and sentences of arms as HTML."""
     titles = ["arm", "test", "spread", "tokens"]
     rows: list[list[tuple[str, object]]] = [
         [
-            (found.label(arm.name), arm.name),
+            (compared.label(arm.name), arm.name),
             (with_error(arm.test.mean, arm.test.se, 3), _known(arm.test.mean)),
             (number(arm.spread), _known(arm.spread)),
             (f"{arm.tokens:,}", arm.tokens),
         ]
-        for arm in found.arms
+        for arm in compared.arms
     ]
     tables = [sortable(Table(titles, rows))]
-    if found.differences:
-        names, cells = difference_rows(found)
+    if compared.differences:
+        names, cells = difference_rows(compared)
         tables.append(sortable(Table(names, [[(cell, cell) for cell in row] for row in cells])))
-    return "".join([*tables, *(f"<p>{text(sentence)}</p>" for sentence in found.sentences)])
+    return "".join([*tables, *(f"<p>{text(sentence)}</p>" for sentence in compared.sentences)])
 
 
-def results_table(found: SideBySide) -> Table:
+def results_table(compared: SideBySide) -> Table:
     """Return the result of each run, with its tokens for training and evaluation."""
     titles = ["run", "test", "base", "gain", "best fitness"]
     titles += ["rounds", "tokens", "seconds", "winner"]
-    named = zip(found.names, found.runs, strict=True)
+    named = zip(compared.names, compared.runs, strict=True)
     return Table(titles, [_result(name, run) for name, run in named])
 
 
@@ -325,9 +314,9 @@ def _result(name: str, run: RunView) -> list[tuple[str, object]]:
     ]
 
 
-def differences_table(found: SideBySide) -> Table:
+def differences_table(compared: SideBySide) -> Table:
     """Return the difference of each run to the first."""
-    titles = ["run", f"minus {found.names[0]}", "95% interval", "paired", "result"]
+    titles = ["run", f"minus {compared.names[0]}", "95% interval", "paired", "result"]
     rows: list[list[tuple[str, object]]] = [
         [
             (one.first, one.first),
@@ -339,34 +328,34 @@ def differences_table(found: SideBySide) -> Table:
             (f"no: {one.why}" if one.why else "yes", not one.why),
             (one.verdict, one.verdict),
         ]
-        for one in found.differences
+        for one in compared.differences
     ]
     return Table(titles, rows)
 
 
-def settings_table(found: SideBySide) -> Table:
+def settings_table(compared: SideBySide) -> Table:
     """Return the settings in which the runs differ."""
-    titles = ["setting", *found.names]
+    titles = ["setting", *compared.names]
     rows: list[list[tuple[str, object]]] = [
         [(name, name), *((_shown(value), _shown(value)) for value in values)]
-        for name, values in found.settings.items()
+        for name, values in compared.settings.items()
     ]
     return Table(titles, rows or [[("none", "none")]])
 
 
-def plot_tests(found: SideBySide) -> go.Figure:
+def plot_tests(compared: SideBySide) -> go.Figure:
     """Draw the winners with intervals of 95%, and their base models."""
-    figure = new_figure("mean reward (test)", "", height=120 + 48 * len(found.names))
+    figure = new_figure("mean reward (test)", "", height=120 + 48 * len(compared.names))
     tests, bases = (
-        [summary_score(run.summary, key) for run in found.runs] for key in ("best", "base")
+        [summary_score(run.summary, key) for run in compared.runs] for key in ("best", "base")
     )
     figure.add_scatter(
-        x=[one.mean for one in bases], y=found.names, mode="markers", name="base model",
+        x=[one.mean for one in bases], y=compared.names, mode="markers", name="base model",
         marker={"symbol": "line-ns-open", "size": 14, "color": GREY},
     )  # fmt: skip
     errors = [interval(0.0, one.se, one.n)[1] for one in tests]
     figure.add_scatter(
-        x=[one.mean for one in tests], y=found.names, mode="markers", name="winner",
+        x=[one.mean for one in tests], y=compared.names, mode="markers", name="winner",
         error_x={"array": errors, "thickness": 2},
         marker={"symbol": "circle", "size": 11, "color": look_of(0).color},
     )  # fmt: skip
@@ -374,11 +363,11 @@ def plot_tests(found: SideBySide) -> go.Figure:
     return figure
 
 
-def plot_progress(found: SideBySide) -> go.Figure:
+def plot_progress(compared: SideBySide) -> go.Figure:
     """Draw the best fitness so far of each run against its tokens."""
     figure = new_figure("tokens sampled", "best fitness so far (validation)")
     figure.update_xaxes(exponentformat="none", separatethousands=True)
-    for index, (name, run) in enumerate(zip(found.names, found.runs, strict=True)):
+    for index, (name, run) in enumerate(zip(compared.names, compared.runs, strict=True)):
         spent = [r.evaluation_tokens + sum(a.tokens for a in r.agents) for r in run.rounds]
         # A maximum over rounds in between would be one of noise, or of rewards of training.
         decided = [n for n, record in enumerate(run.rounds) if not record.between]

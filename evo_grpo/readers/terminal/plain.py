@@ -242,5 +242,5 @@ def evolution(record: RoundRecord, arrow: str = " -> ") -> dict[str, str]:
             changes.pop("lr", None)
         if changes:
             mutations.append(f"{member.agent}: {changes_text(changes, arrow)}")
-    found = {"copied": ", ".join(copies), "mutated": "; ".join(mutations)}
-    return {name: details for name, details in found.items() if details}
+    changes_by_kind = {"copied": ", ".join(copies), "mutated": "; ".join(mutations)}
+    return {name: details for name, details in changes_by_kind.items() if details}

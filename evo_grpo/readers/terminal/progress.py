@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, final
 
 from rich.console import Console, ConsoleDimensions, Group, RenderableType
@@ -260,12 +259,7 @@ class RunProgress(Observer):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Restore the terminal, also after an error."""
         self.close()
 

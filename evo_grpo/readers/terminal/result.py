@@ -302,46 +302,46 @@ def program_name() -> str:
     called = Path(sys.argv[0])
     if called.name != PROGRAM or not called.is_file():  # a notebook, a script, another launcher
         return PROGRAM
-    found = shutil.which(PROGRAM)
-    if found is not None and Path(found).resolve() == called.resolve():
+    on_path = shutil.which(PROGRAM)
+    if on_path is not None and Path(on_path).resolve() == called.resolve():
         return PROGRAM
     return shlex.quote(sys.argv[0])
 
 
-def show_arms(console: Console, found: Arms) -> None:
+def show_arms(console: Console, compared: Arms) -> None:
     """Print the arms as bars, their differences, and the sentences about them."""
     console.print()
-    show(console, arm_bars(found, console.width))
+    show(console, arm_bars(compared, console.width))
     console.print()
-    if found.differences:
-        show(console, plain_table(*difference_rows(found), texts=2))
+    if compared.differences:
+        show(console, plain_table(*difference_rows(compared), texts=2))
         console.print()
-    for sentence in found.sentences:
+    for sentence in compared.sentences:
         say(console, sentence, wrap=True)
 
 
-def arm_bars(found: Arms, width: int) -> RenderableType:
+def arm_bars(compared: Arms, width: int) -> RenderableType:
     """Return one bar per arm, the run or its winner last, for a terminal of `width` columns."""
-    means = [0.0 if math.isnan(arm.test.mean) else arm.test.mean for arm in found.arms]
+    means = [0.0 if math.isnan(arm.test.mean) else arm.test.mean for arm in compared.arms]
     low, high = min(0.0, *means), max(1.0, *means)
     cells = [
         (
-            found.label(arm.name),
+            compared.label(arm.name),
             with_error(arm.test.mean, arm.test.se),
             "" if math.isnan(arm.spread) else f"spread {number(arm.spread)}",
             f"{arm.tokens:,} tokens",
         )
-        for arm in found.arms
+        for arm in compared.arms
     ]
     columns = [max(map(len, column)) for column in zip(*cells, strict=True)]
     used = sum(columns) + 2 * sum(size > 0 for size in columns)
     room = max(4, min(BAR_WIDTH, width - used))
     grid = Table.grid(padding=(0, 2))
-    for arm, (label, value, *details), mean in zip(found.arms, cells, means, strict=True):
+    for arm, (label, value, *details), mean in zip(compared.arms, cells, means, strict=True):
         color = BAD if mean < 0 else GOOD if mean == max(means) else "default"
         ends = sorted((-low, mean - low))
         bar = Bar(high - low, *ends, width=room, color=color)
-        style = "bold" if arm is found.arms[-1] else ""
+        style = "bold" if arm is compared.arms[-1] else ""
         shown = [safe(text, "dim") for text, size in zip(details, columns[2:], strict=True) if size]
         grid.add_row(safe(label, style), bar, safe(value, style), *shown)
     for column in grid.columns:
@@ -349,16 +349,16 @@ def arm_bars(found: Arms, width: int) -> RenderableType:
     return grid
 
 
-def difference_rows(found: Arms) -> tuple[list[str], list[list[str]]]:
+def difference_rows(compared: Arms) -> tuple[list[str], list[list[str]]]:
     """Return titles and rows of a table of differences, for the terminal and for a page."""
     rows = [
         [
-            found.label(one.first),
-            found.label(one.second),
+            compared.label(one.first),
+            compared.label(one.second),
             number(one.difference),
             "-" if math.isnan(one.low) else f"[{number(one.low)}, {number(one.high)}]",
         ]
-        for one in found.differences
+        for one in compared.differences
     ]
     return ["arm", "minus", "difference", "95% interval"], rows
 

@@ -48,10 +48,12 @@ class TrackerReader(ABC):
     Attributes:
         environment: Default values of environment variables of the tracker's package.
         makes_links: Whether the package creates links in its folder.
+        named_by_folder: Whether the package identifies a run by its folder.
     """
 
     environment: ClassVar[Mapping[str, str]] = {}
     makes_links: ClassVar[bool] = False
+    named_by_folder: ClassVar[bool] = False
     run: Any
 
     def __init__(self, target: TrackerConfig, settings: Settings, id: str) -> None:
@@ -95,28 +97,24 @@ def open_tracker(config: TrackerConfig, run: Path | None, settings: object, id: 
     """Construct the reader of a tracker for a run with these settings.
 
     `run` is None for training without a run folder, and `id` is empty for a new run.
-
-    Raises:
-        EngineUnavailable: The package of the tracker is not installed.
     """
     check_trackers([config])
-    # Without a run folder, the name is the time, so that TensorBoard does not mix two runs.
+    writer: type[TrackerReader] = import_module(f"{__package__}.{config.kind}").Writer
+    # Without a run folder, the name is the time, so that two runs are not mixed.
     unnamed = time.strftime("run-%Y%m%d-%H%M%S") if run is None else run.resolve().name
-    name, in_run = config.name or unnamed, config.folder is None and run is not None
+    name = config.name or unnamed
     if config.folder is None and run is not None:
         folder = run.resolve() / TRACKERS / config.kind
+        if not writer.makes_links:  # the contents of a run folder are not trusted
+            refuse_links(folder)
     else:
         folder = Path(config.folder or f"{TRACKERS}/{config.kind}").expanduser().resolve()
-        if config.kind == "tensorboard":  # which identifies a run by its folder
-            folder /= name
-    made: type[TrackerReader] = import_module(f"{__package__}.{config.kind}").Writer
-    for variable, value in made.environment.items():
+        folder = folder / name if writer.named_by_folder else folder
+    for variable, value in writer.environment.items():
         os.environ.setdefault(variable, value)
-    if in_run and not made.makes_links:  # the contents of a run folder are not trusted
-        refuse_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
     known = {"project": config.project or PROJECT, "name": name, "folder": str(folder)}
-    return made(config.model_copy(update=known), flat_settings(settings), id)
+    return writer(config.model_copy(update=known), flat_settings(settings), id)
 
 
 def flat_settings(settings: object) -> Settings:
@@ -125,14 +123,14 @@ def flat_settings(settings: object) -> Settings:
     Rows of the user's data are replaced by their number, since a tracker may send them away.
     """
     dump = getattr(settings, "model_dump", None)
-    found: Settings = {}
+    by_path: Settings = {}
     values = cast("dict[str, Any]", dump(mode="json")) if callable(dump) else {}
     for path, value in flat(without_rows(values)):
         if isinstance(value, list):
-            found[path] = ", ".join(map(str, cast("list[object]", value)))
+            by_path[path] = ", ".join(map(str, cast("list[object]", value)))
         elif value != {}:
-            found[path] = value if value is None or isinstance(value, int | float) else str(value)
-    return found
+            by_path[path] = value if value is None or isinstance(value, int | float) else str(value)
+    return by_path
 
 
 def of_agent(agent: int) -> str:

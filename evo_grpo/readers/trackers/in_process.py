@@ -7,7 +7,6 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
 from evo_grpo.errors import ConfigError
@@ -78,12 +77,7 @@ class Tracker(Observer):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the tracker; after an error, wait for `SECONDS_TO_STOP` only."""
         self.close(stopped=error is not None)
 
@@ -115,10 +109,7 @@ class Tracker(Observer):
         self.close()
 
     def close(self, *, stopped: bool = False) -> None:
-        """Write the waiting entries and close the tracker, or abandon it after `SECONDS_TO_FINISH`.
-
-        With `stopped`, the limit is `SECONDS_TO_STOP`.
-        """
+        """Write the waiting entries and close the tracker, or abandon it after a while."""
         if self._writing is not None:
             self._writing.end(SECONDS_TO_STOP if stopped else SECONDS_TO_FINISH)
             self._writing = None
@@ -202,13 +193,10 @@ class _AccelerateReader(TrackerReader):
 def _check_object(tracker: Any, options: Mapping[str, Any]) -> None:  # noqa: ANN401 -- any object
     methods = ("store_init_configuration", "log", "finish")
     missing = [name for name in methods if not callable(getattr(tracker, name, None))]
-    if missing:
+    if missing or options:
+        without = f"without {', '.join(missing)}" if missing else f"beside {', '.join(options)}"
         raise ConfigError(
-            f"tracker: expected {', '.join(map(repr, KINDS))} or an object like "
-            f"accelerate.tracking.GeneralTracker, got {shown(tracker)} without {', '.join(missing)}"
-        )
-    if options:
-        raise ConfigError(
-            f"tracker: expected no options beside an object, got {', '.join(options)}; set them in "
-            "the object"
+            f"tracker: expected {', '.join(map(repr, KINDS))}, or an object like "
+            "accelerate.tracking.GeneralTracker and no options, got "
+            f"{shown(tracker)} {without}"
         )

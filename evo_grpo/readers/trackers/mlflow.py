@@ -73,17 +73,17 @@ class Writer(TrackerReader):
         self._client.set_terminated(self._run)
 
     def _experiment(self, name: str, artifacts: str | None) -> str:
-        found = self._client.get_experiment_by_name(name)
-        if found is not None:
-            return str(found.experiment_id)
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
         refused: Any = import_module("mlflow.exceptions").MlflowException
         try:
             return str(self._client.create_experiment(name, artifact_location=artifacts))
         except refused:  # another run has created it meanwhile
-            found = self._client.get_experiment_by_name(name)
-            if found is None:
+            experiment = self._client.get_experiment_by_name(name)
+            if experiment is None:
                 raise
-            return str(found.experiment_id)
+            return str(experiment.experiment_id)
 
 
 def _parts(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

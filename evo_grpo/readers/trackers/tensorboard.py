@@ -20,6 +20,7 @@ class Writer(TrackerReader):
     """Event files below a folder, one run per agent."""
 
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # noqa: RUF012 -- read alone
+    named_by_folder = True
 
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
         """Open the folder of event files."""

@@ -49,13 +49,13 @@ def _writing_to(folder: Path) -> Any:  # noqa: ANN401 -- a module without types
         return import_module("trackio")
     os.environ[_VARIABLE] = str(folder)
     try:
-        found = Path(import_module("trackio.utils").TRACKIO_DIR)
+        package_folder = Path(import_module("trackio.utils").TRACKIO_DIR)
         trackio = import_module("trackio")
     finally:
         del os.environ[_VARIABLE]  # child processes of this program may use other folders
-    if found != folder:
+    if package_folder != folder:
         raise ConfigError(
-            f"trackio: expected the folder {folder}, got {found}, which cannot be changed within a "
-            "process; use another process, such as: evo-grpo follow RUN --to trackio"
+            f"trackio: expected the folder {folder}, got {package_folder}, which is fixed in "
+            "a process; use another one, such as: evo-grpo follow RUN --to trackio"
         )
     return trackio

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from damage import cut, empty, flip, folder_instead
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from shown_run import candidate
-from small_run import Told, small
+from small_run import small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -31,15 +30,11 @@ from evo_grpo.errors import (
 )
 from evo_grpo.escaping import printable
 from evo_grpo.population.checkpoints.read import load_agent
-from evo_grpo.record.family import best_ever
-from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import leaderboard
-from evo_grpo.record.records import to_json
 from evo_grpo.record.summary import read_summary
 from evo_grpo.sources import resolve
 from evo_grpo.training.assemble import prepare
-from evo_grpo.types import Decision
 
 BASE = {
     *("config.json", "generation_config.json", "model.safetensors"),
@@ -168,17 +163,6 @@ def test_force_replaces_an_export_and_nothing_that_no_export_wrote(finished, tmp
         export(finished, tmp_path / "file", force=True)
 
 
-def test_an_unfinished_run_exports_the_best_of_its_last_round(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        run(small(), out=tmp_path / "run", observer=Told(("done", 0)))
-    card = (export(tmp_path / "run", tmp_path / "best") / "README.md").read_text()
-    assert "test split" not in card
-    assert "- kind: the best agent of the last round" in card
-    best = leaderboard(tmp_path / "run").iloc[0]
-    assert f"agent {best['agent']}, member {best['member']}" in card
-    assert exported_digest(tmp_path / "best") in card
-
-
 def exported_digest(folder):
     return hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()
 
@@ -201,31 +185,6 @@ def with_other_weights(source, target, factor):
         f"checkpoints/{target.name}/actor/{one.name}": hashlib.sha256(one.read_bytes()).hexdigest()
         for one in (target / "actor").iterdir()
     }
-
-
-def test_the_best_ever_is_exported_as_it_was(finished, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
-    rounds = read_rounds(folder)
-    ever = best_ever(rounds)
-    shutil.copytree(folder / ever.checkpoint, folder / "checkpoints" / "best")
-    shutil.rmtree(folder / ever.checkpoint)  # only the copy is left
-    rewritten(
-        folder,
-        kind="archive",
-        agent=ever.agent,
-        member=ever.member,
-        checkpoint="checkpoints/best",
-    )
-    card = (export(folder, tmp_path / "best") / "README.md").read_text()
-    assert f"- kind: the best agent of all rounds, as it was after round {ever.round + 1}" in card
-    assert (
-        f"agent {ever.agent} as it was after round {ever.round + 1}, member {ever.member}" in card
-    )
-    assert exported_digest(tmp_path / "best") == ever.adapter_sha256
-    assert ever.adapter_sha256 in card
-    rows = [line for line in card.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == ever.round + 1
 
 
 def test_a_mean_is_exported_with_both_parents_and_its_ties(finished, tmp_path):
@@ -436,24 +395,6 @@ def test_what_a_kill_left_is_cleared_and_no_link_is_written_through(finished, tm
     assert {p.name for p in out.iterdir()} == whole
     assert not (out / "README.md").is_symlink()
     assert (foreign / "README.md").is_file()
-
-
-@pytest.mark.parametrize("replaced", [False, True])
-def test_an_agent_that_has_left_is_not_exported_however_good_it_was(
-    finished, tmp_path, monkeypatch, replaced
-):
-    rounds = read_rounds(finished)[:2]
-    best, *others = sorted(rounds[1].agents, key=lambda a: (-a.score.mean, a.agent))
-    members = [m for m in rounds[1].members if replaced or m.agent != best.agent]
-    nan = float("nan")
-    gone = [Decision("collapsed", best.agent, None, nan, nan, 0, "")] if replaced else []
-    rounds[1] = replace(rounds[1], members=tuple(members), decisions=tuple(gone))
-    folder = shutil.copytree(finished, tmp_path / "run")
-    (folder / "summary.json").unlink()
-    (folder / "rounds.jsonl").write_text("".join(seal(to_json(one)) for one in rounds))
-    card = (export(folder, tmp_path / "best") / "README.md").read_text()
-    assert f"# run: agent {others[0].agent}, member {others[0].member}\n" in card
-    assert exported_digest(tmp_path / "best") == others[0].adapter_sha256
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 import yaml
 from damage import cut, flip, folder_instead
 from gguf_files import write_gguf
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import PeftModel
 from peft.tuners.lora import LoraModel
 from safetensors.torch import load_file, save_file
 from small_run import small
@@ -110,15 +110,6 @@ def test_the_code_stops_where_the_run_does(tmp_path):
     assert not any(digit in answer for answer in answers for digit in "17")
 
 
-def test_the_adapter_it_loads_is_the_agents(finished, tmp_path, monkeypatch):
-    choice = choose_of(finished)
-    base = AutoModelForCausalLM.from_pretrained(resolve("tiny-sums").path)
-    own = PeftModel.from_pretrained(base, str(finished / choice.checkpoint / "actor"))
-    monkeypatch.chdir(export(finished, tmp_path / "best"))
-    theirs = AutoPeftModelForCausalLM.from_pretrained(".")
-    assert (logits(own) - logits(theirs)).abs().max() < 1e-5
-
-
 @pytest.mark.slow
 def test_a_merged_export_is_an_ordinary_model_with_the_same_logits(finished, tmp_path):
     out = export(finished, tmp_path / "merged", merge=True)
@@ -165,17 +156,6 @@ def test_a_base_in_a_local_folder_is_named_by_its_whole_path(finished, tmp_path,
     assert ran(blocks(out)[0], out).strip()
 
 
-def test_rows_of_the_users_own_are_not_on_the_card(own_data, tmp_path):
-    out = export(own_data(), tmp_path / "best")
-    code = blocks(out)[0]
-    assert 'row = {"question": "..."}' in code
-    assert 'messages = [{"role": "user", "content": "{question}".format(**row)}]' in code
-    # Nor are they needed.
-    Path("rows.jsonl").unlink()
-    Path("exported_reward.py").unlink()
-    assert export(tmp_path / "run", tmp_path / "again").joinpath("README.md").is_file()
-
-
 @pytest.mark.parametrize(
     ("rows", "template"),
     [(2, {}), (ROWS[20:22], {"conversation": None, "prompt": "{question:>9}\n"})],
@@ -197,37 +177,39 @@ def test_no_row_of_the_users_own_leaves_with_what_is_shared(own_data, tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_row_whose_template_takes_a_number(own_data, tmp_path):
+@pytest.mark.parametrize(
+    ("env", "printed", "then"),
+    [
+        ({"conversation": None, "prompt": "{{{a:03d}}} {question}"}, '"a": 0', ""),
+        (
+            {
+                "conversation": [
+                    {"role": "user", "content": "{question}"},
+                    {"role": "assistant", "content": "0"},
+                ]
+            },
+            "continue_final_message=True",
+            "",
+        ),
+        (
+            {
+                "conversation": [{"role": "messages", "content": "{question}"}],
+                "system_prompt": "Add.",
+            },
+            "messages",
+            'assert [m["role"] for m in messages] == ["system", "user"]',
+        ),
+    ],
+    ids=["a template that takes a number", "a prefilled answer", "a column of messages"],
+)
+def test_the_code_asks_as_the_template_says(own_data, tmp_path, env, printed, then):
     folder = own_data()
     config = yaml.safe_load((folder / "population.yaml").read_text())
-    config["env"] |= {"conversation": None, "prompt": "{{{a:03d}}} {question}"}
+    config["env"] |= env
     (folder / "population.yaml").write_text(yaml.safe_dump(config))
     code = blocks(export(folder, tmp_path / "best"))[0]
-    assert '"a": 0' in code
-    ran(code, tmp_path / "best")
-
-
-@pytest.mark.slow
-def test_a_prefilled_answer_is_continued(own_data, tmp_path):
-    folder = own_data()
-    config = yaml.safe_load((folder / "population.yaml").read_text())
-    config["env"]["conversation"].append({"role": "assistant", "content": "0"})
-    (folder / "population.yaml").write_text(yaml.safe_dump(config))
-    out = export(folder, tmp_path / "best")
-    assert "continue_final_message=True" in blocks(out)[0]
-    assert "continue_final_message=True" in blocks(out)[1]
-    ran(blocks(out)[0], out)
-
-
-@pytest.mark.slow
-def test_a_column_of_messages_is_asked_as_a_conversation(own_data, tmp_path):
-    folder = own_data()
-    config = yaml.safe_load((folder / "population.yaml").read_text())
-    config["env"]["conversation"][0]["role"] = "messages"
-    config["env"]["system_prompt"] = "Add."
-    (folder / "population.yaml").write_text(yaml.safe_dump(config))
-    code = blocks(export(folder, tmp_path / "best"))[0]
-    ran(f'{code}\nassert [m["role"] for m in messages] == ["system", "user"]', tmp_path / "best")
+    assert printed in code
+    ran(f"{code}\n{then}", tmp_path / "best")
 
 
 def test_a_base_of_the_hub_is_named_and_its_tokenizer_is_there_or_told_of(
@@ -419,16 +401,3 @@ def test_a_base_that_is_not_on_this_machine_says_how_to_fetch_it(finished, tmp_p
 def test_every_embedded_model_can_be_exported():
     found = {name: {p.name for p in place.iterdir()} for name, place in embedded_models().items()}
     assert {name: set(files) for name, files in embedded_digests().items()} == found
-
-
-@pytest.mark.slow
-def test_settings_that_are_none_leave_a_plain_prompt(finished, tmp_path):
-    """A task that only Python could name: the card asks with the prompt as it is."""
-    folder = shutil.copytree(finished, tmp_path / "run")
-    config = yaml.safe_load((folder / "population.yaml").read_text())
-    config["env"]["kind"] = "object:Mine"
-    (folder / "population.yaml").write_text(yaml.safe_dump(config))
-    out = export(folder, tmp_path / "best")
-    assert 'row = {"prompt": "..."}' in blocks(out)[0]
-    ran(blocks(out)[0], out)
-    assert from_dict(yaml.safe_load((finished / "population.yaml").read_text()))

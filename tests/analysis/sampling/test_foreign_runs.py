@@ -10,13 +10,11 @@ import pytest
 import yaml
 from forked import Forked
 from small_run import small
-from typer.testing import CliRunner
 
 import evo_grpo
 from evo_grpo import replay, resume, run
 from evo_grpo.analysis.sampling.answers import sample
 from evo_grpo.analysis.sampling.evaluation import evaluate_adapter
-from evo_grpo.cli.commands import app
 from evo_grpo.errors import ConfigError, EvoGrpoError
 
 REWARD = """
@@ -187,19 +185,6 @@ def test_a_prompt_calls_no_reward(place):
     shutil.copy(folder / "planted.py", place)
     assert sample(folder, "12+07=", n=1, base=False)[0].texts
     assert not (place / "ran").exists()
-
-
-@pytest.mark.slow
-def test_the_commands_take_allow(place):
-    folder = sent(place)
-    (place / "planted.py").write_text((folder / "planted.py").read_text() + "\n# another\n")
-    for arguments in (
-        ["sample", folder, "--row", 0, "--n", 1],
-        ["evaluate", folder, "--prompts", 2],
-    ):
-        given = [*map(str, arguments), "--allow", "env.reward: planted:reward"]
-        result = CliRunner().invoke(app, given)
-        assert result.exit_code == 0, result.output
 
 
 def test_programs_and_models_with_code_in_a_run_folder_are_refused(place, monkeypatch):

@@ -228,22 +228,6 @@ def test_the_loaded_actor_becomes_the_reference_of_a_chain(tmp_path):
         assert equal({"reference": own(first)["actor"]}, own(agent), "reference")
 
 
-def test_a_reference_that_cannot_be_loaded_is_said(tmp_path):
-    agilerl_agents(1, use_separate_reference_adapter=True)[0].save_checkpoint(tmp_path)
-    agent = agilerl_agents(1, use_separate_reference_adapter=False)[0]
-    with pytest.warns(UserWarning, match="its reference was an adapter of its own"):
-        agent.load_checkpoint(tmp_path)
-
-
-def test_load_checkpoint_warns_where_no_moments_were_saved(population, tmp_path):
-    with only_the_middle_one(population) as agent:
-        agent.save_checkpoint(tmp_path, save_optimizer=False)
-        with pytest.warns(UserWarning, match="holds no optimizer state"):
-            agent.load_checkpoint(tmp_path, load_optimizer=True)
-        assert own(agent)["moments"] == {}
-        take(agent)
-
-
 class Wrapper:
     """What a user may put around an agent: passes everything on, and counts."""
 

@@ -72,12 +72,6 @@ def test_vllm_that_is_not_installed_is_named():
         make(actor_network=build_model(), use_vllm=True)
 
 
-def test_a_cuda_device_that_is_not_there_is_named(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ModelError, match=r"^device: 'cuda:1' asked for"):
-        make(actor_network=build_model(), device="cuda:1")
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -121,17 +115,6 @@ def test_numbers_of_numpy_and_devices_of_torch_are_as_good(tmp_path):
     wanted = {"max_output_tokens": 4, "adv_clip_range": 2.0}
     assert wanted.items() <= settings["algorithm"].items()
     assert attributes["padding"] == [1, None]
-
-
-def test_any_integer_is_a_seed_of_its_own():
-    def drawn(seed):
-        agent = make(actor_network=build_model(), seed=seed, max_output_tokens=8)
-        (ids,), _ = agent.get_action([{"input_ids": torch.tensor([[3, 4, 5]])}])
-        return ids.tolist()
-
-    assert drawn(-1) == drawn(-1)
-    assert drawn(-1) != drawn(1)
-    assert drawn(-1) != drawn(42)
 
 
 def test_a_value_outside_its_own_range_is_refused_but_not_of_a_checkpoint(tmp_path):
@@ -272,14 +255,6 @@ def test_a_padding_id_outside_the_vocabulary_leaves_the_model_as_it_was():
     with pytest.raises(ModelError, match=r"pad_token_id: expected an id in \[0, 19\)"):
         make(99, actor_network=model)
     assert [name for name, _ in model.named_modules()] == names
-
-
-def test_parameters_take_five_positions():
-    whole = RLParameter(2, 16, int, 0.5, 1.5)
-    assert (whole.min, whole.max, whole.dtype) == (2, 16, "int")
-    assert (whole.shrink_factor, whole.grow_factor) == (0.5, 1.5)
-    with pytest.raises(ConfigError, match=r"expected at most min, max, dtype, .*got 6 values"):
-        RLParameter(1, 2, int, 0.5, 1.5, 3)
 
 
 @pytest.mark.parametrize("spelling", ["dtype", "torch_dtype"])

@@ -75,15 +75,6 @@ def test_tournament_values_out_of_range_are_refused(arguments, message):
         TournamentSelection(*arguments)
 
 
-def test_select_applies_its_plan_and_returns_the_elite():
-    population = Selectable(0.1, 0.9, 0.3, 0.2)
-    selection = TournamentSelection(4, True, 4, rand_seed=7)
-    elite, same = selection.select(population)
-    assert elite == "agent 1"
-    assert same is population
-    assert population.agents == ["agent 1"] * 4
-
-
 def test_select_without_elitism_returns_the_best_of_those_that_stay():
     for seed in range(30):
         population = Selectable(0.1, 0.9, 0.3, 0.2)
@@ -171,17 +162,3 @@ class Mutable:
     def set_hparams(self, position, hparams, changes):
         self.agents[position].hparams = hparams
         self.changes[position] = changes
-
-
-@pytest.mark.parametrize(
-    ("elite", "mutate_elite", "expected"),
-    [(2, False, {0, 1, 3}), (2, True, {0, 1, 2, 3}), (None, False, {0, 1, 2, 3})],
-)
-def test_mutation_spares_the_elite(elite, mutate_elite, expected):
-    population = Mutable(4, elite)
-    mutations = Mutations(no_mutation=0, rl_hp=1, mutate_elite=mutate_elite, rand_seed=5)
-    assert mutations.mutation(population) is population
-    assert set(population.changes) == expected
-    for position, changes in population.changes.items():
-        ((name, (_, after)),) = changes.items()
-        assert population[position].hparams.get(name) == after

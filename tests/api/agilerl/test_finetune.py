@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from text_agents import AGILERL, Count, Flaky, lora
+from text_agents import Count
 from text_agents import agilerl_agents as agents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -379,34 +379,6 @@ def test_progress_is_that_of_a_run(sums, capsys):
     assert "(agent" in lines[0]
 
 
-def test_dropped_episodes_are_shown(capsys):
-    finetune_llm_multiturn(
-        agents(1, group_size=2),
-        lambda: Flaky(2, strict=False),
-        max_turns=2,
-        max_steps=1,
-        prompts_per_step=8,
-        eval_prompts=8,
-    )
-    assert "episodes" in capsys.readouterr().out.partition("dropped ")[2]
-
-
-def test_a_bad_seed_costs_its_step_and_not_the_run():
-    class Unlucky(Count):
-        def reset(self, seed=None):
-            made.append(seed)
-            if len(set(made)) == 3:
-                raise OSError("one bad seed")
-            return super().reset(seed)
-
-    made = []
-    population = agents(1, group_size=4, batch_size=4)  # one seed per step
-    quick(Unlucky, population, max_steps=60, prompts_per_step=None, evaluation_interval=5)
-    metrics = population[0].state
-    assert metrics.steps > 4
-    assert population[0].fitness
-
-
 # --- bad input
 
 
@@ -467,14 +439,6 @@ def test_the_environment_must_fit_the_function(sums):
     assert quick(sums, population, max_steps=1) is population
     finetune_llm_reasoning(population, env_fn=lambda: sums, max_steps=1, verbose=False)
     assert population[0].steps == 2
-
-
-def test_a_bare_environment_needs_agents_with_a_tokenizer():
-    model = AutoModelForCausalLM.from_pretrained(str(TINY))
-    settings = {k: v for k, v in AGILERL.items() if k != "model_name"}
-    agent = GRPO(actor_network=model, lora_config=lora(), **settings)
-    with pytest.raises(ConfigError, match=r"with tokenizer= and max_turns=, .* got Count without"):
-        quick(Count, agent, max_steps=1)
 
 
 def test_a_run_whose_episodes_all_break_fails_and_closes_its_environments():

@@ -78,15 +78,6 @@ def test_half_a_surrogate_pair_does_not_break_the_page():
     assert "values" in json.loads(scripts(found)[0][1])
 
 
-def test_a_section_without_a_body_is_left_out():
-    page = Page("empty", "")
-    page.section("nothing", "Nothing", "")
-    page.section("something", "Something", "<p>here</p>")
-    found = re.sub(r"<script.*?</script>", "", page.render(), flags=re.S)
-    assert 'id="something"' in found
-    assert "nothing" not in found.lower()
-
-
 def test_a_table_says_by_what_it_sorts():
     made = sortable(Table(["a", "b"], [[("1,000", 1000), ("", None)]]), ["gone"])
     assert '<tr class="gone"><td data-value="1000">1,000</td><td data-value=""></td></tr>' in made

@@ -190,13 +190,6 @@ def test_an_unfinished_run_has_no_test_result(tmp_path):
     assert results_table(found).rows[1][5] == ("1 (unfinished)", 1)
 
 
-def test_settings_that_differ_are_named_with_their_values(tmp_path):
-    found = side_by_side(
-        [run(tmp_path / "one"), run(tmp_path / "two", seed=("seed: 0", "seed: 1"))]
-    )
-    assert found.settings == {"seed": [0, 1]}
-
-
 def test_a_removed_setting_that_changed_nothing_is_no_difference(tmp_path):
     old = {"off": ("\nevolve:\n", "\nevolve:\n  recombine: none\n  svd_noise: 0.1\n")}
     found = side_by_side([run(tmp_path / "one"), run(tmp_path / "two", **old)])

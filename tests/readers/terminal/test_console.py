@@ -2,7 +2,6 @@
 
 import ast
 import io
-import threading
 import time
 import warnings
 from dataclasses import replace
@@ -102,15 +101,6 @@ def test_progress_shows_names_reasons_and_decisions_as_text(view):
         assert forbidden not in text
 
 
-def test_the_stage_of_the_live_table_is_text():
-    view = LiveTable(terminal())
-    view.rounds = 2
-    view.stage(0, "[red]learn", 0, 2)
-    with view.console.capture() as captured:
-        view.console.print(view.render())
-    assert "[red]learn 0/2" in captured.get()
-
-
 def test_warnings_are_one_line_each():
     seen = []
     with warnings_to(seen.append):
@@ -186,23 +176,3 @@ def _wait_for(holds):
     while not holds() and time.monotonic() < end:
         time.sleep(0.01)
     assert holds()
-
-
-def test_work_of_two_threads_ends_in_any_order(monkeypatch):
-    console, begun, done = pipe(), threading.Event(), threading.Event()
-    monkeypatch.setattr(module, "LONG_WORK", 0.3)
-
-    def works():
-        with working("in a thread"):
-            begun.set()
-            done.wait(30)
-
-    with WorkLines(console):
-        thread = threading.Thread(target=works)
-        with working("here"):
-            thread.start()
-            begun.wait(30)
-        _wait_for(lambda: "in a thread" in console.file.getvalue())
-        done.set()
-        thread.join()
-    assert console.file.getvalue() == "  in a thread …\n"

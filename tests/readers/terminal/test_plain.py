@@ -1,40 +1,23 @@
-"""Short strings that all displays share."""
+"""Short strings that all displays share, and how long a run takes still."""
 
-import math
 from dataclasses import replace
 
 import pytest
 from shown_run import two_rounds
 
 from evo_grpo.readers.terminal.plain import (
+    BESIDE_LEARNING,
+    RECENT,
+    Pace,
+    clock,
     direction,
     evolution,
     shown_names,
 )
 from evo_grpo.record import columns
-from evo_grpo.record.wording import changes_text, count, number
+from evo_grpo.record.wording import changes_text, number
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.schema.problems import shown_value
 from evo_grpo.types import Decision, Member, Mutation
-
-
-@pytest.mark.parametrize(
-    ("amount", "text"), [(0, "0 rounds"), (1, "1 round"), (2, "2 rounds"), (1200, "1,200 rounds")]
-)
-def test_nouns_agree_with_their_amount(amount: int, text: str):
-    assert count(amount, "round") == text
-
-
-def test_missing_numbers_are_a_dash():
-    assert (number(None), number(math.nan), number(0.12345, 2)) == ("-", "-", "0.12")
-
-
-def test_settings_are_short():
-    assert (shown_value(1.23456e-4), shown_value((0.8, 1.28)), shown_value(None)) == (
-        "1.23e-4",
-        "0.8:1.28",
-        "-",
-    )
 
 
 def test_bounds_of_a_clip_range_share_the_column_of_clip_coef():
@@ -68,3 +51,72 @@ def test_what_a_decision_tells_is_not_told_again():
     members = (record.members[0], Member(2, 1, parent=0, born=1, mutation=moved))
     both = replace(record, members=members, decisions=(copied,))
     assert evolution(both) == {"mutated": "1: beta 0.1 -> 0.2"}
+
+
+# --- the time that is left -----------------------------------------------------------------------
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time():
+    return Clock()
+
+
+def record(number):
+    return replace(two_rounds()[0], round=number, evaluation_tokens=1000)
+
+
+def test_nothing_is_foreseen_before_anything_was_learned(time):
+    pace = Pace(time)
+    pace.start(10, 0)
+    assert pace.left() is None
+    assert pace.tokens_per_second is None
+    pace.stage("evaluate", 1, 2)
+    assert pace.left() is None
+    time.now += 5
+    pace.step_done({0: {"tokens": 40.0}, 1: {"tokens": 60.0}})
+    assert pace.tokens_per_second == 20
+
+
+def test_the_first_round_is_judged_by_its_steps(time):
+    pace = Pace(time)
+    pace.start(10, 0)
+    time.now += 5
+    pace.stage("learn", 1, 4)
+    # A step took five seconds: a round takes four and what follows them.
+    each = 20 * BESIDE_LEARNING
+    assert pace.left() == pytest.approx(10 * each - 5)
+
+
+def test_later_rounds_by_those_before_and_the_time_runs(time):
+    pace = Pace(time)
+    pace.start(10, 4)
+    time.now += 12
+    pace.round_done(record(4))
+    assert pace.tokens_per_second == 1000  # 2,000 trained and 1,000 evaluated, in three seconds
+    assert pace.left() == 5 * 12
+    time.now += 10
+    assert pace.left() == 5 * 12 - 10
+    time.now += 100  # it takes longer than the others did
+    assert pace.left() == 4 * 12
+
+
+def test_old_rounds_are_forgotten_and_nothing_is_left_at_the_end(time):
+    pace = Pace(time)
+    pace.start(9, 0)
+    for index, seconds in enumerate([1000.0, *[10.0] * RECENT]):
+        time.now += seconds
+        pace.round_done(record(index))
+    assert pace.left() == (9 - 1 - RECENT) * 10
+    pace.round_done(record(8))
+    assert pace.left() == 0
+
+
+def test_a_clock():
+    assert (clock(0), clock(65.4), clock(97_200)) == ("0:00:00", "0:01:05", "27:00:00")

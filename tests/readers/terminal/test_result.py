@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 from shown_replay import BETTER, ROUNDS, replay, schedule
-from shown_run import SUMMARY, agent, mean_won, small_config, two_rounds
+from shown_run import SUMMARY, agent, mean_won, two_rounds
 
 from evo_grpo.readers.terminal.result import (
     TROUBLES_SHOWN,
@@ -19,7 +19,7 @@ from evo_grpo.readers.terminal.result import (
     show_ending,
     show_next,
 )
-from evo_grpo.record.arms import arm_label, comparison_arms
+from evo_grpo.record.arms import comparison_arms
 from evo_grpo.record.leaderboard import leaderboard_rows
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.view import RunView
@@ -46,7 +46,7 @@ def rows(width: int) -> list[str]:
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
-@pytest.mark.parametrize("width", [80, 120, 200])
+@pytest.mark.parametrize("width", [80, 200])
 def test_ties_errors_and_those_that_left_are_told(width: int):
     header, first, tie, behind, left = rows(width)
     assert header.split()[:2] == ["rank", "agent"]
@@ -60,17 +60,6 @@ def test_ties_errors_and_those_that_left_are_told(width: int):
     assert left.endswith("left after round 1")
     assert ("member" in header) == (width >= 120)
     assert ("checkpoint" in header) == (width >= 200)
-
-
-def test_a_failed_agent_and_a_population_of_constant_size():
-    failed = agent(0, 0, 0, None)
-    console = Console(file=io.StringIO(), width=80)
-    there = (Member(0, Slot(0)), Member(1, Slot(1)))
-    rows = leaderboard_rows([RoundRecord(0, (failed, agent(1, 1, 0, 0.5)), {}, there)])
-    console.print(leaderboard_table(rows, 80))
-    lines = console.file.getvalue().splitlines()
-    assert "left" not in console.file.getvalue()
-    assert lines[2].split()[:3] == ["2", "0", "-"]
 
 
 def branches(rounds, summary=None) -> list[str]:
@@ -185,7 +174,7 @@ def test_a_story_has_a_paragraph_for_each_thing_it_tells():
     assert share.startswith("Its line of ancestors")
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("width", [60, 200])
 def test_a_terminal_wraps_between_words_and_a_pipe_does_not(width):
     lines = shown(mean_won(), width=width)
     assert all(len(line.rstrip()) <= width for line in lines)
@@ -193,20 +182,6 @@ def test_a_terminal_wraps_between_words_and_a_pipe_does_not(width):
     assert "both descend from agent 0 of the first round." in text
     piped = shown(mean_won(), width=width, terminal=False)
     assert any(line.startswith("It won the final comparison") and len(line) > 100 for line in piped)
-
-
-def test_the_result_stands_out():
-    screen = Console(file=io.StringIO(), force_terminal=True, width=200, color_system="standard")
-    show_ending(screen, view(SUMMARY))
-    (bold,) = [line for line in screen.file.getvalue().splitlines() if "winner 0.81" in line]
-    assert bold.startswith("\x1b[1mBase")
-
-
-def test_an_unfinished_run_says_so():
-    assert any(
-        line.startswith("After 2 of 9 rounds agent 1 is the best")
-        for line in shown(None, width=200, config=small_config("population.rounds=9").model_dump())
-    )
 
 
 def test_troubles_are_warnings_and_not_too_many():
@@ -236,21 +211,6 @@ def test_next_are_commands_to_copy():
     ]
 
 
-def test_next_exports_no_winner_that_export_refuses():
-    pipe = console(terminal=False)
-    show_next(pipe, "runs/one", worse=True)
-    assert "Next: evo-grpo report runs/one\n" in pipe.file.getvalue()
-
-
-def test_next_is_no_report_where_plotly_is_missing(monkeypatch):
-    monkeypatch.setattr("evo_grpo.readers.terminal.result.find_spec", lambda name: None)
-    pipe = console(terminal=False)
-    show_next(pipe, "runs/one")
-    assert "Next: evo-grpo lineage runs/one, evo-grpo export runs/one OUT\n" in (
-        pipe.file.getvalue()
-    )
-
-
 @pytest.mark.parametrize("activated", [False, True])
 def test_next_starts_the_program_as_this_shell_finds_it(activated, tmp_path, monkeypatch):
     """`make run` starts .venv/bin/evo-grpo, which is not on the PATH of the user's shell."""
@@ -267,17 +227,11 @@ def test_next_starts_the_program_as_this_shell_finds_it(activated, tmp_path, mon
     assert f"Next: {called} report runs/one, {called} export runs/one OUT\n" in (
         pipe.file.getvalue()
     )
-
-
-def test_what_evolution_was_worth_is_told_where_it_is_known():
-    arms = [
-        {"name": name, "test": {"mean": mean, "se": 0.01, "n": 256}}
-        for name, mean in (("guess", 0.34), ("evolved", 0.81))
-    ]
-    lines = shown(SUMMARY, width=300, comparison={"agents": 2, "arms": arms})
-    assert lines[-1].endswith(
-        "your first guess alone reached 0.34 ± 0.01; this run reached 0.81 ± 0.01."
-    )
+    # Without plotly there is no report, and `export` refuses a winner that is worse than the base.
+    monkeypatch.setattr("evo_grpo.readers.terminal.result.find_spec", lambda name: None)
+    pipe = console(terminal=False)
+    show_next(pipe, "runs/one", worse=True)
+    assert f"Next: {called} lineage runs/one\n" in pipe.file.getvalue()
 
 
 def result(**means):
@@ -331,28 +285,11 @@ def test_a_bar_is_as_long_as_its_result():
     )
 
 
-@pytest.mark.parametrize("width", [80, 100])
-def test_a_narrow_terminal_has_shorter_bars_and_cuts_nothing(width):
-    found = bars(result(guess=0.25, random=0.5, evolved=1.0), width)
-    assert all(len(line) <= width for line in found[:3])
-    assert all("1,000 tokens" in line for line in found[:3])
-
-
 def test_rewards_of_any_range_have_bars():
     guess, random, evolved, *_ = bars(result(guess=-1.0, random=0.0, evolved=3.0))
     assert [blocks(line) for line in (guess, random, evolved)] == [10, 0, 30]
     (guess, *_) = bars(result(guess=None, evolved=0.5))
     assert " - " in guess
-
-
-def test_tokens_that_differ_are_not_called_equal():
-    (sentence,) = comparison_arms(result(guess=0.2, evolved=0.5, tokens={"guess": 700})).sentences
-    assert sentence.startswith("Compared at tokens that differ by up to 20%, on the same 256 test")
-
-
-def test_large_populations_are_numbered():
-    assert arm_label("guess", 8) == "eight agents at your guess"
-    assert arm_label("random", 32) == "32 random guesses"
 
 
 def test_a_replay_has_bars_spreads_differences_and_sentences_in_a_usual_terminal():
@@ -368,10 +305,6 @@ def test_a_replay_has_bars_spreads_differences_and_sentences_in_a_usual_terminal
     assert text[4].split()[-3] == "0.250"
     assert text[6].startswith("last values  the winner")
     assert " ".join(text[7:]) == f"{found.verdict} {found.caveat()}"
-
-
-def test_one_training_of_each_kind_has_no_spread():
-    assert "spread" not in "".join(shown_arms(replay(repeats=1).arms()))
 
 
 def test_the_schedule_counts_rounds_from_one_and_shows_what_may_move():

@@ -200,14 +200,10 @@ def linear(
     least: float = 0.0,
     names: Sequence[str] = (),
 ) -> Scale:
-    """Return a linear scale for the finite values.
+    """Return a linear scale for the finite values and those of `include`.
 
-    Args:
-        values: The values to draw.
-        include: Values that the axis always includes.
-        least: The least span, at least a tenth of the largest absolute value, so that values that
-            hardly differ look alike.
-        names: See `Scale`.
+    The span is at least `least`, and a tenth of the largest absolute value, so that values that
+    hardly differ look alike.
     """
     shown = [*filter(math.isfinite, values), *include] or [0.0, 1.0]
     low, high = min(shown), max(shown)

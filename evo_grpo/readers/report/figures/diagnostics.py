@@ -79,9 +79,7 @@ PATTERNS = ("", "/", "x", ".", "\\", "+", "-", "|")
 class Curve:
     """One metric of one agent, until the agent leaves or takes the weights of another one.
 
-    Attributes:
-        steps: GRPO steps since the start of the run, counted from 1.
-        values: Values of the metric, NaN for steps without one.
+    `steps` count from 1 since the start of the run; `values` are NaN for steps without one.
     """
 
     agent: int
@@ -102,10 +100,6 @@ def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
     Args:
         run: A run folder, a `Population`, or its rounds.
         names: Names of metrics; None takes all that the run has.
-
-    Raises:
-        EngineUnavailable: plotly is not installed.
-        EvoGrpoError: The folder cannot be read.
     """
     view = view_of(run)
     measured = curves(view)
@@ -237,15 +231,15 @@ def curves(view: RunView) -> Curves:
         for number, stretch in enumerate(own)
         for one in stretch
     }
-    found: dict[str, dict[tuple[int, int], Curve]] = defaultdict(dict)
+    by_metric: dict[str, dict[tuple[int, int], Curve]] = defaultdict(dict)
     points = _of_steps(rows, view.steps_per_round) if rows else _of_rounds(view)
     for round, agent, step, name, value in points:
         number = part.get((round, agent))
         if number is not None:  # None in a round that is not recorded yet
-            curve = found[name].setdefault((agent, number), Curve(agent))
+            curve = by_metric[name].setdefault((agent, number), Curve(agent))
             curve.steps.append(step)
             curve.values.append(math.nan if value is None else float(value))
-    return {name: list(own.values()) for name, own in found.items()}
+    return {name: list(own.values()) for name, own in by_metric.items()}
 
 
 def metric_names(measured: Curves) -> list[str]:

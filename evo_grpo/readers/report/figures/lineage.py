@@ -59,10 +59,6 @@ def plot_lineage(run: Run) -> go.Figure:
 
     Args:
         run: A run folder, a `Population`, or its rounds.
-
-    Raises:
-        EngineUnavailable: plotly is not installed.
-        EvoGrpoError: The folder cannot be read.
     """
     view = view_of(run)
     slots = sorted({agent.agent for record in view.rounds for agent in record.agents})
@@ -95,11 +91,11 @@ def plot_lineage(run: Run) -> go.Figure:
 
 
 def _lives(view: RunView) -> dict[int, _Life]:
-    found: dict[int, _Life] = defaultdict(list)
+    lives: dict[int, _Life] = defaultdict(list)
     for record in view.rounds:
         for agent in record.agents:
-            found[agent.member].append(agent)
-    return found
+            lives[agent.member].append(agent)
+    return lives
 
 
 def _edge(lives: dict[int, _Life], child: AgentRecord) -> tuple[AgentRecord, AgentRecord] | None:
@@ -203,7 +199,7 @@ def _free_places(
 
     `scale` has the pixels of a round and of an agent; `taken` are boxes of nodes and labels.
     """
-    found: list[tuple[float, float]] = []
+    free: list[tuple[float, float]] = []
     for share in (0.5, 0.4, 0.6, 0.3, 0.7):
         x, y = _along(parent, child, share)
         here = (x * scale[0], y * scale[1])
@@ -212,8 +208,8 @@ def _free_places(
             and abs(here[1] - other[1]) < (size[1] + other[3]) / 2
             for other in taken
         ):
-            found.append((x, y))
-    return found
+            free.append((x, y))
+    return free
 
 
 def _along(parent: AgentRecord, child: AgentRecord, share: float) -> tuple[float, float]:

@@ -35,30 +35,23 @@ Value = Callable[[AgentRecord], float]
 """From an agent in a round to the height of its point."""
 
 
-def no_text(agent: AgentRecord) -> str:
-    """Return an empty hover text."""
-    del agent
-    return ""
-
-
-def no_error(agent: AgentRecord) -> float:
-    """Return NaN, which draws no error bar."""
-    del agent
-    return math.nan
-
-
 def line_of(
     parts: Iterable[Iterable[AgentRecord]],
     value: Value,
-    text: Callable[[AgentRecord], str] = no_text,
-    error: Value = no_error,
+    text: Callable[[AgentRecord], str] | None = None,
+    error: Value | None = None,
 ) -> Line:
     """Return a line over the rounds, with gaps between the stretches of an agent."""
     line = Line()
     for part in parts:
         line.begin()
         for one in part:
-            line.add(one.round + 1, value(one), text(one), error(one))
+            line.add(
+                one.round + 1,
+                value(one),
+                "" if text is None else text(one),
+                math.nan if error is None else error(one),
+            )
     return line
 
 
@@ -74,8 +67,8 @@ def add_winner(
     *,
     end: tuple[float, float] | None = None,
     legend: bool = True,
-    text: Callable[[AgentRecord], str] = no_text,
-    error: Value = no_error,
+    text: Callable[[AgentRecord], str] | None = None,
+    error: Value | None = None,
     **more: Any,
 ) -> None:
     """Draw the winner's lines of ancestors as a broad band, which may join in the point `end`."""
@@ -104,14 +97,14 @@ def looks(view: RunView) -> dict[int, Look]:
 
 def stretches(view: RunView) -> dict[int, list[list[AgentRecord]]]:
     """Return the records of each agent, a list for each stretch of rounds with its own weights."""
-    found: dict[int, list[list[AgentRecord]]] = defaultdict(list)
+    by_agent: dict[int, list[list[AgentRecord]]] = defaultdict(list)
     for record in view.rounds:
         for agent in record.agents:
-            own = found[agent.agent]
+            own = by_agent[agent.agent]
             if not own or not _continues(own[-1][-1], agent):
                 own.append([])
             own[-1].append(agent)
-    return dict(sorted(found.items()))
+    return dict(sorted(by_agent.items()))
 
 
 def _continues(before: AgentRecord, agent: AgentRecord) -> bool:
@@ -141,10 +134,10 @@ def copies(view: RunView) -> Iterator[tuple[AgentRecord, AgentRecord]]:
 
 def add_copies(figure: go.Figure, view: RunView, value: Value, place: Place = ALONE) -> None:
     """Draw a dotted line from each parent to the agent of the next round that took its weights."""
-    found: dict[int, list[tuple[AgentRecord, AgentRecord]]] = defaultdict(list)
+    by_agent: dict[int, list[tuple[AgentRecord, AgentRecord]]] = defaultdict(list)
     for parent, agent in copies(view):
-        found[agent.agent].append((parent, agent))
-    for agent, pairs in sorted(found.items()):
+        by_agent[agent.agent].append((parent, agent))
+    for agent, pairs in sorted(by_agent.items()):
         name = agent_name(agent)
         draw(
             figure, line_of(pairs, value), Look(looks(view)[agent].color, dash="dot"),

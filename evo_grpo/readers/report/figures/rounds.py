@@ -41,7 +41,6 @@ from evo_grpo.readers.report.figures.points import (
     line_of,
     looks,
     named,
-    no_error,
     quiet,
     stretches,
     survivors,
@@ -75,18 +74,14 @@ def plot_fitness(run: Run) -> go.Figure:
 
     Args:
         run: A run folder, a `Population`, or its rounds.
-
-    Raises:
-        EngineUnavailable: plotly is not installed.
-        EvoGrpoError: The folder cannot be read.
     """
     view = view_of(run)
     figure = new_figure("round", "fitness (validation)")
     many = len(list(view.played)) > ERROR_BARS
     text = partial(described, names=view.mutable)
-    add_winner(figure, view, fitness, text=text, error=fitness_se if many else no_error)
+    add_winner(figure, view, fitness, text=text, error=fitness_se if many else None)
     for agent, parts in stretches(view).items():
-        line = line_of(parts, fitness, text, no_error if many else fitness_se)
+        line = line_of(parts, fitness, text, None if many else fitness_se)
         draw_agent(figure, view, agent, line, legend=agent in named(view))
     add_copies(figure, view, fitness)
     flat = _add_flat_lines(figure, view)
@@ -141,10 +136,10 @@ def plot_front(run: Run, objective: str) -> go.Figure:
     figure = new_figure(f"{objective}{better}", "fitness")
 
     def add(line: Line, agent: AgentRecord, error: float = math.nan) -> None:
-        found = _measure(agent, objective)
-        value = f"{objective} {with_error(found.mean, found.se, 3)}"
+        goal = _measure(agent, objective)
+        value = f"{objective} {with_error(goal.mean, goal.se, 3)}"
         text = f"{described(agent, view.mutable)}<br>{value}"
-        line.add(found.mean, fitness(agent), text, error)
+        line.add(goal.mean, fitness(agent), text, error)
 
     for agent in seen:
         line = Line()
@@ -179,10 +174,6 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
     Args:
         run: A run folder, a `Population`, or its rounds.
         names: Hyperparameters; None takes those that may mutate, or lr if none may.
-
-    Raises:
-        EngineUnavailable: plotly is not installed.
-        EvoGrpoError: The folder cannot be read.
     """
     view = view_of(run)
     chosen = list(names) if names is not None else drawn_names(view)

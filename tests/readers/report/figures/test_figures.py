@@ -8,7 +8,7 @@ import shown_run
 from random_runs import make_run, timed
 
 import evo_grpo
-from evo_grpo.errors import ConfigError, EngineUnavailable
+from evo_grpo.errors import EngineUnavailable
 from evo_grpo.readers.report.figures import axes, lineage
 from evo_grpo.readers.report.figures.axes import Scale, apart, scale_of, set_axis
 from evo_grpo.readers.report.figures.diagnostics import (
@@ -20,7 +20,6 @@ from evo_grpo.readers.report.figures.diagnostics import (
     plot_seconds,
     plot_tokens,
     rolling,
-    scale_of_metric,
     thinned,
 )
 from evo_grpo.readers.report.figures.lineage import plot_lineage
@@ -46,7 +45,7 @@ def drawn(figure, prefix="agent"):
     ]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_agent_of_every_round_is_one_point_of_its_line(seed):
     rounds = make_run(5, 6, seed, places=(5, 4, 3))
     figure = plot_fitness(rounds)
@@ -75,21 +74,6 @@ def test_a_line_is_parted_where_an_agent_takes_the_weights_of_another_one():
     assert sorted(begun) == sorted([(slot, 0) for slot in range(4)] + taken)
 
 
-def test_a_dotted_line_leads_from_the_agent_whose_weights_were_taken():
-    rounds = make_run(4, 8, 3)
-    figure = plot_fitness(rounds)
-    found = set()
-    for trace in figure.data:
-        if trace.line.dash == "dot" and trace.hoverinfo == "skip":
-            points = list(zip(trace.x, trace.y, strict=True))
-            found |= set(zip(points[0::3], points[1::3], strict=False))
-    expected = {
-        ((parent.round + 1, parent.score.mean), (agent.round + 1, agent.score.mean))
-        for parent, agent in copies(RunView("run", rounds))
-    }
-    assert found == expected
-
-
 @pytest.mark.parametrize("plot", [plot_fitness, plot_schedules, plot_diagnostics])
 def test_agents_of_the_last_round_are_named_where_their_lines_end(plot):
     rounds = timed(make_run(5, 4, 2, places=(5, 3)))
@@ -109,16 +93,7 @@ def test_agents_of_the_last_round_are_named_where_their_lines_end(plot):
         assert one.x in ends
 
 
-def test_survivors_of_one_lineage_have_colours_of_their_own():
-    """Copies of the best agent fill a population: by lineage they would all look the same."""
-    rounds = timed(make_run(6, 8, 1))
-    last = {agent.agent for agent in rounds[-1].agents}
-    for figure in (plot_fitness(rounds), plot_diagnostics(rounds)):
-        colours = {t.line.color for t in figure.data if t.name in {f"agent {a}" for a in last}}
-        assert len(colours) == len(last)
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_names_are_moved_apart_and_no_further_than_needed(seed):
     rng = np.random.default_rng(seed)
     heights = (rng.random(rng.integers(1, 9)) * 60).tolist()
@@ -133,24 +108,6 @@ def test_names_are_moved_apart_and_no_further_than_needed(seed):
             other[order[first:last]] += step
             if (np.diff(other[order]) >= 14 - 1e-9).all():
                 assert np.square(other - heights).sum() >= cost - 1e-9
-
-
-def test_noise_does_not_fill_an_axis():
-    assert metric_span("completion_length", [4.0, 3.985, 4.0])[0] <= 0
-    assert metric_span("sampler_gap", [3e-7, 1e-6])[1] >= 1e-3
-    low, high = metric_span("ended", [1.0, 0.992])
-    assert low <= 0
-    assert high >= 1
-    noisy = (0.4 + 0.02 * np.random.default_rng(0).standard_normal(200)).tolist()
-    low, high = metric_span("reward", noisy)
-    assert high - low > 8 * 0.02 * 0.8
-    trend = np.linspace(0, 1, 50).tolist()
-    assert metric_span("reward", trend) == pytest.approx((-0.06, 1.06))
-
-
-def metric_span(name, values):
-    curve = Curve(0, list(range(1, len(values) + 1)), values)
-    return scale_of_metric(name, [curve])[:2]
 
 
 @pytest.mark.parametrize(
@@ -224,18 +181,7 @@ def test_the_tree_has_a_node_for_each_member_where_it_begins():
     assert sorted(nodes) == sorted(first.values())
 
 
-def test_the_tree_names_each_mutation_at_its_edge(tmp_path):
-    figure = plot_lineage(shown_run.two_rounds())
-    (mutations,) = [trace for trace in figure.data if trace.name == "mutation"]
-    (label,) = figure.layout.annotations
-    assert (label.text, label.x, label.y) == ("lr 1e-3→1.2e-3", 1.5, 0.5)
-    # The edge passes behind its label.
-    assert label.bgcolor
-    assert list(zip(mutations.x, mutations.y, strict=True)) == [(1.5, 0.5)]
-    assert "mutate of member 0: lr 1e-3 -&gt; 1.2e-3" in mutations.text[0]
-
-
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_labels_of_mutations_cover_neither_each_other_nor_a_node(seed):
     rounds = make_run(6, 6, seed)
     labels = plot_lineage(rounds).layout.annotations
@@ -285,26 +231,6 @@ def test_schedules_have_a_row_for_each_hyperparameter_and_a_logarithmic_axis_for
     assert "log" in kinds
     (chosen,) = {trace.yaxis for trace in plot_schedules(rounds, ["lr"]).data}
     assert chosen == "y"
-
-
-def test_agents_that_left_are_faint():
-    rounds = make_run(4, 6, 2, places=(4, 2))
-    last = rounds[-1].round + 1
-    for trace in plot_schedules(rounds, ["lr"]).data:
-        if trace.opacity not in (None, 0.4) and trace.name != axes.WINNER:
-            ends = {int(max(part)) for part in _parts(trace.x)}
-            assert (last in ends) == (trace.opacity == 1.0)
-            assert trace.opacity == 1.0 or last not in ends
-
-
-def _parts(values):
-    parts = [[]]
-    for value in values:
-        if math.isnan(value):
-            parts.append([])
-        else:
-            parts[-1].append(value)
-    return [part for part in parts if part]
 
 
 def test_improvement_is_the_change_of_fitness_from_the_weights_that_a_round_began_with():
@@ -388,22 +314,10 @@ def test_diagnostics_of_a_recorded_run_are_drawn_step_by_step(tmp_path):
     assert {y for t in losses for y in t.y if not math.isnan(y)} == {0.0, 1.0, 2.0}
 
 
-def test_agents_look_different_with_and_without_colour():
-    looks = [axes.look_of(i) for i in range(256)]
-    assert len(set(looks)) == 256
-    assert len({(look.symbol, look.dash) for look in looks[:8]}) == 8
-    assert len({look.color for look in looks[:8]}) == 8
-
-
 @pytest.mark.parametrize("name", ["plot_fitness", "plot_lineage", "plot_schedules"])
 def test_no_rounds_are_an_empty_figure(name):
     figure = getattr(evo_grpo, name)([])
     assert all(len(trace.x) == 0 or trace.x[0] is None for trace in figure.data)
-
-
-def test_what_is_no_run_is_refused():
-    with pytest.raises(ConfigError, match="expected a run folder, a population or a sequence"):
-        view_of(3)
 
 
 def test_without_plotly_the_remedy_is_named(monkeypatch):
