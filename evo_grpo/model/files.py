@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.errors import ModelError
-
-pass  # import gone
 from evo_grpo.schema.validation import MOST_DIGITS
 
 if TYPE_CHECKING:

@@ -14,9 +14,7 @@ from evo_grpo import recipe, run
 from evo_grpo import settings as configuration
 from evo_grpo.analysis.recipe import recipe_settings
 from evo_grpo.cli.commands import app
-from evo_grpo.errors import ConfigError, RunDirError, RunFailedError, RunNotFoundError
 from evo_grpo.errors import ConfigError, RunFailedError
-from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.evolve.explore.schedule import ScheduleExploration
 from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.record.folder import read_rounds

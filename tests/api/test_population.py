@@ -25,9 +25,6 @@ from evo_grpo.evolve.explore.mutate import Mutations as Strategy
 from evo_grpo.evolve.protocols import Offspring, rank
 from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.learn.rows import AgentBatch
-from evo_grpo.settings import DoubtfulSetting
-from evo_grpo.training.assemble import environment_for
-from evo_grpo.training.sizing.cards import Gpu
 from evo_grpo.training.assemble import environment_for
 from evo_grpo.types import Score
 

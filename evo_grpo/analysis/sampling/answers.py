@@ -37,9 +37,7 @@ from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
 from evo_grpo.readers.terminal.console import say
 from evo_grpo.record.choice import ChosenAgent, choose_of
-from evo_grpo.record.folder import code_folder
-from evo_grpo.record.folder import code_folder, read_config
-from evo_grpo.record.folder import recorded_objects
+from evo_grpo.record.folder import code_folder, read_config, recorded_objects
 from evo_grpo.record.plain import inside
 from evo_grpo.record.wording import number
 from evo_grpo.schema.hparams import LORA, Hparams
@@ -47,8 +45,7 @@ from evo_grpo.schema.validation import shown, whole
 from evo_grpo.settings import EnvConfig, RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.model import LoraSettings
-from evo_grpo.training.assemble import add_agents, build_cohort, build_parts
-from evo_grpo.training.assemble import environment_for
+from evo_grpo.training.assemble import add_agents, build_cohort, build_parts, environment_for
 from evo_grpo.training.from_python import FromPython
 from evo_grpo.training.recorded_inputs import read_inputs_of
 from evo_grpo.training.resume_check import check_inputs

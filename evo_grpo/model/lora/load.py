@@ -62,7 +62,7 @@ class AdapterPlan:
     state: dict[str, Tensor]
     config: LoraConfig | None
     shapes: Mapping[str, Sequence[int]]
-    own: Mapping[str, Sequence[int]]
+    own: Mapping[str, tuple[int, ...]]
     notes: tuple[str, ...]
 
     def apply(self) -> None:

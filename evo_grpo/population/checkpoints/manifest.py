@@ -74,7 +74,7 @@ def read_moments(folder: Path, plan: AdapterPlan) -> dict[int, dict[str, torch.T
     return moments
 
 
-def _fit(moments: Mapping[str, torch.Tensor], shape: torch.Size | None) -> bool:
+def _fit(moments: Mapping[str, torch.Tensor], shape: tuple[int, ...] | None) -> bool:
     """Return whether the moments of a parameter are floats of its shape."""
     return all(
         value.shape == (() if name == "step" else shape)
