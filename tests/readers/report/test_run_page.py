@@ -108,7 +108,7 @@ def test_what_is_no_run_and_what_is_damaged_is_named(run, tmp_path):
     with pytest.raises(CheckpointError, match=r"round-0000.jsonl, line 1: expected a JSON object"):
         write_report(run)
     (run / "completions" / "round-0000.jsonl").write_text('{"round": 0, "agent": "0"}\n')
-    with pytest.raises(CheckpointError, match=r"line 1: expected .*, but agent is '0'"):
+    with pytest.raises(CheckpointError, match=r"line 1: expected .* agent and tokens, but got"):
         write_report(run)
 
 
