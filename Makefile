@@ -14,7 +14,7 @@
 #   make torture       kill runs at every touch of the disk, damage every file, fuzz; within an hour
 #   make torture-io    refuse every call of the disk, cut the power after every call; within an hour
 #   make test-trackers  the trackers with packages of their own, each following a run
-#   make test-outside  the adapters of GEM and verifiers, and rewards in TRL's style, against the packages
+#   make test-outside  the adapters of GEM, OpenEnv and verifiers, and rewards in TRL's style, against the packages
 #   make fuzz          look for inputs that break a property of tests/fuzz, ten minutes for each of
 #                      them; EVO_GRPO_FUZZ_SECONDS=60 for a minute, ARGS="-k cli" for some of them
 
@@ -186,7 +186,7 @@ $(OUTSIDE_STAMP): $(STAMP)
 # The variable turns the skip for a missing package into a failure.
 test-outside: $(OUTSIDE_STAMP)
 	PYTHONPATH=$(OUTSIDE) EVO_GRPO_OUTSIDE=$(OUTSIDE) $(TESTS) $(BIN)/python -m pytest -rs \
-	  tests/envs/adapters/test_gem.py tests/envs/adapters/test_verifiers.py \
+	  tests/envs/adapters/test_gem.py tests/envs/adapters/test_openenv.py tests/envs/adapters/test_verifiers.py \
 	  tests/envs/rewards/test_trl_outside.py tests/envs/test_templates_outside.py \
 	  -n 2 $(ARGS)
 

@@ -82,7 +82,7 @@ REFUSED = [
     ("check --set model=./here", "model: './here' is neither an embedded model"),
     ("check --set model.lora.target_modules=[qproj]", "['qproj'] matches no layer of tiny-sums"),
     (f"check --set {ROWS % ('no.csv', 'q', 'exact')}", "train: no file 'no.csv'"),
-    (f"check --set {ROWS % ('none.csv', 'q', 'exact')}", "train (none.csv): expected at least one row"),
+    (f"check --set {ROWS % ('none.csv', 'q', 'exact')}", "(none.csv): expected at least one row"),
     (
         f"check --set {ROWS % ('rows.csv', '{qestion}', 'exact')}",
         'train (rows.csv), line 2: no column "qestion", which the prompt template needs',

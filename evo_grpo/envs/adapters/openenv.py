@@ -1,0 +1,128 @@
+"""Environments of OpenEnv (package openenv-core): sessions on a server, by its address."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from evo_grpo.envs.episodes.multi_turn import check_flag, check_reward
+from evo_grpo.envs.family import Family
+from evo_grpo.envs.messages import listed
+from evo_grpo.envs.packages import load_package, try_out
+from evo_grpo.errors import ConfigError, EngineUnavailable
+
+if TYPE_CHECKING:
+    from evo_grpo.settings import EnvConfig
+
+FAMILY = Family("name", multi_turn=True)
+PACKAGE = "openenv-core"
+REMEDY = "pip install openenv-core"
+
+MOST_MIB = 1.0
+"""Size of the longest message that a server may send."""
+_SEEDS = 2**32  # as numpy takes them on a server
+_NOT_TEXT = ("done", "reward", "metadata")
+
+
+def build(name: str, env: EnvConfig, seed: int) -> Callable[[], OpenEnv]:
+    """Return a factory of sessions on the OpenEnv server at the address `name`.
+
+    Of `env.args`, `action` names the field of an action that holds the completion (default: the one
+    that is required), and `observation` the field of an observation that the agent reads (default:
+    the only one, or all as JSON). All others are arguments of the server's `reset`.
+    """
+    kind, args = env.kind, dict(env.args)
+    client = load_package(kind, "openenv.core", PACKAGE, REMEDY).GenericEnvClient
+    schema = _schema(kind, name)
+    required = schema["action"].get("required", ())
+    action = _field("action", args.pop("action", None), required, schema)
+    fields = [field for field in schema["observation"]["properties"] if field not in _NOT_TEXT]
+    observation = args.pop("observation", None)
+    if observation is not None or len(fields) == 1:
+        observation = _field("observation", observation, fields, schema)
+
+    connect = partial(client, base_url=name, max_message_size_mb=MOST_MIB)
+    make = partial(OpenEnv, connect, kind, action, observation, args, seed)
+    return try_out(kind, make, seed)
+
+
+class OpenEnv:
+    """A session on an OpenEnv server, which plays one episode at a time.
+
+    Args:
+        connect: Returns a client of the server.
+        kind: Name in messages.
+        action: The field of an action that holds the completion.
+        observation: The field of an observation that is shown; None shows all as JSON.
+        begin: Arguments of the server's `reset`.
+        seed: Seed of the episodes that are begun without a seed.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Any],
+        kind: str,
+        action: str,
+        observation: str | None,
+        begin: Mapping[str, Any],
+        seed: int,
+    ) -> None:
+        self._session = connect().sync()
+        self._place = f'environment "{kind}"'
+        self._action, self._observation = action, observation
+        self._begin = begin
+        self._seeds = random.Random(seed)
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin an episode; the server decides what a seed means."""
+        small = self._seeds.randrange(_SEEDS) if seed is None else seed % _SEEDS
+        result = self._session.reset(seed=small, **self._begin)
+        return self._text(result.observation), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Play one turn; a turn without a reward has 0."""
+        result = self._session.step({self._action: action})
+        done = check_flag(self._place, "done", result.done)
+        reward = check_reward(self._place, result.reward or 0.0)
+        return self._text(result.observation), reward, done, False, {}
+
+    def close(self) -> None:
+        """End the session."""
+        self._session.close()
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        shown: Any = {key: observation[key] for key in observation if key not in _NOT_TEXT}
+        if self._observation is not None:
+            shown = shown.get(self._observation, "")
+        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+
+
+def _schema(kind: str, url: str) -> dict[str, dict[str, Any]]:
+    """Ask a server for the JSON schemas of its actions and observations."""
+    httpx = load_package(kind, "httpx", PACKAGE, REMEDY)
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/schema", timeout=10).raise_for_status().json()
+        return {part: {"properties": {}} | answer[part] for part in ("action", "observation")}
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        raise EngineUnavailable(
+            f'env.kind: "{kind}" needs an OpenEnv server at {url}, which did not answer with its '
+            f"schema ({type(error).__name__}: {error}): start it, or give the address of another"
+        ) from error
+
+
+def _field(
+    part: str, chosen: object, candidates: Sequence[str], schema: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Return the field of an action or observation that holds text, or refuse the choice."""
+    if chosen is None and len(candidates) == 1:
+        return candidates[0]
+    fields = schema[part]["properties"]
+    if not isinstance(chosen, str) or chosen not in fields:
+        raise ConfigError(
+            f"env.args.{part}: expected the field of the server's {part}s that holds text, one of "
+            f"{listed(fields)}, got {chosen!r}"
+        )
+    return chosen
