@@ -256,7 +256,7 @@ NOT_ON_MINIMUM := tests/fuzz tests/docs tests/experiments tests/test_architectur
 # What these test imports no package that is older there, but for numpy and pydantic, which nearly all
 # that is tested needs: tests/test_dependencies.py holds them to it. They are more than half of the time.
 OWN_CODE := tests/analysis/test_verify.py tests/analysis/test_arms_compare.py tests/analysis/test_arms_replay.py \
-  tests/api/test_interrupted.py tests/api/test_unapplied.py tests/api/test_resume.py \
+  tests/api/test_unapplied.py tests/api/test_resume.py \
   tests/cli/plan/test_gpu.py tests/cli/plan/test_runs_no_code.py \
   tests/cli/test_foreign_text.py tests/cli/test_host_memory.py \
   tests/cli/test_steer.py tests/cli/test_stopping.py tests/envs/rewards tests/evolve tests/learn \
