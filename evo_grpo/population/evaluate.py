@@ -1,8 +1,8 @@
 """Evaluates every agent on shared prompts, with shared draws, in one generation call.
 
-Racing evaluates again only agents that the first look cannot separate (`undecided`), as Maron and
-Moore (1997) and Birattari et al. (2002) do, with the paired test of `evolve.compare`: since all
-agents answer the same prompts, few agents need a second look.
+Racing evaluates again only agents that the first evaluation cannot separate (`undecided`), as Maron
+and Moore (1997) and Birattari et al. (2002) do, with the paired test of `evolve.compare`: since all
+agents answer the same prompts, few agents need a second evaluation.
 """
 
 from __future__ import annotations
@@ -71,8 +71,10 @@ def evaluating(  # noqa: PLR0913 -- what is measured, and how, one argument each
     sampler = PopulationSampler.compared(
         cohort, slots, samples=samples, temperature=temperature, stream=stream
     )
-    named = (None if slot is None else cohort.agents[Slot(slot)].hparams.prompt for slot in slots)
-    starts = [starts_under(env, name, prompts) for name in named]
+    prompt_names = (
+        None if slot is None else cohort.agents[Slot(slot)].hparams.prompt for slot in slots
+    )
+    starts = [starts_under(env, name, prompts) for name in prompt_names]
     begin = partial(cohort.begin, env, starts, sampler.group_sizes)
     results, units = list[Evaluation](), units_of(env, prompts)
     for experience in (yield from played(env, begin, sampler.sample)):
@@ -83,13 +85,13 @@ def evaluating(  # noqa: PLR0913 -- what is measured, and how, one argument each
         score = summarise(rewards, units)
         score = replace(score, rewards=by_function(reward_names(env), experience.rewards, units))
         if further:
-            goals = (measured(env, experience, one, units) for one in further)
-            score = replace(score, further=tuple(goals))
+            objectives = (measured(env, experience, objective, units) for objective in further)
+            score = replace(score, further=tuple(objectives))
         results.append(Evaluation(score, experience, rewards, units, experience.tokens))
     return results
 
 
-#: The same for policies that share one generation call, and wait for their rewards.
+#: `evaluating`, run to its end: policies share one generation call and wait for their rewards.
 evaluate = alone(evaluating)
 
 
@@ -151,7 +153,11 @@ def evaluate_here(
     ]
     results = take_turns(works, overlap=overlap)
     pairs = zip(parts, results, strict=True)
-    return {slot: own for part, mine in pairs for slot, own in zip(part, mine, strict=True)}
+    return {
+        slot: evaluation
+        for part, evaluations in pairs
+        for slot, evaluation in zip(part, evaluations, strict=True)
+    }
 
 
 def without_texts(result: Evaluation) -> Evaluation:
@@ -166,7 +172,7 @@ def without_texts(result: Evaluation) -> Evaluation:
 def undecided(results: Mapping[Slot, Evaluation], keep: int) -> list[Slot]:
     """Return the agents at the border, and those that a paired test cannot separate from them.
 
-    The border lies between the agent at place `keep`, the last of the next round, and the next.
+    The border agents are those at places `keep` and `keep` + 1, or the best alone if all stay.
     """
     scores = {slot: r.score for slot, r in results.items() if np.isfinite(r.score.mean)}
     ranked = sorted(scores, key=lambda slot: (-scores[slot].mean, slot))
@@ -182,7 +188,7 @@ def _level(first: Score, second: Score) -> bool:
 def merged(first: Evaluation, second: Evaluation) -> Evaluation:
     """Merge two evaluations on the same prompts into one over the samples of both.
 
-    Experience and rewards per prompt are the first's: no agent was selected for that look.
+    Experience and reward scores are those of `first`, which selected no agent.
     """
     tables = [e.rewards.reshape(len(e.units), -1) for e in (first, second)]
     rewards = np.concatenate(tables, axis=1).reshape(-1)
@@ -211,10 +217,10 @@ def pass_at(rewards: np.ndarray, units: Sequence[int], k: int, correct: float) -
     table = rewards.reshape(len(units), -1)
     # Weighted sums of rewards such as 0.7 + 0.3 are not exact.
     right = np.where(np.isnan(table), False, table >= correct - 1e-9).sum(axis=1)
-    known = (~np.isnan(table)).sum(axis=1)
+    counts = (~np.isnan(table)).sum(axis=1)
     values = [
         1 - math.comb(n - c, k) / math.comb(n, k) if n >= k else math.nan
-        for n, c in zip(known.tolist(), right.tolist(), strict=True)
+        for n, c in zip(counts.tolist(), right.tolist(), strict=True)
     ]
     return summarise(np.array(values), units)
 
@@ -249,8 +255,8 @@ def weighted(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 def equal_starts(starts: Sequence[object]) -> tuple[int, ...]:
     """Number prompts or seeds from 0; equal ones get the same number, if they can be hashed."""
-    seen: dict[object, int] = {}
-    return tuple(seen.setdefault(_key(start), len(seen)) for start in starts)
+    numbers: dict[object, int] = {}
+    return tuple(numbers.setdefault(_key(start), len(numbers)) for start in starts)
 
 
 def _key(start: object) -> object:
@@ -264,7 +270,7 @@ def _key(start: object) -> object:
 
 
 def units_of(env: Environment[StartT], starts: Sequence[StartT]) -> tuple[int, ...]:
-    """Return `equal_starts`; for a task of a single prompt, number each answer instead.
+    """Number starts as `equal_starts`; if a task has a single prompt, number each answer.
 
     A score over equal prompts is an estimate for other prompts, for which one prompt is little
     evidence. If training has no other prompt either, the score is about the answers to this one.
@@ -288,11 +294,11 @@ def summarise(rewards: np.ndarray, units: Sequence[int]) -> Score:
     for unit, row in zip(units, rewards.reshape(len(units), -1).tolist(), strict=True):
         answers[unit] += (value for value in row if not math.isnan(value))
     # Exact sums: equal rewards in another order give the same mean to the last bit.
-    per_prompt = [math.fsum(own) / len(own) if own else math.nan for own in answers]
-    known = [value for value in per_prompt if not math.isnan(value)]
-    if not known:
+    per_prompt = [math.fsum(values) / len(values) if values else math.nan for values in answers]
+    means = [value for value in per_prompt if not math.isnan(value)]
+    if not means:
         return Score(mean=math.nan, se=math.nan, n=0)
-    spread = known if len(answers) > 1 else answers[0]
+    spread = means if len(answers) > 1 else answers[0]
     se = float(np.std(spread, ddof=1) / math.sqrt(len(spread))) if len(spread) > 1 else math.nan
-    mean = math.fsum(known) / len(known)
-    return Score(mean=mean, se=se, n=len(known), per_prompt=tuple(per_prompt))
+    mean = math.fsum(means) / len(means)
+    return Score(mean=mean, se=se, n=len(means), per_prompt=tuple(per_prompt))

@@ -113,11 +113,11 @@ def next_evaluation(
     if request.fresh or not settings.decides(round):
         return None
     results = {slot: agent.evaluation for slot, agent in agents.items()}
-    left = settings.evolve.fitness.second_looks * len(agents)
-    left -= sum(result.looks - 1 for result in results.values())
-    open_ones = undecided(results, settings.room(round + 1, len(agents)))
-    if 1 < len(open_ones) <= left:
-        return EvaluationRequest(tuple(open_ones), request.number + 1, request.prompts)
+    budget = settings.evolve.fitness.second_looks * len(agents)
+    budget -= sum(result.looks - 1 for result in results.values())
+    slots = undecided(results, settings.room(round + 1, len(agents)))
+    if 1 < len(slots) <= budget:
+        return EvaluationRequest(tuple(slots), request.number + 1, request.prompts)
     return None
 
 
@@ -146,10 +146,9 @@ def archive_evaluation(
 class RoundPlan:
     """The outcome of a round, created on the first rank and carried out by all ranks.
 
-    The record has the agents of the next round, their hyperparameters, the decisions with their
-    reasons, the rules that end the run, and the requests. `steps` are the GRPO steps that the slot
-    of each agent has taken so far; `last` says whether no round follows. `notes` are sentences for
-    the observers; `warning` says why the first round had nothing to learn from.
+    `steps` are the GRPO steps that the slot of each agent has taken so far; `last` says whether no
+    round follows. `notes` are sentences for the observers; `warning` says why the first round had
+    nothing to learn from.
     """
 
     record: RoundRecord
@@ -166,10 +165,10 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What round `round` (0-based) is planned from.
+    """The inputs from which round `round` (0-based) is planned.
 
-    `agents` are the reports of all its agents, by position, and `standings` the same agents, whose
-    histories end with the score of the round. `past` are the records of the known rounds before,
+    `agents` are the reports of the round's agents, by slot, and `standings` the same agents, whose
+    histories end with the score of the round. `past` are the records of the known earlier rounds,
     `archive` is the best agent before this round. `fresh` are the fresh scores of the archive and
     of the best agent of the round, by slot. `check` raises for hyperparameters with which no agent
     can train, which a user's exploration may return. `task` names the environment, for errors, and
@@ -265,9 +264,9 @@ def _next_generation(inputs: PlanInputs) -> tuple[Generation, tuple[Decision, ..
     standings = _collapsed(inputs, last=False)
     if not settings.decides(round) and any(s.history and not s.collapsed for s in standings):
         return keep_all(standings, inputs.next_id, drop=True)
-    played = [(a.hparams, a.score, record.round) for record in inputs.past for a in record.agents]
+    outcomes = [(a.hparams, a.score, record.round) for record in inputs.past for a in record.agents]
     scores = zip(standings, inputs.scores, strict=True)
-    played += [(standing.hparams, score, round) for standing, score in scores]
+    outcomes += [(standing.hparams, score, round) for standing, score in scores]
     generation, decisions = decide(
         _with_training(inputs, standings),
         settings.room(round + 1, len(standings)),
@@ -286,7 +285,7 @@ def _next_generation(inputs: PlanInputs) -> tuple[Generation, tuple[Decision, ..
         next_id=inputs.next_id,
         trials=[
             Trial(hparams, math.nan if score is None else score.mean, number)
-            for hparams, score, number in played
+            for hparams, score, number in outcomes
         ],
     )
     # Before the round is recorded: a resume would apply the record, and fail again.
@@ -332,8 +331,8 @@ def _rules_that_hold(inputs: PlanInputs) -> tuple[str, ...]:
     tallies = [report.tally for report in inputs.reports]
     tokens = sum(tally.tokens for tally in tallies) + inputs.evaluation_tokens
     signal = has_signal([tally.means() for tally in tallies])
-    last = Played(inputs.scores, tokens, inputs.seconds, signal, inputs.judge_cost)
-    return rules_that_hold(stop, inputs.past, last)
+    this_round = Played(inputs.scores, tokens, inputs.seconds, signal, inputs.judge_cost)
+    return rules_that_hold(stop, inputs.past, this_round)
 
 
 def least_reduced(reports: Sequence[RankReport]) -> dict[str, int]:
@@ -351,8 +350,8 @@ def _archived(
     """Return the agent that the archive holds after a round, and the two fresh scores.
 
     After a decision or at the end, the best agent enters the archive if it is empty, or if the
-    agent is not worse on fresh draws. An agent is named by its member and the round after which it
-    had these weights.
+    agent is not worse on fresh draws. An agent is named by the round after which it had these
+    weights and by the id of its member.
     """
     settings, round = inputs.settings, inputs.round
     if not settings.evolve.keeps_archive:
@@ -377,7 +376,7 @@ def _with_training(inputs: PlanInputs, standings: Sequence[Standing]) -> list[St
     """Return standings whose latest scores have the rewards of training as further evidence.
 
     These are the rewards of the steps since the last decision. The standings stay unchanged if
-    agents do not train as fitness measures, or if an agent lacks a reward for one of these steps.
+    training and fitness are not alike, or if an agent lacks a reward for one of these steps.
     """
     settings = inputs.settings
     if settings.evolve.fitness.in_between:
@@ -389,16 +388,18 @@ def _with_training(inputs: PlanInputs, standings: Sequence[Standing]) -> list[St
         earlier = {agent.member: agent.step_rewards for agent in record.agents}
         if any(s.member.id not in earlier for s in standings):
             return list(standings)
-        rewards = [[*earlier[s.member.id], *own] for s, own in zip(standings, rewards, strict=True)]
-    if any(None in own for s, own in zip(standings, rewards, strict=True) if s.history):
+        rewards = [
+            [*earlier[s.member.id], *values] for s, values in zip(standings, rewards, strict=True)
+        ]
+    if any(None in values for s, values in zip(standings, rewards, strict=True) if s.history):
         return list(standings)
     rows = settings.rows_of_agent(len(standings))
     samples = settings.evolve.fitness.per_prompt(settings.evolve.fitness.samples)
     return [
-        replace(s, history=[*s.history[:-1], with_training(s.history[-1], own, rows, samples)])
+        replace(s, history=[*s.history[:-1], with_training(s.history[-1], values, rows, samples)])
         if s.history
         else s
-        for s, own in zip(standings, rewards, strict=True)
+        for s, values in zip(standings, rewards, strict=True)
     ]
 
 

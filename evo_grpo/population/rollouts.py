@@ -45,7 +45,7 @@ class Rollout:
     `sampled` has the rewards of the environment, `shaped` those to learn from, which may have a
     further column. `learned` are the groups to learn from: those of `shaped`, unless some were
     replaced. `weights` (K,) are those of the rewards in `shaped` and `learned`, `starts` the number
-    of starts of the common sequence that it has used.
+    of starts of the common sequence that the agent has used.
     """
 
     sampled: Experience
@@ -68,15 +68,15 @@ def play_step(
     """Sample and score a step of several agents in one generation call per turn.
 
     With `dynamic_sampling_tokens`, further calls replace groups whose rewards are all equal.
-    `starts` has the first P_i of one list for each agent; the list begins at start `first` of the
-    environment's sequence. `watch` receives the seconds of generate and reward.
+    `starts` has, for agent i, the first P_i entries of one list, which begins at start `first` of
+    the environment's sequence. `watch` receives the seconds of generate and reward.
     """
     experiences = yield from _played(cohort, env, slots, starts, stream=stream, watch=watch)
-    counts = [len(own) for own in starts]
+    counts = [len(agent_starts) for agent_starts in starts]
     weights = [weights_of(env, cohort.agents[slot].hparams.reward_weights) for slot in slots]
     limits = [cohort.output_tokens(cohort.agents[slot].hparams) for slot in slots]
-    played = zip(experiences, weights, limits, counts, strict=True)
-    rollouts = [_rollout(cohort, *one) for one in played]
+    per_agent = zip(experiences, weights, limits, counts, strict=True)
+    rollouts = [_rollout(cohort, *arguments) for arguments in per_agent]
     budget = cohort.settings.algorithm.dynamic_sampling_tokens
     if budget is None:
         return rollouts
@@ -95,8 +95,10 @@ def play_step(
         resampling = [slots[number] for number in asking]
         path = (*stream, "wave", wave)
         experiences = yield from _played(cohort, env, resampling, further, stream=path, watch=watch)
-        for number, experience, own in zip(asking, experiences, further, strict=True):
-            rollout = _rollout(cohort, experience, weights[number], limits[number], len(own))
+        for number, experience, agent_starts in zip(asking, experiences, further, strict=True):
+            rollout = _rollout(
+                cohort, experience, weights[number], limits[number], len(agent_starts)
+            )
             agents[number].add(rollout)
     return [agent.rollout() for agent in agents]
 
@@ -139,7 +141,7 @@ class _Filling:
         return min(len(self.dead), self.tokens // (self.size * self.longest))
 
     def add(self, rollout: Rollout) -> None:
-        """Put further groups into the places of dead ones, in order; drop those that are dead."""
+        """Put the groups of a rollout into dead places, in order, except for its dead groups."""
         # An environment that drops all its episodes samples nothing, and would never end.
         self.tokens -= rollout.sampled.tokens or self.tokens
         self.further.append(rollout)
@@ -191,12 +193,13 @@ def joined(parts: Sequence[Experience]) -> Experience:
 
 
 def _groups(experience: Experience, size: int) -> list[Experience]:
-    firsts = range(0, len(experience.trajectories), size)
+    offsets = range(0, len(experience.trajectories), size)
     return [
         Experience(
-            experience.trajectories[first : first + size], experience.rewards[first : first + size]
+            experience.trajectories[offset : offset + size],
+            experience.rewards[offset : offset + size],
         )
-        for first in firsts
+        for offset in offsets
     ]
 
 
@@ -214,8 +217,8 @@ def _played(
     reward = partial(watch.phase, "reward")
     with reward():
         prompted = [
-            starts_under(env, cohort.agents[slot].hparams.prompt, own)
-            for slot, own in zip(slots, starts, strict=True)
+            starts_under(env, cohort.agents[slot].hparams.prompt, agent_starts)
+            for slot, agent_starts in zip(slots, starts, strict=True)
         ]
 
     def sample(ask: Ask) -> list[list[CompletionGroup]]:

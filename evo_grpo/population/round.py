@@ -1,8 +1,9 @@
 """Plays one round: agents train, are evaluated, saved, selected, copied and mutated.
 
-Read `play_round` from top to bottom; each stage is one call. Ranks exchange one message per look:
-every rank sends its report; the first rank requests a further look at some agents, or plans and
-records the round; then all ranks carry out the plan. A pause and dynamic sampling exchange more.
+Read `play_round` from top to bottom; each stage is one call. Ranks exchange one message per
+evaluation: every rank sends its report; the first rank requests another evaluation of some agents,
+or plans and records the round; then all ranks carry out the plan. A pause and dynamic sampling
+exchange more.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Steerer:
 class Round(Training):
     """A round while it is played.
 
-    It began `began` seconds after 1970 (UTC), and at `start` by `time.perf_counter`; `histories`
-    are the scores of each agent before it.
+    `began` is in seconds since 1970 (UTC), `start` by `time.perf_counter`; `histories` are the
+    scores of each agent before the round.
     """
 
     steering: Steerer = field(default_factory=Steerer)
@@ -115,7 +116,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
                 fresh = measure_archive(this, plan)
             else:
                 results |= evaluate_more(this, plan, tallies, results)
-                saved |= save(this, plan)  # again after a further look: a checkpoint has the scores
+                saved |= save(this, plan)  # again after a further evaluation: it has the scores
             report = report_of(this, tallies, results, saved, fresh)
             plan = cohort.team.agree(report, partial(plan_and_record, this, plan, starts))
         writer.round_over()  # ranks drop their copies of checkpoints
@@ -135,7 +136,7 @@ def evaluate_more(
 ) -> dict[Slot, Evaluation]:
     """Evaluate the requested agents that are on this rank; return their evaluations.
 
-    Each is merged with the earlier one in `results` if both used the same prompts.
+    An evaluation is merged with the earlier one in `results` if both used the same prompts.
     """
     fitness, stream = this.settings.evolve.fitness, request.stream(this.number)
     if not request.prompts:
@@ -147,17 +148,21 @@ def evaluate_more(
                 this.cohort, this.env, request.slots, prompts, fitness, stream=stream
             )
         for slot in evaluations.keys() & results.keys():
-            before, own = results[slot], evaluations[slot]
-            again = replace(own, tokens=own.tokens + before.tokens)
-            evaluations[slot] = merged(before, own) if before.units == own.units else again
-    set_scores(this, {slot: _score(tallies[slot], own) for slot, own in evaluations.items()})
+            earlier, evaluation = results[slot], evaluations[slot]
+            with_tokens = replace(evaluation, tokens=evaluation.tokens + earlier.tokens)
+            evaluations[slot] = (
+                merged(earlier, evaluation) if earlier.units == evaluation.units else with_tokens
+            )
+    set_scores(
+        this, {slot: _score(tallies[slot], evaluation) for slot, evaluation in evaluations.items()}
+    )
     return evaluations
 
 
 def measure_archive(this: Round, request: EvaluationRequest) -> dict[Slot, Evaluation]:
     """Measure the archive and the best agent, if they are on this rank, on fresh draws.
 
-    The prompts follow those that fitness uses; a split that has fewer gives its last ones.
+    The prompts follow those that fitness uses; a split with fewer prompts gives its last ones.
     """
     fitness = this.settings.evolve.fitness
     with this.watch.phase("evaluate"):
@@ -170,7 +175,7 @@ def measure_archive(this: Round, request: EvaluationRequest) -> dict[Slot, Evalu
             fitness,
             stream=request.stream(this.number),
         )
-    return {slot: without_texts(own) for slot, own in evaluations.items()}
+    return {slot: without_texts(evaluation) for slot, evaluation in evaluations.items()}
 
 
 def save(this: Round, request: EvaluationRequest) -> dict[Slot, str | None]:
@@ -216,13 +221,13 @@ def plan_and_record(
     """Plan and record a round from the reports of all ranks; called on the first rank only."""
     this.writer.receive([report.files for report in reports])
     agents, cohort = agents_of(reports, this.slots), this.cohort
-    if (again := next_evaluation(agents, this.settings, request, this.number)) is not None:
-        return again
+    if (next_request := next_evaluation(agents, this.settings, request, this.number)) is not None:
+        return next_request
     archive = None if cohort.archive is None else cohort.archive.slot
     if not request.fresh:
-        again = archive_evaluation(agents, archive, this.settings, this.number)
-        if again is not None:
-            return again
+        next_request = archive_evaluation(agents, archive, this.settings, this.number)
+        if next_request is not None:
+            return next_request
     plan = plan_round(this, agents, starts, reports)
     prompts = this.settings.evolve.fitness.prompts
     if plan.last and plan.record.between:
@@ -265,7 +270,9 @@ def plan_round(
                 standings=[cohort.agents[slot].standing() for slot in this.slots],
                 past=this.past,
                 archive=None if cohort.archive is None else cohort.archive.standing(),
-                fresh={slot: one.score for slot, one in fresh.items() if one.score.is_finite},
+                fresh={
+                    slot: result.score for slot, result in fresh.items() if result.score.is_finite
+                },
                 fresh_tokens=sum(result.tokens for result in fresh.values()),
                 judge_cost=sum(report.judge_cost for report in reports),
                 next_id=cohort.next_member,
@@ -352,7 +359,7 @@ def apply(
     A slot that is both copied and overwritten, which only a request can cause, is copied first.
     Agents that leave are removed, which frees their memory.
     """
-    for parent, slot in copies_in_order(generation, lambda one: cohort.agents[one].rank):
+    for parent, slot in copies_in_order(generation, lambda agent: cohort.agents[agent].rank):
         cohort.copy(parent, slot, inherit_optimizer=inherit_optimizer)
     cohort.reserve_members(generation.next_id)
     for member, hparams in zip(generation.members, generation.hparams, strict=True):
@@ -396,7 +403,7 @@ def next_slots(record: RoundRecord) -> tuple[Slot, ...]:
 def recorded_parents(
     record: RoundRecord, previous: Sequence[Member], archive: Slot | None = None
 ) -> tuple[Slot, ...]:
-    """Return the recorded source slot of the weights of each agent of the next round.
+    """Return, for each agent of the next round, the recorded slot that its weights come from.
 
     A survivor keeps its slot. `previous` played the round; `archive` is the archive's slot, if any.
     """

@@ -61,13 +61,13 @@ class RoundSettings:
         return min(places[min(round, len(places) - 1)], agents)
 
     def rows_of_agent(self, agents: int) -> float:
-        """Return the completions that one of so many agents samples in a step."""
+        """Return the completions that each of `agents` agents samples in a step."""
         if self.rows_per_step is None:
             return float(self.prompts_per_step)
         return self.rows_per_step / agents
 
     def minibatches(self, agents: int) -> int:
-        """Return the optimizer steps over the rows of a step with so many agents.
+        """Return the optimizer steps over the rows of a step with `agents` agents.
 
         When agents leave, the others learn from more rows. The number of optimizer steps and the
         rows of each grow equally, by the square root: the lr chosen for few rows stays suitable,

@@ -76,8 +76,8 @@ def measured_in_training(tally: Tally) -> Evaluation:
 
     Its score counts steps (`Score.steps`) instead of prompts, and has no rewards per prompt.
     """
-    known = [reward for reward in tally.step_rewards if reward is not None]
-    rewards = np.array(known, dtype=np.float64)
+    finite = [reward for reward in tally.step_rewards if reward is not None]
+    rewards = np.array(finite, dtype=np.float64)
     count = len(rewards)
     error = float(rewards.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
     mean = math.fsum(rewards) / count if count else math.nan
@@ -97,7 +97,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Add the time spent inside to a phase."""
+        """Add the seconds in the context to a phase."""
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
@@ -115,16 +115,16 @@ def reward_metrics(
     end token), and the metrics of the environment.
     """
     table = totals.reshape(-1, group_size)
-    known = np.isfinite(table)
+    is_finite = np.isfinite(table)
     # Groups that were set aside have no rewards, so `dead` includes them.
     aside = int(experience.metrics.get("set_aside", 0))
     dead = int(zero_variance_groups(experience.rewards, group_size, weights=weights).sum())
-    kept = [t for t in experience.trajectories if not t.error]
-    lengths = [t.sampled for t in kept] or [0]
-    ended = [t.ended for t in kept] or [False]
+    trajectories = [t for t in experience.trajectories if not t.error]
+    lengths = [t.sampled for t in trajectories] or [0]
+    ended = [t.ended for t in trajectories] or [False]
     return {
         **experience.metrics,
-        "reward": float(table[known].mean()) if known.any() else float("nan"),
+        "reward": float(table[is_finite].mean()) if is_finite.any() else float("nan"),
         "zero_variance": (dead - aside) / max(1, len(table) - aside),
         "completion_length": float(np.mean(lengths)),
         "ended": float(np.mean(ended)),

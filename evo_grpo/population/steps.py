@@ -42,9 +42,10 @@ class Limit(Protocol):
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The checkpoint files of a rank: `written`, the SHA-256 of each by path in the run folder.
+    """The checkpoint files of a rank.
 
-    `unwritten` has the agents that the first rank has to write, by checkpoint path.
+    `written` has the SHA-256 of each by path in the run folder, `unwritten` the agents that the
+    first rank has to write, by checkpoint path.
     """
 
     written: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -105,7 +106,8 @@ class RunWriter:
 class Training:
     """The training of round `number` (0-based).
 
-    `limit` ends it early, `past` are the records of the known rounds before, `watch` measures it.
+    `limit` may end it early, `past` are the records of the known earlier rounds, `watch` has the
+    seconds of its phases.
     """
 
     cohort: Cohort
@@ -137,7 +139,7 @@ def train(this: Training) -> tuple[dict[Slot, Tally], int]:
     finished = Counter[int]()
 
     def steps_of(part: tuple[Slot, ...], steps: Sequence[int], first: int) -> Turns[int]:
-        """Take consecutive steps with a part; return the number of starts that the last used."""
+        """Take consecutive steps with a part; return the number of starts of the last step."""
         used = 0
         for step in steps:
             if part is parts[0]:
@@ -203,8 +205,8 @@ def training(  # noqa: PLR0913 -- a step meets all parts of a run
     A step makes one generation call per turn, one scoring, and one fused forward and backward.
     `prompts` are the P starts of all agents, prompts or seeds of episodes, from start `first` of
     the environment's sequence. Agent i takes the first P_i in [1, P] of them, given by
-    `prompts_per_agent`, or all if that is None, and with `dynamic_sampling_tokens` later ones.
-    Agents without a `batch_size` learn in so many `minibatches`. `tallies`, in the order of
+    `prompts_per_agent` (None for all), and later starts with `dynamic_sampling_tokens`.
+    Agents without a `batch_size` learn in `minibatches` optimizer steps. `tallies`, in the order of
     `slots`, receive metrics, counts and sample completions, and `watch` the seconds of each phase.
     """
     counts = prompts_per_agent or [len(prompts)] * len(slots)
@@ -249,5 +251,5 @@ def training(  # noqa: PLR0913 -- a step meets all parts of a run
     return max(rollout.starts for rollout in rollouts)
 
 
-#: The same for agents that share each generation call, and wait for their rewards.
+#: `training`, run to its end: agents share each generation call and wait for their rewards.
 train_step = alone(training)

@@ -1,4 +1,4 @@
-"""Parts of the population take turns: while one waits for its rewards, others compute.
+"""Parts of the population take turns: while one part waits for its rewards, others compute.
 
 A part is a generator. It yields work that needs no device, such as a call of the reward functions,
 and continues with the result. Parts continue in a fixed cycle, whatever their durations, so their
@@ -23,7 +23,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.types import CompletionGroup
 
 AUTO_SHARE = 0.1
-"""Least seconds of rewards over those of generate and learn for which `auto` lets parts take turns.
+"""Least ratio of reward seconds to generate and learn seconds at which `auto` chooses turns.
 
 Taking turns costs up to 9% (experiments/bench/overlap.py).
 """
@@ -74,9 +74,9 @@ def played(
 
 
 def take_turns(parts: Sequence[Turns[T]], *, overlap: bool) -> list[T]:
-    """Run parts, one after the other or with `overlap` in turns; return what each returns.
+    """Run parts one after the other, or with `overlap` in turns; return the result of each part.
 
-    In turns, the work of each runs in its own thread. An error of one ends all.
+    In turns, the host work of each part runs in its own thread. An error of a part ends all parts.
     """
     if not overlap or len(parts) == 1:
         return [to_the_end(part) for part in parts]

@@ -16,8 +16,8 @@ from evo_grpo.schema.validation import shown
 from evo_grpo.settings.algorithm import AlgorithmConfig
 
 _UNSET: tuple[Any, ...] = (None, [], (), {})
-#: Options that no setting stands for -> the value with which each does nothing. The prompt is the
-#: encoder's input to `generate`, also of a model that has no encoder.
+#: Options without a setting -> the value with which each does nothing. `generate` takes the prompt
+#: for the encoder's input, also of a model that has no encoder.
 _ACTS: Mapping[str, object] = {
     "guidance_scale": 1,
     "sequence_bias": None,
@@ -66,7 +66,7 @@ def warn_of_processors(base: SharedBase, algorithm: AlgorithmConfig, mutates: bo
         options.append(f"penalty_alpha={value_of('penalty_alpha')}")
     strings: Any = value_of("stop_strings") or []
     strings = [strings] if isinstance(strings, str) else strings
-    # The setting that each of these options has, and whether that does the same.
+    # Options that have a setting, and whether the setting has the same effect.
     least, penalty = algorithm.min_output_tokens, algorithm.repetition_penalty
     for name, setting, same in (
         (

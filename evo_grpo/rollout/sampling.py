@@ -15,7 +15,7 @@ from torch import Tensor
 
 from evo_grpo.schema.hparams import Hparams
 
-#: Weights of a block, where a token is drawn from a vocabulary of at least `_LARGE`.
+#: Weights of a block; from a vocabulary of at least `_LARGE`, tokens are drawn by blocks.
 _BLOCK = 256
 _LARGE = 16 * _BLOCK
 
@@ -216,8 +216,8 @@ def _place(weights: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
     # A row of NaN, from an agent whose weights overflowed, gives an index past the end, which must
     # not fail the whole population.
     place = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[-1] - 1)
-    own = weights.gather(1, place)
-    within = (target - (cumulative.gather(1, place) - own)).div_(own).clamp_(min=0.0)
+    weight = weights.gather(1, place)
+    within = (target - (cumulative.gather(1, place) - weight)).div_(weight).clamp_(min=0.0)
     return place, within[:, 0]
 
 
@@ -228,8 +228,8 @@ def _filtered(probs: Tensor, rows: RowSampling) -> Tensor:
         return probs
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     if rows.top_k is not None:
-        rank = torch.arange(probs.shape[-1], device=probs.device)
-        ordered = ordered.masked_fill(rank >= rows.top_k, 0.0)
+        position = torch.arange(probs.shape[-1], device=probs.device)
+        ordered = ordered.masked_fill(position >= rows.top_k, 0.0)
     if rows.top_p is not None:
         # Keep the tokens up to and including the one with which the mass reaches top_p.
         before = ordered.cumsum(dim=-1) - ordered

@@ -1,4 +1,4 @@
-"""What a checkpoint stores of an agent beside its adapter: attributes.json, AdamW's moments."""
+"""The parts of a checkpoint beside the adapter: attributes.json and AdamW's moments."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _MOMENTS = {"exp_avg", "exp_avg_sq", "step"}
 
 def copy_moments(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Copy AdamW's moments of one slot to the CPU, by PEFT's file keys in `names`."""
-    named = list(names)
+    keys = list(names)
     state = optimizer.state_dict()["state"]
     moments = {
-        f"{named[index]}.{name}": value
+        f"{keys[index]}.{name}": value
         for index, values in state.items()
         for name, value in values.items()
         if isinstance(value, torch.Tensor)
@@ -156,10 +156,10 @@ def read_attributes(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"checkpoint {file}: not JSON, it may be truncated: {error}"
         ) from error
-    written = data.get("format") if isinstance(data, dict) else FORMAT
-    if written != FORMAT:
+    version = data.get("format") if isinstance(data, dict) else FORMAT
+    if version != FORMAT:
         raise CheckpointError(
-            f"checkpoint {file}: expected format {FORMAT}, got {written!r}: another version of "
+            f"checkpoint {file}: expected format {FORMAT}, got {version!r}: another version of "
             "evo-grpo wrote it; load it with that version, or take the weights alone: "
             f"load_checkpoint({str(folder / 'actor')!r})"
         )

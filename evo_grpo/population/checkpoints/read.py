@@ -52,25 +52,29 @@ def load_agent(
     # Read and check everything before `apply`, which changes the slot and cannot be refused.
     attributes = read_attributes(folder) if plain is None else {}
     notes = _check_base(attributes, folder, cohort.base) if plain is None else []
-    read = read_state(attributes, folder) if plain is None else None
-    # The adapter's own rank, alpha and layers are hyperparameters, which the checkpoint contains.
+    saved = read_state(attributes, folder) if plain is None else None
+    # The adapter's rank, alpha and layers are hyperparameters, which the checkpoint contains.
     actor = plan_adapter(
         cohort.slots,
         state.adapter,
         plain or folder / "actor",
         merge=merge_lora_configs,
-        becomes=None if read is None else _becomes(cohort, state, read[0], folder / "actor"),
+        becomes=None if saved is None else _becomes(cohort, state, saved[0], folder / "actor"),
     )
     if plain is not None:
         notes.append(_about_peft(folder, read_config(plain), cohort.base))
     _check_one_adapter(cohort, actor)
-    own = any(name.startswith("reference/") for name in attributes.get("files", ()))
+    has_reference = any(name.startswith("reference/") for name in attributes.get("files", ()))
     plans = [actor]
     if state.has_reference:
-        source = folder / "reference" if own and not overwrite_reference_adapter else actor.origin
+        source = (
+            folder / "reference"
+            if has_reference and not overwrite_reference_adapter
+            else actor.origin
+        )
         plans.append(plan_adapter(cohort.slots, state.reference, source, merge=True))
     else:
-        notes += _about_reference(cohort, folder, attributes, own=own)
+        notes += _about_reference(cohort, folder, attributes, own=has_reference)
     moments: dict[int, dict[str, torch.Tensor]] = {}
     if load_optimizer and plain is None:
         moments = _read_moments(attributes, folder, actor, notes)
@@ -81,16 +85,16 @@ def load_agent(
         warnings.warn(note, UserWarning, stacklevel=3)
     for plan in plans:
         plan.apply()
-    # The weights of a PEFT folder bring these values; a checkpoint has them among its own.
-    hparams = _with_its_own(cohort, slot) if read is None else read[0]
+    # A PEFT folder brings rank, alpha and layers; a checkpoint has them as hyperparameters.
+    hparams = _with_its_own(cohort, slot) if saved is None else saved[0]
     state.optimizer = cohort.fresh_optimizer(slot, hparams)
     if moments:
         state.optimizer.load_state_dict(
             {"state": moments, "param_groups": state.optimizer.state_dict()["param_groups"]}
         )
     cohort.set_hparams(slot, hparams)
-    if read is not None:
-        _, state.history = read
+    if saved is not None:
+        _, state.history = saved
         state.counters = attributes
         # Continue the random streams instead of repeating draws.
         cohort.calls = max(cohort.calls, attributes.get("calls", 0))
@@ -98,7 +102,7 @@ def load_agent(
 
 
 def _becomes(cohort: Cohort, state: AgentState, hparams: Hparams, actor: Path) -> LoraConfig:
-    """Return the configuration of the adapter after the hyperparameters of a checkpoint."""
+    """Return the configuration that a checkpoint's hyperparameters give the adapter."""
     config = adapter_config(cohort.slots, hparams, state.adapter)
     searched = f"{LORA}target_modules" in cohort.hp_config.names()
     if searched and hparams.lora_target_modules is None:
@@ -167,20 +171,20 @@ def _check_base(attributes: Mapping[str, Any], folder: Path, base: SharedBase) -
         return []
     saved, live = str(attributes["base_digest"]), base_digest(base)
     if comparable_digests(saved, live):
-        other, what = saved != live, "whose weights are others"
+        differs, how = saved != live, "whose weights are others"
     else:
-        other, what = attributes["base"] != base.name, "by its name another one"
-    if not other:
+        differs, how = attributes["base"] != base.name, "by its name another one"
+    if not differs:
         return []
     return [
         f"checkpoint {folder}: its adapter was trained over base {attributes['base']!r}, this "
-        f"agent's base is {base.name!r}, {what}: an adapter means nothing over another base; load "
+        f"agent's base is {base.name!r}, {how}: an adapter means nothing over another base; load "
         "it over its own"
     ]
 
 
 def _check_digests(attributes: Mapping[str, Any], folder: Path, without_reference: bool) -> None:
-    read = {
+    digests = {
         name: digest
         for name, digest in attributes["files"].items()
         if name != OPTIMIZER and not (without_reference and name.startswith("reference/"))
@@ -188,7 +192,7 @@ def _check_digests(attributes: Mapping[str, Any], folder: Path, without_referenc
     weights = folder / "actor"
     check_digests(
         folder,
-        read,
+        digests,
         f"{ATTRIBUTES} names",
         f"or take the weights alone: load_checkpoint({str(weights)!r})",
     )
@@ -200,10 +204,10 @@ def _about_peft(folder: Path, config: LoraConfig, base: SharedBase) -> str:
         f"checkpoint {folder}: a PEFT folder, so its weights are taken alone: hyperparameters, "
         "steps and history stay as they are, AdamW starts afresh"
     )
-    named = str(config.base_model_name_or_path or base.name)
+    base_name = str(config.base_model_name_or_path or base.name)
     # Compare last components: the path of a model differs between machines.
-    if Path(named).name != Path(base.name).name:
-        note += f"; its base is {named!r}, this agent's is {base.name!r}: load it over its own"
+    if Path(base_name).name != Path(base.name).name:
+        note += f"; its base is {base_name!r}, this agent's is {base.name!r}: load it over its own"
     return note
 
 
@@ -213,8 +217,8 @@ def _read_moments(
     """Read the moments of a checkpoint; add a note if it was saved without them."""
     if OPTIMIZER in attributes["files"]:
         remedy = "or load without load_optimizer to start AdamW afresh"
-        own = {OPTIMIZER: attributes["files"][OPTIMIZER]}
-        check_digests(folder, own, f"{ATTRIBUTES} names", remedy)
+        digest = {OPTIMIZER: attributes["files"][OPTIMIZER]}
+        check_digests(folder, digest, f"{ATTRIBUTES} names", remedy)
         return read_moments(folder, actor)
     if attributes["steps"] and not attributes["has_optimizer"]:
         notes.append(

@@ -82,10 +82,10 @@ def recipe(
     settings = _settings(attributes, folder)
     algorithm = settings.algorithm
     if algorithm.kind != kind:
-        own, wanted = algorithm.kind.upper(), kind.upper()
+        saved, expected = algorithm.kind.upper(), kind.upper()
         raise ConfigError(
-            f"{wanted}.load: checkpoint {folder} is of {own}, expected one of {wanted}; use "
-            f"{own}.load(path), or build {wanted}(...) and call load_checkpoint(path) for its "
+            f"{expected}.load: checkpoint {folder} is of {saved}, expected one of {expected}; use "
+            f"{saved}.load(path), or build {expected}(...) and call load_checkpoint(path) for its "
             "weights and hyperparameters"
         )
     # The agent may have received its reference from set_reference_policy after it was built.
@@ -145,7 +145,7 @@ def _check_keywords(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def _network(folder: Path, model: ModelConfig, dtype: str) -> Any:  # noqa: ANN401 -- of any transformers architecture
-    words = {"trust_remote_code": model.trust_remote_code, **model.config}
+    keywords = {"trust_remote_code": model.trust_remote_code, **model.config}
     source = resolve(str(folder))
-    chosen = pick_dtype(dtype, torch.device("cpu"))
-    return from_pretrained(source, chosen, words, with_tokenizer=False)[0]
+    torch_dtype = pick_dtype(dtype, torch.device("cpu"))
+    return from_pretrained(source, torch_dtype, keywords, with_tokenizer=False)[0]

@@ -48,16 +48,18 @@ class Snapshot:
         return replace(self, attributes=attributes)
 
     def to_send(self) -> Snapshot:
-        """Return a copy to pickle: views of one buffer would each be pickled with all of it."""
+        """Return a copy to pickle; pickling views of one buffer would repeat the whole buffer."""
 
         def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {name: tensor.clone() for name, tensor in tensors.items()}
 
-        own = self.reference
+        reference = self.reference
         return replace(
             self,
             actor=replace(self.actor, state=apart(self.actor.state)),
-            reference=None if own is None else replace(own, state=apart(own.state)),
+            reference=None
+            if reference is None
+            else replace(reference, state=apart(reference.state)),
             optimizer=apart(self.optimizer),
         )
 
@@ -81,7 +83,7 @@ class Snapshot:
             names.append(OPTIMIZER)
         files = {name: _sha256(folder / name) for name in sorted(names)}
         attributes = json.dumps({**self.attributes, "files": files}, indent=1)
-        # Written last, since it has the digests of the others.
+        # Written last, since it has the digests of the other files.
         (folder / ATTRIBUTES).write_text(f"{attributes}\n", encoding="utf-8")
         return {**files, ATTRIBUTES: _sha256(folder / ATTRIBUTES)}
 
@@ -159,10 +161,10 @@ def snapshot_agent(
         "objects": list(cohort.objects),
         "padding": cohort.base.padding,
     }
-    held = cohort.references.of(state) if state.has_reference or start else None
+    reference = cohort.references.of(state) if state.has_reference or start else None
     return Snapshot(
         actor=cohort.slots.snapshot(state.adapter),
-        reference=None if held is None else cohort.slots.snapshot(held),
+        reference=None if reference is None else cohort.slots.snapshot(reference),
         optimizer=moments,
         attributes=attributes,
     )

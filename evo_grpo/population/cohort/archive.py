@@ -18,8 +18,8 @@ from evo_grpo.types import Score, Slot
 class LastWholeRound:
     """Keeps the population of a cohort as it was after its latest finished round.
 
-    The copies on the CPU take 12 bytes per parameter of an adapter, 16 with a reference of its own.
-    Nothing is kept if several processes train, since an error on one of them ends all, or with
+    The copies on the CPU take 12 bytes per parameter of an adapter, 16 with its own reference.
+    Nothing is kept if several processes train, since an error in one ends all of them, or with
     DeepSpeed, whose state in the middle of a step is unknown. `slots`, without the archive, and the
     number of finished `rounds` are those of the last call of `keep`.
     """
@@ -49,7 +49,7 @@ class LastWholeRound:
         self._agents = agents  # all of them, or none after Ctrl-C
 
     def put_back(self) -> bool:
-        """Restore the kept population and remove slots added since; return whether one was kept.
+        """Restore the kept population and remove later slots; return whether one was kept.
 
         Slots and member ids that were used since are not used again.
         """
@@ -115,16 +115,16 @@ def may_mix(cohort: Cohort, first: int, second: int) -> bool:
     if cohort.team.size > 1:
         names = [state.hparams.lora_target_modules for state in states]
         return names[0] == names[1]
-    one, other = (cohort.slots.shapes(state.adapter) for state in states)
-    return list(one) == list(other) if _searched(cohort) else one == other
+    left, right = (cohort.slots.shapes(state.adapter) for state in states)
+    return list(left) == list(right) if _searched(cohort) else left == right
 
 
 def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
     """Write the mean of the adapters of agents of this rank, `sources`, to the slot `target`.
 
-    This is the mean of A and of B. If the rank, alpha or modules are searched, the bases of A and B
-    may differ between agents; it is then the mean of the products B A, with the largest rank and
-    the modules of all agents. Modules that are no named set get no name.
+    The mean is taken of A and of B. If the rank, alpha or modules are searched, the bases of A and
+    B may differ between agents; then it is taken of the products B A, with the largest rank and the
+    modules of all agents. Modules that are no named set get no name.
     """
     states = [cohort.agents[slot] for slot in sources]
     names, into = [state.adapter for state in states], cohort.agents[target]
@@ -132,13 +132,13 @@ def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
         if cohort.is_local(target):
             mix_slots(cohort.slots, names, into.adapter)
         return
-    own = [state.hparams.lora_target_modules for state in states]
+    set_names = [state.hparams.lora_target_modules for state in states]
     sets = cohort.slots.target_sets
-    modules = [sets.modules(name) for name in own if name is not None]
-    of_all = len(modules) == len(own)
-    union = sets.name_of(frozenset().union(*modules)) if of_all else None
-    made = of_mean([state.hparams for state in states])
-    into.hparams = made.replace(lora_target_modules=union)
+    modules = [sets.modules(name) for name in set_names if name is not None]
+    all_named = len(modules) == len(set_names)
+    union = sets.name_of(frozenset().union(*modules)) if all_named else None
+    hparams = of_mean([state.hparams for state in states])
+    into.hparams = hparams.replace(lora_target_modules=union)
     if cohort.is_local(target):
         mix_products(cohort.slots, names, into.adapter)
         into.optimizer = cohort.fresh_optimizer(into.slot, into.hparams)

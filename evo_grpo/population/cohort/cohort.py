@@ -98,7 +98,7 @@ class Cohort:
         self.next_slot = 0
         #: Id of the next new member.
         self.next_member = 0
-        #: Calls so far that are not part of a round, each with a random stream of its own.
+        #: Calls so far that are not part of a round, each with its own random stream.
         self.calls = 0
         self._hint: int | None = None
         #: The environment's weights of the reward functions whose weights are searched, by name.
@@ -134,7 +134,7 @@ class Cohort:
     def place(self, slots: Sequence[Slot], *, weights: bool = True) -> None:
         """Distribute the agents of the next round among shards, and move each to its rank.
 
-        All ranks call this equally. Without `weights`, moved agents lose their weights.
+        All ranks make the same call. Without `weights`, moved agents lose their weights.
         """
         ranks: dict[Slot, int] = {}
         for shard, members in enumerate(deal(slots, self.shards)):
@@ -193,9 +193,9 @@ class Cohort:
     def take_decodes_by(self) -> tuple[str, ...]:
         """Return and clear `RolloutEngine.decodes_by`."""
         names: set[str] = getattr(self._engine, "decodes_by", set[str]())
-        taken = tuple(sorted(names))
+        decodes_by = tuple(sorted(names))
         names.clear()
-        return taken
+        return decodes_by
 
     @property
     def context_length(self) -> int | None:
@@ -206,23 +206,23 @@ class Cohort:
     def adapt_to(self, env: Environment[Any]) -> None:
         """Adopt the defaults of an environment, check its prompts, and load its reward models.
 
-        It provides the tokenizer if the base has none, the completion length, and the searched
-        weights and names that an agent lacks.
+        The environment provides the tokenizer if the base has none, the completion length, and the
+        searched weights and names that an agent lacks.
         """
         self.overlap.takes_turns(env)
         check_prompts(env, self.hp_config)
         self._reward_weights = searched_weights(env, self.hp_config)
         for agent in self.agents.values():
-            named = with_choices(agent.hparams, self.hp_config)
-            agent.hparams = with_weights_of(env, named, self._reward_weights)
+            hparams = with_choices(agent.hparams, self.hp_config)
+            agent.hparams = with_weights_of(env, hparams, self._reward_weights)
         if self.base.tokenizer is None:
             self.base.tokenizer = env.tokenizer
         self._hint = env.max_output_tokens
         for learner in (self.learner, *([self._zero.learner] if self._zero else ())):
             learner.limit_output(self.max_output_tokens)
         if self.context_length is not None:
-            own = (self.max_output_tokens,) if isinstance(env, ReasoningGym) else ()
-            env.limit_context(self.context_length, *own)
+            limit = (self.max_output_tokens,) if isinstance(env, ReasoningGym) else ()
+            env.limit_context(self.context_length, *limit)
         if isinstance(env, ReasoningGym):
             env.prepare_rewards(str(self.base.device))
 
@@ -286,11 +286,11 @@ class Cohort:
     def fresh_optimizer(
         self, slot: int, hparams: Hparams, rank: int | None = None
     ) -> torch.optim.Optimizer:
-        """Return a stock AdamW over one slot, without moments; None means the slot's own rank."""
+        """Return a stock AdamW over one slot, without moments; `rank` None is the slot's rank."""
         here = self.is_local(slot) if rank is None else self._has(rank)
         # "agent" tells `update_lr` that learn sets this group's lr.
-        nothing = torch.nn.Parameter(torch.empty(0))
-        parameters = self.slots.parameters(f"actor_{slot}") if here else [nothing]
+        placeholder = torch.nn.Parameter(torch.empty(0))
+        parameters = self.slots.parameters(f"actor_{slot}") if here else [placeholder]
         group = {"params": parameters, "initial_lr": hparams.lr, "agent": True}
         if self._zero is not None:
             return ZeroOptimizer({**group, "lr": hparams.lr}, self._zero.engine, f"actor_{slot}")
@@ -356,7 +356,7 @@ class Cohort:
 
         Without `weights` no tensors are sent; use this for agents that are overwritten next.
         """
-        left: list[AgentState] = []
+        departed: list[AgentState] = []
         for slot, rank in side_by_side(ranks.items(), lambda m: (self.agents[m[0]].rank, m[1])):
             state = self.agents[slot]
             if state.rank == rank:
@@ -374,9 +374,9 @@ class Cohort:
             if not weights or not self.is_local(slot):
                 state.optimizer = self.fresh_optimizer(slot, hparams)
             if before.rank == self.team.rank:
-                left.append(before)
+                departed.append(before)
         # Free slots last: PEFT needs an adapter, and this rank has received its new agents by now.
-        for state in left:
+        for state in departed:
             self._free(state)
 
     def set_member(self, slot: int, member: Member) -> None:
@@ -391,7 +391,7 @@ class Cohort:
             self.mutated(slot)
 
     def reserve_members(self, first_free: int) -> None:
-        """Use no member id below this one; called when a run is resumed."""
+        """Use no member id below `first_free`; called when a run is resumed."""
         self.next_member = max(self.next_member, first_free)
 
     def generate(
@@ -405,7 +405,7 @@ class Cohort:
     ) -> list[list[CompletionGroup]]:
         """Sample the same prompts for many agents in one call; return their groups, one per prompt.
 
-        The slot is appended to `stream`. None uses an agent's own group_size and sampling.
+        The slot is appended to `stream`. `samples` and `sampling` of None are those of each agent.
         """
         requests = [self.request(slot, stream, samples, sampling) for slot in slots]
         return self.rollout([replace(request, prompts=prompts) for request in requests])
@@ -479,7 +479,7 @@ class Cohort:
             hook()
 
     def check_slot(self, slot: int) -> AgentState:
-        """Return an agent's state."""
+        """Return an agent's state; raise a ConfigError for an empty slot."""
         if slot not in self.agents:
             raise ConfigError(f"agent {slot}: expected one of {sorted(self.agents)}")
         return self.agents[slot]

@@ -1,11 +1,11 @@
 """Keeps agents that do not compute in host memory, with `engine.offload_adapters`.
 
 Agents compute part by part (see `deal`). The weights, references and AdamW's moments of the
-present part are on the device, and those of the next part are copied there meanwhile. All others
-are in host memory, pinned on CUDA.
+present part are on the device, and those of the next part are copied there meanwhile. All other
+agents are in host memory, pinned on CUDA.
 
-A slot is never divided between the two. Its parameters stay the same objects, and only their `data`
-changes, so copies, checkpoints and changes of rank work wherever it is.
+A slot is never divided between device and host. Its parameters stay the same objects, and only
+their `data` changes, so copies, checkpoints and changes of rank work wherever the slot is.
 """
 
 from __future__ import annotations
@@ -66,31 +66,31 @@ class Offload:
     def bring(self, agents: Iterable[int]) -> None:
         """Bring agents, and the rest of their part, to the device; prefetch the next part.
 
-        All others return to host memory. A slot of -1, the base without an adapter, needs nothing.
+        All other agents return to host memory. Slot -1, the base without an adapter, needs nothing.
         """
         computing = set(agents)
         numbers = [i for i, part in enumerate(self.order) if not computing.isdisjoint(part)]
         following = self.order[(numbers[-1] + 1) % len(self.order)] if numbers else ()
-        wanted = self._names(computing.union(*(self.order[i] for i in numbers)))
-        soon = self._names(following)
-        leaving = [n for n in self.slots.names if n not in wanted and self._device in self._at(n)]
-        coming = [name for name in wanted if self._at(name) != {self._device}]
+        present = self._names(computing.union(*(self.order[i] for i in numbers)))
+        upcoming = self._names(following)
+        leaving = [n for n in self.slots.names if n not in present and self._device in self._at(n)]
+        coming = [name for name in present if self._at(name) != {self._device}]
         if not (leaving or coming):
             return  # the next part is on its way
         self._wait()  # before the memory of copies that are dropped has another use
-        kept = {**wanted, **soon}
-        self._ahead = {n: copied for n, copied in self._ahead.items() if n in kept}
+        needed = {**present, **upcoming}
+        self._ahead = {n: ahead for n, ahead in self._ahead.items() if n in needed}
         self.slots.derived.clear()  # stacked weights of agents that leave
         with _told("the host", "use a machine with more memory, or lower population.size"):
             for name in leaving:
                 self._install(name, self._on_host(name))
-        if self._on_cuda:  # what reads host memory does not wait for copies by itself
+        if self._on_cuda:  # reads of host memory do not wait for copies by themselves
             torch.cuda.current_stream(self._device).synchronize()
         with _told("the device", "raise engine.shards, or lower model.lora.r"):
             for name in coming:
                 self._install(name, self._fetched(name))
         self._wait()
-        self._fetch_ahead([name for name in soon if name not in wanted])
+        self._fetch_ahead([name for name in upcoming if name not in present])
 
     def _fetch_ahead(self, names: Sequence[str]) -> None:
         """Begin to copy slots to the device, as far as its memory suffices."""
@@ -122,8 +122,8 @@ class Offload:
         # Allocate on the computing stream: memory is free once its computation ends.
         copies = [torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in tensors]
         with self._beside():
-            for copied, own in zip(copies, tensors, strict=True):
-                copied.copy_(own, non_blocking=self._on_cuda)
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=self._on_cuda)
         return copies
 
     def _on_host(self, name: str) -> list[Tensor]:
@@ -132,8 +132,8 @@ class Offload:
         # One allocation for all: pinning takes long, and the system limits the number of areas.
         areas = zip(self._host_bytes(sum(sizes)).split(sizes), tensors, strict=True)
         copies = [area[: x.nbytes].view(x.dtype).view(x.shape) for area, x in areas]
-        for copied, own in zip(copies, tensors, strict=True):
-            copied.copy_(own, non_blocking=self._on_cuda)
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=self._on_cuda)
         return copies
 
     def _host_bytes(self, count: int) -> Tensor:
@@ -155,12 +155,12 @@ class Offload:
 
     def _install(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Replace the tensors of a slot, in the order of `_tensors`."""
-        left = iter(tensors)
+        remaining = iter(tensors)
         for parameter in self.slots.parameters(name):
-            parameter.data = next(left)
+            parameter.data = next(remaining)
         for values in self._states(name):
             for key in values:
-                values[key] = next(left)
+                values[key] = next(remaining)
 
     def _tensors(self, name: str) -> list[Tensor]:
         return [p.detach() for p in self.slots.parameters(name)] + self._moments(name)
@@ -205,7 +205,7 @@ class Offload:
 
 @contextmanager
 def _told(where: str, remedy: str) -> Generator[None]:
-    """Replace an allocator's error by one that names the setting and the remedy."""
+    """Replace an allocator's error by an error that names the setting and the remedy."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -54,8 +54,8 @@ class PopulationSampler:
         )
 
         def under_own_limit(slot: int | None) -> Sampling:
-            own = None if slot is None else cohort.agents[slot].hparams.max_output_tokens
-            return sampling if own is None else replace(sampling, max_output_tokens=own)
+            limit = None if slot is None else cohort.agents[slot].hparams.max_output_tokens
+            return sampling if limit is None else replace(sampling, max_output_tokens=limit)
 
         seed = derive(cohort.seed, *stream)
         return cls(
@@ -98,6 +98,6 @@ class PopulationSampler:
         asking = [position for position, request in enumerate(requests) if request.prompts]
         groups: list[list[CompletionGroup]] = [[] for _ in requests]
         sampled = self._cohort.rollout([requests[position] for position in asking])
-        for position, mine in zip(asking, sampled, strict=True):
-            groups[position] = mine
+        for position, policy_groups in zip(asking, sampled, strict=True):
+            groups[position] = policy_groups
         return groups

@@ -42,15 +42,16 @@ def check_adapters(cohort: Cohort) -> None:
 
 
 def check_widths(cohort: Cohort, *, given: bool) -> None:
-    """Check that no rank is above the width of a layer; called with agents.
+    """Check that no LoRA rank is above the width of a layer; requires agents.
 
-    `given` says whether they start from an adapter, which brings its own rank.
+    `given` says whether the agents start from an adapter, which brings its own rank.
     """
     layer = narrowest(cohort.slots)
     if layer is None:
         return
-    own = not given and "lora" not in cohort.objects  # PEFT's object may have any rank of PEFT's
-    above = above_width(cohort.slots.config.r, *layer) if own else ""
+    # A PEFT object may have any rank.
+    from_settings = not given and "lora" not in cohort.objects
+    above = above_width(cohort.slots.config.r, *layer) if from_settings else ""
     problem = too_wide(cohort.hp_config, *layer)
     if problem or above:
         name, text = ("hyperparameters.", problem) if problem else ("", f"{above}; lower it")
@@ -71,10 +72,10 @@ def start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> Non
         plans = [plan_copy(cohort.slots, n, start, Path(folder or "of the model")) for n in names]
     except CheckpointError as error:
         why = str(error).removeprefix("checkpoint ")
-        named, remedy = "model.adapter", f"give an adapter of this base, or {MERGE}"
+        source, remedy = "model.adapter", f"give an adapter of this base, or {MERGE}"
         if folder is None:
-            named, remedy = "the adapter", "or leave lora out to take the adapter's own"
-        raise ConfigError(f"{named} {why}; {remedy}") from error
+            source, remedy = "the adapter", "or leave lora out to take the adapter's own"
+        raise ConfigError(f"{source} {why}; {remedy}") from error
     for note in plans[0].notes:
         warnings.warn(note, UserWarning, stacklevel=4)
     for plan in plans:
@@ -89,12 +90,12 @@ def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> 
     if team.size == 1:
         return
     adapter = None if start is None else hashlib.sha256(save(start.state) + start.config_json())
-    mine = {
+    local_digests = {
         "weights": base_digest(base),
         "tokenizer": tokenizer_digest(base),
         "start adapter": adapter and adapter.hexdigest(),
     }
-    digests = team.gather(mine)
+    digests = team.gather(local_digests)
     for rank, theirs in enumerate(digests):
         unlike = [name for name, digest in theirs.items() if digest != digests[0][name]]
         if unlike:

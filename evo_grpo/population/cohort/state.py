@@ -38,7 +38,7 @@ COUNTERS = ("steps", "dead_steps", "reference_updates")
 class Packed:
     """The parts of an agent that are sent between ranks; fields are as in `AgentState`.
 
-    `reference` is None if it has none of its own; `moments` are by parameter position.
+    `reference` is None for an agent without its own; `moments` are by parameter position.
     """
 
     actor: AdapterCopy
@@ -58,13 +58,13 @@ class AgentState:
         history: Scores of the present member, latest last.
         steps: GRPO steps taken by this slot.
         dead_steps: Latest steps in a row in which all its groups had equal rewards.
-        rank_error: Relative error of the cut of its rank before this round; None without one, and
-            on ranks that do not have the agent.
+        rank_error: Relative error of the cut of its LoRA rank before this round; None without a
+            cut, and in processes that do not have the agent.
         last: Metrics of the last learn call.
         reference_updates: Argument of the last call of `set_reference_policy`.
         has_reference: Whether it has its own frozen reference slot.
         hooks: Called after a mutation of one of its hyperparameters.
-        rank: The rank that has its weights and trains it; all ranks have the rest of its state.
+        rank: The process that has its weights and trains it; all have the rest of its state.
         shard: Agents of one shard generate and learn in one batch.
     """
 
@@ -108,18 +108,18 @@ class AgentState:
             setattr(self, name, int(values.get(name, 0)))
 
     def lr_factor(self, schedule: LRSchedule | None) -> float:
-        """Return the factor by which a schedule multiplies its lr in its next step."""
+        """Return the factor by which a schedule multiplies the agent's lr in its next step."""
         if schedule is None:
             return 1.0
         return lr_factor(schedule, self.steps, self.hparams.warmup_proportion)
 
     def prepare_step(self, schedule: LRSchedule | None) -> None:
         """Give the optimizer the agent's values for its next step; its moments stay."""
-        own, factor = self.hparams, self.lr_factor(schedule)
+        hparams, factor = self.hparams, self.lr_factor(schedule)
         for group in self.optimizer.param_groups:
-            group["lr"] = own.lr * factor
-            group["weight_decay"] = own.weight_decay
-            group["betas"] = own.adam_betas
+            group["lr"] = hparams.lr * factor
+            group["weight_decay"] = hparams.weight_decay
+            group["betas"] = hparams.adam_betas
 
     def standing(self) -> Standing:
         """Return the standing of the agent, the view of it that evolution uses."""
@@ -194,10 +194,10 @@ def unpack(
     fresh_optimizer: Callable[[], torch.optim.Optimizer],
 ) -> None:
     """Load tensors made by `packed` into a slot, and give it their configuration."""
-    for name, own in ((state.adapter, values.actor), (state.reference, values.reference)):
-        if own is not None:
-            fit_slot(slots, name, own.config)
-            slots.put(name, own.state)
+    for name, adapter in ((state.adapter, values.actor), (state.reference, values.reference)):
+        if adapter is not None:
+            fit_slot(slots, name, adapter.config)
+            slots.put(name, adapter.state)
     state.rank_error = values.rank_error
     state.optimizer = fresh_optimizer()
     if values.moments:
@@ -207,7 +207,7 @@ def unpack(
 
 
 def rank_alpha(config: LoraConfig) -> RankAlpha:
-    """Return the rank and the alpha of a configuration."""
+    """Return the LoRA rank and alpha of a configuration."""
     return RankAlpha(config.r, config.lora_alpha)
 
 
@@ -216,15 +216,15 @@ def narrowest(slots: AdapterSlots) -> tuple[str, int] | None:
     sets = slots.target_sets
     modules = {module for name in sets for module in sets.modules(name)}
     widths = {name: width_of(slots.base.model.get_submodule(name)) for name in modules}
-    for slot in slots.names[:1]:  # a rank without agents has none
+    for slot in slots.names[:1]:  # a process without agents has no slot
         for key, shape in slots.shapes(slot).items():
-            own = shape[1] if ".lora_A." in key else shape[0]
-            widths[module_of(key)] = min(own, widths.get(module_of(key), own))
+            width = shape[1] if ".lora_A." in key else shape[0]
+            widths[module_of(key)] = min(width, widths.get(module_of(key), width))
     return min(widths.items(), key=lambda layer: layer[1], default=None)
 
 
 def check_rank(slots: AdapterSlots, hparams: Hparams) -> None:
-    """Check that the rank of an agent, if it has its own, is at most the width of every layer."""
+    """Check that an agent's own LoRA rank, if any, is at most the width of every layer."""
     layer = None if hparams.lora_r is None else narrowest(slots)
     if layer is not None and (text := above_width(hparams.lora_r or 0, *layer)):
         raise Problems(Problem((f"{LORA}r",), f"{text}; lower it"))
@@ -233,16 +233,16 @@ def check_rank(slots: AdapterSlots, hparams: Hparams) -> None:
 def adapter_config(slots: AdapterSlots, hparams: Hparams, adapter: str | None = None) -> LoraConfig:
     """Return the configuration of an agent's adapter, changed by its hyperparameters.
 
-    `adapter` is the slot of the adapter; None is for a new one, of the run's configuration.
+    `adapter` is its slot; None stands for a new adapter with the run's configuration.
     """
     run, targets = slots.config, hparams.lora_target_modules
-    own = run if adapter is None else slots.lora_config(adapter)
+    config = run if adapter is None else slots.lora_config(adapter)
     if targets is not None:
         present = None if adapter is None else slots.modules(adapter)
-        own = slots.target_sets.adapting(own, targets, present)
+        config = slots.target_sets.adapting(config, targets, present)
     if hparams.lora_r is None and hparams.lora_alpha is None:
-        return own
-    return with_rank(own, run, hparams.lora_r, hparams.lora_alpha)
+        return config
+    return with_rank(config, run, hparams.lora_r, hparams.lora_alpha)
 
 
 def with_choices(hparams: Hparams, space: HyperparameterConfig) -> Hparams:
@@ -250,8 +250,8 @@ def with_choices(hparams: Hparams, space: HyperparameterConfig) -> Hparams:
 
     Layers that are no named set stay without a name.
     """
-    own = hparams.lora_target_modules
-    return with_first_choices(hparams, space).replace(lora_target_modules=own)
+    targets = hparams.lora_target_modules
+    return with_first_choices(hparams, space).replace(lora_target_modules=targets)
 
 
 def resize(
@@ -262,7 +262,7 @@ def resize(
 ) -> None:
     """Give an agent's adapter the rank, alpha and layers of new hyperparameters.
 
-    A grown rank gets moments of 0; AdamW starts afresh after a cut and in added layers.
+    A larger rank gets moments of 0; AdamW starts afresh after a cut and in added layers.
     """
     if (hparams.lora_r, hparams.lora_alpha, hparams.lora_target_modules) == (None, None, None):
         return

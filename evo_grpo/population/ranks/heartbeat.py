@@ -66,8 +66,8 @@ class Heartbeat:
     def wait(self, done: Callable[[float], bool]) -> str:
         """Wait without a time limit for other ranks; return why the wait cannot end, or "".
 
-        `done` waits up to some seconds, and returns whether it is over. The reason has no full
-        stop.
+        `done` waits up to a number of seconds, and returns whether the exchange is over. The reason
+        has no full stop.
         """
         looks, stalled = self._looks, 0
         while not done(self.every):
@@ -89,7 +89,7 @@ class Heartbeat:
         return self._named(silent=not self._cut_off)
 
     def closed(self) -> str:
-        """Return which rank ended, after a connection was closed, without a full stop, or ""."""
+        """Return, after a connection was closed, a clause that names the ended rank, or ""."""
         for looks in range(_LOOKS_AFTER_END):
             # Name the rank that was silent first: ranks that noticed it may have ended since, and
             # on a busy machine another rank may be late.
@@ -101,10 +101,12 @@ class Heartbeat:
         return ""
 
     def _named(self, *, silent: bool) -> str:
-        """Return the most silent rank; if none is silent, the first one, which keeps the store."""
+        """Return a clause that names the most silent rank, else rank 0, which keeps the store."""
         most = max(self._missed)
         rank = self._missed.index(most) if most >= _LOOKS_TO_MISS else 0
-        time.sleep(2 * self.every)  # let the others see who, before this process or its store ends
+        time.sleep(
+            2 * self.every
+        )  # let the others find the rank before this process or its store ends
         if silent:
             return silence(rank, self.size, most * self.every)
         return f"rank {rank} of {self.size} has ended"

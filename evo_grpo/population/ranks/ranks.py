@@ -58,7 +58,7 @@ _heartbeat: Heartbeat | None = None
 #: Boards of this process; each is a part of the store.
 _boards = 0
 _AT_ONCE = 1000
-"""Texts that are written to the store in one message."""
+"""Most texts that are written to the store in one message."""
 
 
 @final
@@ -144,17 +144,17 @@ class Ranks(Team):
     ) -> R:
         """Send a part and receive the decision; with an error, send the error and raise it."""
         self._finish_passes(error)
-        mine = part, None if error is None else error_text(error)
+        message = part, None if error is None else error_text(error)
         if self.rank == 0:
             messages: list[Any] = [None] * self.size
-            self._meet(lambda: dist.gather_object(mine, messages, group=self._group), error)
+            self._meet(lambda: dist.gather_object(message, messages, group=self._group), error)
             failed_ranks = [n for n, (_, text) in enumerate(messages) if text is not None]
             answer: list[Any] = [None, ""]
             if failed_ranks:
                 answer[1] = self._failed(failed_ranks[0], messages[failed_ranks[0]][1])
             else:
                 try:
-                    answer[0] = decide([sent for sent, _ in messages])
+                    answer[0] = decide([value for value, _ in messages])
                 except BaseException as failed:  # Ctrl-C too: the others wait for an answer
                     error, answer[1] = failed, self._failed(0, error_text(failed))
             self._meet(lambda: dist.broadcast_object_list(answer, src=0, group=self._group), error)
@@ -162,7 +162,7 @@ class Ranks(Team):
             answer = [None, None]
 
             def send_and_receive() -> None:
-                dist.gather_object(mine, dst=0, group=self._group)
+                dist.gather_object(message, dst=0, group=self._group)
                 dist.broadcast_object_list(answer, src=0, group=self._group)
 
             self._meet(send_and_receive, error)
@@ -313,7 +313,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _wait(begun: Iterable[dist.Work | None]) -> None:
-    """Wait for transfers that have all begun; otherwise each would cost a round trip."""
+    """Begin all transfers, then wait for them: one by one, each would cost a round trip."""
     for work in list(begun):
         if work is not None:
             work.wait()

@@ -116,21 +116,21 @@ def deal(agents: Sequence[T], shards: int) -> tuple[tuple[T, ...], ...]:
     the number of shards is fixed for a run, and any number of ranks gives the same result. The
     first shards are larger; with fewer agents than shards, the last shards are empty.
     """
-    least, more = divmod(len(agents), shards)
-    ends = accumulate((least + (number < more) for number in range(shards)), initial=0)
+    least, remainder = divmod(len(agents), shards)
+    ends = accumulate((least + (number < remainder) for number in range(shards)), initial=0)
     return tuple(tuple(agents[start:end]) for start, end in pairwise(ends))
 
 
 def side_by_side(transfers: Iterable[T], ends: Callable[[T], tuple[int, int]]) -> list[T]:
     """Order transfers between ranks so that many run at the same time.
 
-    All ranks go through the transfers in this order, and wait in each of their own for the other
-    rank. So transfers are divided into consecutive groups in which no rank has two; each joins the
-    earliest group with room. `ends` returns the two ranks of a transfer; a transfer within a rank
-    never waits.
+    Every rank goes through the transfers in this order, and waits in each of its transfers for the
+    other rank. So transfers are divided into consecutive groups in which no rank has two; each
+    joins the earliest group with room. `ends` returns the two ranks of a transfer; a transfer
+    within a rank never waits.
     """
     groups: list[set[int]] = []
-    dealt: list[tuple[int, T]] = []
+    numbered: list[tuple[int, T]] = []
     for transfer in transfers:
         busy = set(ends(transfer))
         if len(busy) == 1:
@@ -139,8 +139,8 @@ def side_by_side(transfers: Iterable[T], ends: Callable[[T], tuple[int, int]]) -
         if number == len(groups):
             groups.append(set())
         groups[number] |= busy
-        dealt.append((number, transfer))
-    return [transfer for _, transfer in sorted(dealt, key=lambda pair: pair[0])]
+        numbered.append((number, transfer))
+    return [transfer for _, transfer in sorted(numbered, key=lambda pair: pair[0])]
 
 
 class Pass(IntEnum):

@@ -77,10 +77,10 @@ class ZeroEngine:
         self.parameters = slots.parameters(TURN)
         self.shapes = slots.shapes(TURN)  # in stage 3 parameters lose their shapes
         self._shapes = [*self.shapes.values()]
-        own = [pair[TURN] for layer in slots.layers.values() for pair in _matrices(layer)]
+        matrices = [pair[TURN] for layer in slots.layers.values() for pair in _matrices(layer)]
         trunk: Any = base.trunk
         parts = _Parts(
-            [*own, *(_leaves(slots) if stage == 3 else ())],
+            [*matrices, *(_leaves(slots) if stage == 3 else ())],
             lambda **inputs: trunk(**inputs).last_hidden_state,
         )
         group = {"params": self.parameters, "lr": 0.0, "weight_decay": 0.0}
@@ -107,7 +107,7 @@ class ZeroEngine:
         return float(self.engine.get_global_grad_norm())
 
     def check_holds(self, rank: int, layers: Collection[str]) -> None:
-        """Check that an adapter with a rank and layers fits into that of the engine."""
+        """Check that an adapter of a LoRA rank over layers fits into the engine's adapter."""
         most, modules = self.slots.lora_config(TURN).r, self.slots.modules(TURN)
         if rank > most or not modules.issuperset(layers):
             raise ConfigError(
@@ -120,7 +120,8 @@ class ZeroEngine:
     def begin(self, weights_of: str, moments: LocalMoments, group: dict[str, Any]) -> None:
         """Begin an agent's turn; the engine holds its moments until `end`.
 
-        `weights_of` is its slot. Of its AdamW's `group`, only lr, betas and weight_decay are used.
+        `weights_of` is the agent's slot. Of its AdamW `group`, only lr, betas and weight_decay are
+        used.
         """
         with self._writing(), torch.no_grad():
             own = _named(self.slots, weights_of)
@@ -162,7 +163,7 @@ class ZeroEngine:
         self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
 
     def step(self, most: float | None) -> None:
-        """Take a step of AdamW with the gradient clipped to a norm; None does not clip."""
+        """Take a step of AdamW, the gradient clipped to norm `most`; None does not clip."""
         self.engine.optimizer.clip_grad = most or 0.0
         self.engine.step()
         self._make_whole()
@@ -192,14 +193,14 @@ class ZeroEngine:
 
     def own_moments(self, moments: dict[int, dict[str, Tensor]]) -> LocalMoments:
         """Return this process's part of moments by parameter position; empty without moments."""
-        own: LocalMoments = {}
+        local_moments: LocalMoments = {}
         for number, flat in enumerate(self.flats if moments else ()):
             members = self._members(number)
             for name in moments[members[0][0]]:
                 tensors = [moments[index][name] for index, _ in members]
                 part = tensors[0] if name == "step" else self._cut(number, tensors).to(flat.device)
-                own.setdefault(number, {})[name] = part.clone()
-        return own
+                local_moments.setdefault(number, {})[name] = part.clone()
+        return local_moments
 
     def _members(self, number: int) -> list[tuple[int, Any]]:
         """Return the parameters of a flat tensor, with their positions."""
@@ -237,8 +238,8 @@ class ZeroEngine:
 
     @property
     def _padding(self) -> int:
-        own = sum(math.prod(shape) for shape in self._shapes)
-        return len(self.flats[0]) * self.ranks - own
+        size = sum(math.prod(shape) for shape in self._shapes)
+        return len(self.flats[0]) * self.ranks - size
 
     def _run(self, **inputs: Any) -> Tensor:
         # The engine counts the forwards that will have a backward.
@@ -253,8 +254,8 @@ class ZeroEngine:
     def _make_whole(self) -> None:
         """Gather the engine's adapter, because it is read without calling its modules."""
         if self.stage == 3:
-            first: Any = self.parameters[0]
-            first.all_gather(self.parameters)
+            parameter: Any = self.parameters[0]
+            parameter.all_gather(self.parameters)
 
     @contextmanager
     def _gathered(self, divided: Iterable[nn.Parameter]) -> Generator[None]:

@@ -46,13 +46,14 @@ def own_accelerator(stage: int, device: torch.device) -> Any:  # noqa: ANN401 --
         _join_alone(device)
         # Pass both plugins at once: accelerate accepts none after the first accelerator exists.
         plugins = {
-            _key(one): DeepSpeedPlugin(zero_stage=one, zero3_init_flag=False) for one in STAGES
+            _key(zero_stage): DeepSpeedPlugin(zero_stage=zero_stage, zero3_init_flag=False)
+            for zero_stage in STAGES
         }
-        plugins = {_key(stage): plugins[_key(stage)], **plugins}  # the first one is in force
+        plugins = {_key(stage): plugins[_key(stage)], **plugins}  # the first plugin is in force
         backend = InitProcessGroupKwargs(backend="gloo" if device.type == "cpu" else "nccl")
         return Accelerator(deepspeed_plugin=plugins, kwargs_handlers=[backend])
-    known = AcceleratorState().deepspeed_plugins
-    if not isinstance(known, dict) or _key(stage) not in known:
+    existing = AcceleratorState().deepspeed_plugins
+    if not isinstance(existing, dict) or _key(stage) not in existing:
         raise ConfigError(
             "engine.zero: expected to make the first accelerator of this process, and there is one "
             "already, to which DeepSpeed cannot be added; make yours with "
@@ -85,15 +86,17 @@ def stage_of(accelerator: Any) -> int | None:  # noqa: ANN401 -- whatever the us
     plugin: Any = accelerator.state.deepspeed_plugin
     config, stage = plugin.deepspeed_config, plugin.zero_stage
     zero = config["zero_optimization"]
-    got = [] if stage in STAGES else [f"zero_stage {stage!r}"]
-    got += [n for n in ("fp16", "bf16") if str(config.get(n, {}).get("enabled")).lower() == "true"]
+    problems = [] if stage in STAGES else [f"zero_stage {stage!r}"]
+    problems += [
+        n for n in ("fp16", "bf16") if str(config.get(n, {}).get("enabled")).lower() == "true"
+    ]
     parts = ("offload_optimizer", "offload_param")
-    got += [n for n in parts if zero.get(n, {}).get("device", "none") != "none"]
-    if got:
+    problems += [n for n in parts if zero.get(n, {}).get("device", "none") != "none"]
+    if problems:
         raise ConfigError(
             "accelerator: expected a DeepSpeedPlugin with zero_stage 2 or 3, and neither mixed "
             "precision nor offloading, since agents are adapters in float32 with their moments, "
-            f"got {got[0]}"
+            f"got {problems[0]}"
         )
     return int(stage)
 
@@ -105,7 +108,7 @@ def prepare(
 ) -> Any:  # noqa: ANN401 -- DeepSpeed's engine, which is untyped
     """Return DeepSpeed's engine for a module, with the optimizer of its trained parameters.
 
-    DeepSpeed divides the trained parameters, and at stage 3 also the others.
+    DeepSpeed divides the trained parameters, and at stage 3 also the frozen ones.
     """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

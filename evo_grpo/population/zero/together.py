@@ -1,4 +1,4 @@
-"""How processes train each agent together: their sampling, and the optimizers and steps of agents.
+"""Trains each agent in all processes together: divided sampling, optimizers and steps.
 
 Every process has all agents and all rows, and makes the same decisions. The rows of a micro-batch
 are divided among processes. DeepSpeed sums the gradients; metrics are summed at the end of a learn
@@ -56,13 +56,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups = super().state_dict()["param_groups"]
         whole = self.engine.whole_moments(self.moments)
         places = {key: place for place, key in enumerate(self.engine.shapes)}
-        own = self.engine.slots.shapes(self.adapter).items() if whole else ()
+        shapes = self.engine.slots.shapes(self.adapter).items() if whole else ()
         state = {
             place: {
                 name: value if name == "step" else part_of(value, shape).clone()
                 for name, value in whole[places[key]].items()
             }
-            for place, (key, shape) in enumerate(own)
+            for place, (key, shape) in enumerate(shapes)
         }
         return {"state": state, "param_groups": groups}
 
@@ -72,16 +72,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Parameters without moments get zeros, at the step count that all share in the engine.
         """
         keys = [*self.engine.slots.shapes(self.adapter)]
-        by_key = {keys[place]: own for place, own in state_dict["state"].items()}
-        some = next(iter(by_key.values()), {})
+        by_key = {keys[place]: values for place, values in state_dict["state"].items()}
+        example = next(iter(by_key.values()), {})
         whole: dict[int, dict[str, Tensor]] = {}
         for place, (key, shape) in enumerate(self.engine.shapes.items() if by_key else ()):
             whole[place] = {}
-            for name, like in some.items():
-                own = by_key[key][name] if key in by_key else None
+            for name, like in example.items():
+                value = by_key[key][name] if key in by_key else None
                 whole[place][name] = like if name == "step" else like.new_empty(shape)
                 if name != "step":
-                    fill(whole[place][name], own)
+                    fill(whole[place][name], value)
         self.moments = self.engine.own_moments(whole)
 
     def step(self, closure: Any = None) -> NoReturn:  # noqa: ANN401 -- torch's signature
@@ -101,9 +101,9 @@ def widest(slots: AdapterSlots, space: HyperparameterConfig) -> LoraConfig:
     layers = set[str]().union(*map(slots.modules, slots.names))
     targets = space[f"{LORA}target_modules"].choices if f"{LORA}target_modules" in names else ()
     layers |= {module for name in targets or () for module in slots.target_sets.modules(str(name))}
-    made = with_targets(slots.config, layers)
-    made.r = max(ranks)
-    return made
+    config = with_targets(slots.config, layers)
+    config.r = max(ranks)
+    return config
 
 
 @final
@@ -156,7 +156,7 @@ def make_zero_training(
     team: Team,
     accelerator: Any = None,  # noqa: ANN401 -- accelerate is untyped
 ) -> ZeroTraining:
-    """Build the engine of a cohort of at least one agent; all processes call this.
+    """Build the engine of a cohort that has an agent; all processes call this.
 
     `accelerator` is the user's, with DeepSpeed's plugin for the stage; None creates one.
     """
@@ -168,16 +168,16 @@ def make_zero_training(
             "float16, whose gradients need a loss scale that DeepSpeed's engine does not know; "
             "set engine.dtype to bfloat16, or engine.zero to null"
         )
-    made = accelerator if accelerator is not None else own_accelerator(stage, device)
-    if made.num_processes != team.size:
+    active = accelerator if accelerator is not None else own_accelerator(stage, device)
+    if active.num_processes != team.size:
         raise ConfigError(
             f"engine.zero: expected an accelerator of {team.size} processes, as many as were "
-            f"started, got one of {made.num_processes}; start all with one launcher: torchrun, "
+            f"started, got one of {active.num_processes}; start all with one launcher: torchrun, "
             "accelerate launch or evo-grpo run --nproc"
         )
     if stage == 3:
         slots.base.specialized = False  # stage 3 has no whole weights to join
-    engine = ZeroEngine(slots, widest(slots, settings.search_space()), stage, made, device)
+    engine = ZeroEngine(slots, widest(slots, settings.search_space()), stage, active, device)
     if stage == 3 and team.size > 1:
         # Completions differ in length, so one process may decode when another has finished.
         slots.base.passes = team.in_lockstep(engine.idle_forward, _never)
@@ -205,9 +205,9 @@ class _EngineSteps:
     def share(self, bucket: Bucket, *, last: bool) -> tuple[Bucket, bool]:
         """Return this rank's rows and True, or, if it has none, the first row and False."""
         self.engine.micro_batch(last=last)
-        mine = bucket[self.engine.rank :: self.parts]
+        rows = bucket[self.engine.rank :: self.parts]
         # Every process makes the same passes, because each pass sums gradients.
-        return (mine, True) if mine else (bucket[:1], False)
+        return (rows, True) if rows else (bucket[:1], False)
 
     def backward(self, loss: Tensor) -> None:
         """See `Updates`."""
@@ -262,7 +262,7 @@ T = TypeVar("T")
 
 @final
 class DividedSampling(RolloutEngine):
-    """Samples every n-th prompt of each agent on this one of n processes; see `RolloutEngine`.
+    """Samples every n-th prompt of each agent on each of n processes; see `RolloutEngine`.
 
     All processes pass the same requests.
     """
@@ -296,21 +296,21 @@ class DividedSampling(RolloutEngine):
         self.engine.close()
 
     def _first(self, number: int, rank: int) -> int:
-        """Return the first prompt of a request that a rank samples; ranks take turns at 0."""
+        """Return the first prompt of a request that a rank samples; ranks alternate at prompt 0."""
         return (rank + number) % self.team.size
 
     def _mine(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
-        mine: list[list[CompletionGroup]] = [[] for _ in requests]
+        by_request: list[list[CompletionGroup]] = [[] for _ in requests]
         parts: list[tuple[int, RolloutRequest]] = []
         for number, request in enumerate(requests):
-            first = self._first(number, self.team.rank)
-            part = request.part(range(first, len(request.prompts), self.team.size))
+            start = self._first(number, self.team.rank)
+            part = request.part(range(start, len(request.prompts), self.team.size))
             if part.prompts:
                 parts.append((number, part))
         sampled = self.engine.rollout([request for _, request in parts])
         for (number, _), groups in zip(parts, sampled, strict=True):
-            mine[number] = groups
-        return mine
+            by_request[number] = groups
+        return by_request
 
 
 @final
@@ -318,8 +318,7 @@ class LedPlay:
     """A play that runs on the first rank, which sends its requests and experiences; see `Play`.
 
     The user's rewards and environments may be nondeterministic, but ranks that train an agent
-    together need equal results. All ranks make the same calls, except for `begin`, on the first
-    only.
+    together need equal results. All ranks make the same calls; only the first calls `begin`.
     """
 
     def __init__(self, begin: Callable[[], Play], team: Team) -> None:

@@ -72,13 +72,13 @@ def ability_of(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
     elif family and base.gathered is nullcontext:
         departures = find_departures(base)
     # A base that is, or will be, divided among processes has no key: it cannot be probed again.
-    kept: dict[object, Ability] = base.derived.setdefault(_KEPT, {})
-    if key not in kept:
+    abilities: dict[object, Ability] = base.derived.setdefault(_KEPT, {})
+    if key not in abilities:
         plain = family and not departures
-        kept[key] = (
+        abilities[key] = (
             Ability.ANY_LENGTHS if plain else _probed(base, adapted, altered=bool(departures))
         )
-    return kept[key]
+    return abilities[key]
 
 
 def window_of(base: SharedBase) -> int:
@@ -114,7 +114,7 @@ def _text_config(base: SharedBase) -> Any:  # noqa: ANN401 -- of any architectur
 
 
 def _probed(base: SharedBase, adapted: dict[str, LoraLayer], *, altered: bool) -> Ability:
-    what = f"model {base.name!r} ({type(base.model).__name__})"
+    subject = f"model {base.name!r} ({type(base.model).__name__})"
     reason = _known_problem(base)
     abilities, longest = [Ability.ANY_LENGTHS, Ability.EQUAL_LENGTHS], _LONGEST
     if altered:
@@ -127,8 +127,8 @@ def _probed(base: SharedBase, adapted: dict[str, LoraLayer], *, altered: bool) -
     problems: list[str] = []
     with own_generator(base.device), base_alone:
         if altered and not reason:
-            firsts = [base.hidden(ids[:1, :n]) for n in (longest // 4, longest // 2)]
-            check_causal(what, base.trunk, base.hidden, ids[:1], base.hidden(ids[:1]), firsts)
+            prefixes = [base.hidden(ids[:1, :n]) for n in (longest // 4, longest // 2)]
+            check_causal(subject, base.trunk, base.hidden, ids[:1], base.hidden(ids[:1]), prefixes)
         for ability in () if reason else abilities:
             problem = _problem(base, ability, ids)
             if problem is None:
@@ -139,7 +139,7 @@ def _probed(base: SharedBase, adapted: dict[str, LoraLayer], *, altered: bool) -
         f"({'; of one length: '.join(problems)})"
     )
     raise ModelError(
-        f"{what}: the native engine cannot decode it: {reason}; use another model, or "
+        f"{subject}: the native engine cannot decode it: {reason}; use another model, or "
         "engine.rollout: vllm"
     )
 

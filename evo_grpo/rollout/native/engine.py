@@ -44,8 +44,8 @@ from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.engine import Kernels
 from evo_grpo.types import Completion, CompletionGroup
 
-#: Most rows in one call of the decode loop over those at once, where rows wait: all have draws and
-#: output, and those that are done are lost if memory runs out.
+#: Most rows in one call of the decode loop per row decoded at once, where rows wait: all of them
+#: have draws and output in memory, and finished ones are lost if memory runs out.
 _WAVES = 8
 
 
@@ -74,8 +74,8 @@ class NativeEngine(RolloutEngine):
         self.repeats = settings.engine.each_alone
         self._context = min(self.base.context_length or 1 << 30, longest or 1 << 30)
         self._window = window_of(self.base)
-        wanted = settings.engine.cuda_graphs and self.base.device.type == "cuda"
-        self._graphs = StepGraphs(self.base.device) if wanted else None
+        with_graphs = settings.engine.cuda_graphs and self.base.device.type == "cuda"
+        self._graphs = StepGraphs(self.base.device) if with_graphs else None
         self._kernels: Kernels = settings.engine.kernels
         self._by_modules = not self.base.specialized
         self.decodes_by: set[str] = set()
@@ -123,16 +123,20 @@ class NativeEngine(RolloutEngine):
             places = [
                 [i for i, p in enumerate(r.prompts) if len(p.token_ids) == length] for r in requests
             ]
-            part = [request.part(where) for request, where in zip(requests, places, strict=True)]
+            part = [
+                request.part(positions) for request, positions in zip(requests, places, strict=True)
+            ]
             sampled = self._sampled(part, equal=True)
-            for mine, where, groups in zip(by_place, places, sampled, strict=True):
-                mine.update(zip(where, groups, strict=True))
-        return [[mine[i] for i in range(len(mine))] for mine in by_place]
+            for request_groups, positions, groups in zip(by_place, places, sampled, strict=True):
+                request_groups.update(zip(positions, groups, strict=True))
+        return [
+            [request_groups[i] for i in range(len(request_groups))] for request_groups in by_place
+        ]
 
     def _sampled(
         self, requests: Sequence[RolloutRequest], *, equal: bool = False
     ) -> list[list[CompletionGroup]]:
-        """Sample in pieces that hold all agents, or in one if waiting rows take over places."""
+        """Sample in pieces that hold all agents, larger ones if waiting rows take over places."""
         groups: list[list[CompletionGroup]] = [[] for _ in requests]
         refills = self._specialized and not self.max_prompts and hands_on_places(self.base.device)
         per_prompt = sum(r.samples for r in requests)
@@ -158,8 +162,8 @@ class NativeEngine(RolloutEngine):
                 self._decode_fewer(per_prompt, min(step, most), error)
             else:
                 start = stop
-                for number, done in zip(part, sampled, strict=True):
-                    groups[number] += done
+                for number, request_groups in zip(part, sampled, strict=True):
+                    groups[number] += request_groups
                 continue
             free_cached()
         return groups
@@ -259,11 +263,11 @@ class NativeEngine(RolloutEngine):
             counts[row] = length
         ids = [row[:n] for row, n in zip(tokens.tolist(), counts, strict=True)]
         values = [row[:n] for row, n in zip(output.logprobs.t().tolist(), counts, strict=True)]
-        done = (
+        completions = (
             Completion(tuple(i), text, tuple(v), ended=ended)
             for i, v, (text, ended) in zip(ids, values, self.ends.texts(ids), strict=True)
         )
         return [
-            [CompletionGroup(r.agent, p, tuple(islice(done, r.samples))) for p in r.prompts]
+            [CompletionGroup(r.agent, p, tuple(islice(completions, r.samples))) for p in r.prompts]
             for r in requests
         ]

@@ -13,7 +13,7 @@ from evo_grpo.model.llama.cuda.operators import KernelError
 from evo_grpo.model.out_of_memory import free_cached, is_out_of_memory
 from evo_grpo.working import working
 
-#: Least number of steps for which a step is captured: a capture takes about as long as a plain one.
+#: Least number of steps for which a step is captured: a capture takes about as long as a step.
 _WORTH = 4
 
 
@@ -44,8 +44,8 @@ class StepGraphs:
         """Run a step `count` times; replay it if `memory` equals that of the last call."""
         with torch.cuda.device(self._device):
             if memory != self._memory and self.work and count >= _WORTH:
-                first = self._memory is None
-                with working("capture the decode step") if first else nullcontext():
+                is_first = self._memory is None
+                with working("capture the decode step") if is_first else nullcontext():
                     # Libraries load kernels and allocate in a first step, which no capture allows.
                     self._beside(step)
                     count -= 1
@@ -107,7 +107,7 @@ class StepGraphs:
         try:
             self._beside(capture)
         except RuntimeError as error:
-            # A capture that ends with an error leaves the allocator in it.
+            # A capture that ends with an error leaves the allocator in the capture's pool.
             with suppress(RuntimeError, AttributeError):
                 torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType] -- `capture_end` calls it where the capture succeeds
             return error

@@ -1,8 +1,8 @@
 """The decode loop: the rows that are decoded at once, and their steps until each has ended.
 
 A step keeps its state in tensors on the device and needs nothing from the host, so that a CUDA
-graph can hold it. Between blocks of steps the host looks which rows have ended, and gives their
-places to waiting rows. Tokens drawn past a row's end are ignored.
+graph can hold it. Between blocks of steps the host finds out which rows have ended, and gives
+their places to waiting rows. Tokens drawn past a row's end are ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from evo_grpo.rollout.native.rows import (
 from evo_grpo.rollout.sampling import RowSampling, sample_tokens
 from evo_grpo.settings.engines.native import DRAWN_LOGITS, SPARE_COLUMNS
 
-#: Bytes of logits from which kernels draw at once: those of all tensors that count there.
+#: Bytes of logits from which kernels draw at once: as many as the four float32 tensors of `draw`.
 _KERNEL_BYTES = 16 * DRAWN_LOGITS
 
 
@@ -47,7 +47,7 @@ class Batch:
 
     Attributes:
         before: (B,) int64, the position before that of each row's first token.
-        tokens: (B,) int64, the last ones.
+        tokens: (B,) int64, the last token of each row.
         finished: (B,) bool.
     """
 
@@ -151,13 +151,13 @@ class StopStrings:
         for number, row in enumerate(rows):
             if row in self.lengths:
                 continue
-            read = self._read[row]
+            tokens = self._read[row]
             for token in values[:, number].tolist():
                 if token < 0:
                     break
-                read.append(token)
-                if self._ends.stops(read):
-                    self.lengths[row] = len(read)
+                tokens.append(token)
+                if self._ends.stops(tokens):
+                    self.lengths[row] = len(tokens)
                     stopped.append(number)
                     break
         if stopped:
@@ -300,9 +300,9 @@ class DecodeLoop:
         old = self.batch
         staying = old.rows.origin.cpu().numpy()
         joining = queue.take(places - len(staying))
-        now = np.union1d(staying, joining)
+        indices = np.union1d(staying, joining)
         stay_to, join_to = send(
-            [np.searchsorted(now, staying), np.searchsorted(now, joining)], self.base.device
+            [np.searchsorted(indices, staying), np.searchsorted(indices, joining)], self.base.device
         )
         arrived = joined = None
         source = lengths = join_to
@@ -314,9 +314,9 @@ class DecodeLoop:
             source, lengths = prompts.source, rows.lengths
             self._left = queue.steps - 1
         self._used = decoder.refill(arrived, Refill(stay_to, join_to, source, lengths))
-        rows = queue.select(now)
+        rows = queue.select(indices)
         if old.rows.seen is not None:
-            rows.seen = old.rows.seen.new_empty(len(now), old.rows.seen.shape[1])
+            rows.seen = old.rows.seen.new_empty(len(indices), old.rows.seen.shape[1])
         batch = self._undrawn(rows)
         batch.put(old, stay_to)
         if joined is not None:

@@ -39,8 +39,10 @@ class Rows:
         before = self.layout
         agents = torch.bucketize(rows.cpu(), torch.tensor(before.counts).cumsum(0), right=True)
         counts = torch.bincount(agents, minlength=len(before.counts)).tolist()
-        left = [pair for pair in zip(before.adapters, counts, strict=True) if pair[1]]
-        layout = RowLayout(tuple(name for name, _ in left), tuple(count for _, count in left))
+        nonempty = [pair for pair in zip(before.adapters, counts, strict=True) if pair[1]]
+        layout = RowLayout(
+            tuple(name for name, _ in nonempty), tuple(count for _, count in nonempty)
+        )
         return Rows(
             origin=self.origin.index_select(0, rows),
             draws=self.draws.index_select(1, rows),
@@ -194,9 +196,9 @@ class RowQueue:
         self._adapters = tuple(r.adapter for r in requests)
         self._prompts = tuple(len(r.prompts) for r in requests)
         # Rows that have ended write past the last token while others that began later go on.
-        drawn = steps if self.places is None else steps + 1
+        draws_per_row = steps if self.places is None else steps + 1
         self.rows, self._source = expand_rows(
-            requests, lengths, ids, steps=drawn, vocabulary=vocabulary, context=context
+            requests, lengths, ids, steps=draws_per_row, vocabulary=vocabulary, context=context
         )
         self._ids, self._lengths, self._vocabulary = ids, lengths, vocabulary
         if self.places is not None:
@@ -208,10 +210,10 @@ class RowQueue:
 
     def take(self, count: int) -> NDArray[np.int64]:
         """Return the indices of the next rows, at most `count`, in ascending order."""
-        first = len(self._order) - self.waiting
-        taken = np.sort(self._order[first : first + count])
-        self.waiting -= len(taken)
-        return taken
+        start = len(self._order) - self.waiting
+        rows = np.sort(self._order[start : start + count])
+        self.waiting -= len(rows)
+        return rows
 
     def begin(self) -> tuple[Prompts, Rows]:
         """Return the next rows, as many as there are places, and their prompts."""
@@ -219,8 +221,8 @@ class RowQueue:
             self.waiting = 0
             layout = RowLayout(self._adapters, self._prompts)
             return Prompts(self._ids, self._lengths, layout, self._source), self.rows
-        first = self.take(self.places)
-        return self.prompts(first), self.select(first)
+        rows = self.take(self.places)
+        return self.prompts(rows), self.select(rows)
 
     def select(self, rows: NDArray[np.int64]) -> Rows:
         """Return some rows, given in ascending order, without `seen`."""
@@ -242,10 +244,10 @@ class RowQueue:
         ends = np.cumsum(self._prompts)
         owners = np.searchsorted(ends, needed, side="right")
         counts = np.bincount(owners, minlength=len(ends)).tolist()
-        where, to = send([needed, source], self._ids.device)
+        indices, row_sources = send([needed, source], self._ids.device)
         return Prompts(
-            self._ids.index_select(0, where)[:, : int(self._tokens[needed].max())],
-            self._lengths.index_select(0, where),
+            self._ids.index_select(0, indices)[:, : int(self._tokens[needed].max())],
+            self._lengths.index_select(0, indices),
             RowLayout(self._adapters, tuple(counts)),
-            to,
+            row_sources,
         )

@@ -91,12 +91,12 @@ class VLLMEngine(RolloutEngine):
             return [[] for _ in requests]
         self.wake()
         self.decodes_by.add("vllm")
-        named = [r.adapter for r in with_prompts if r.adapter is not None]
-        if max((rank_of(self.slots, name) for name in named), default=0) > self._rank:
+        adapters = [r.adapter for r in with_prompts if r.adapter is not None]
+        if max((rank_of(self.slots, name) for name in adapters), default=0) > self._rank:
             self._start()
         parts = [self._part(request) for request in with_prompts]
-        done = iter(self._groups(parts, self._ask("generate", self._question(parts))))
-        return [next(done) if request.prompts else [] for request in requests]
+        groups = iter(self._groups(parts, self._ask("generate", self._question(parts))))
+        return [next(groups) if request.prompts else [] for request in requests]
 
     def sleep(self) -> None:
         """Free vLLM's memory until `wake`, if the device and the settings allow it."""
@@ -118,7 +118,7 @@ class VLLMEngine(RolloutEngine):
         self._remove()
 
     def _start(self) -> None:
-        """Start vLLM, or restart it for a larger rank, and check that it samples."""
+        """Start vLLM, or restart it for a larger LoRA rank, and check that it samples."""
         if self._link is not None:
             self._link.close()
         self._adapters.forget()
@@ -136,17 +136,17 @@ class VLLMEngine(RolloutEngine):
         self._link = self._opened()
         trained = [name for name in self.slots.names if self.slots.is_trainable(name)]
         prompt = Prompt(0, "", (self.base.pad_id,))
-        first = [
+        requests = [
             RolloutRequest(-1, name, [prompt], 1, Sampling(max_output_tokens=2), 0)
             for name in (None, *trained[:1])
         ]
-        question = self._question([self._part(request) for request in first])
+        question = self._question([self._part(request) for request in requests])
         level = self._vllm.sleep_level if can_sleep(self.base) else 0
         self._ask("start", {"llm": keywords, "level": level, **question})
 
     def _opened(self) -> Child:
-        python, own = find_vllm(self._vllm), environment(self.base, self._settings)
-        return Child(python, own, self._folders, self._vllm.timeout)
+        python, variables = find_vllm(self._vllm), environment(self.base, self._settings)
+        return Child(python, variables, self._folders, self._vllm.timeout)
 
     def _ask(self, operation: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._link is not None, "a closed engine is not used again"
@@ -187,14 +187,14 @@ class VLLMEngine(RolloutEngine):
         """Yield the groups of each request; the rows of the answer are in the same order."""
         tokens, values = answer["tokens"].tolist(), answer["logprobs"].tolist()
         ends = list(accumulate(answer["lengths"], initial=0))
-        each = [(self.ends.cut(tuple(tokens[a:b])), a) for a, b in pairwise(ends)]
-        rows = [(ids, tuple(values[a : a + len(ids)])) for ids, a in each]
+        cut_rows = [(self.ends.cut(tuple(tokens[a:b])), a) for a, b in pairwise(ends)]
+        rows = [(ids, tuple(values[a : a + len(ids)])) for ids, a in cut_rows]
         texts = self.ends.texts([ids for ids, _ in rows])
-        done = iter(zip(rows, texts, answer["stopped"], strict=True))
+        outputs = iter(zip(rows, texts, answer["stopped"], strict=True))
 
         def completion(part: _Part) -> Completion:
-            (ids, own), (text, ended), stopped = next(done)
-            logprobs = own if part.exact or any(map(math.isnan, own)) else None
+            (ids, row_logprobs), (text, ended), stopped = next(outputs)
+            logprobs = row_logprobs if part.exact or any(map(math.isnan, row_logprobs)) else None
             if not part.finite:
                 logprobs = (math.nan,) * len(ids)
             return Completion(ids, text, logprobs, bool(stopped or ended))
@@ -335,7 +335,7 @@ class PublishedAdapters:
 
 
 def folded(slots: AdapterSlots, name: str) -> dict[str, Tensor]:
-    """Return an adapter's weights by PEFT's keys, with one rank and a scale of 1 in all layers.
+    """Return an adapter's weights by PEFT's keys, with one LoRA rank and scale 1 in all layers.
 
     B includes the scale of its layer, and smaller ranks are padded with zeros, for a vLLM without
     per-layer ranks and scales.
@@ -343,12 +343,12 @@ def folded(slots: AdapterSlots, name: str) -> dict[str, Tensor]:
     rank = rank_of(slots, name)
     state = slots.state(name)
     for key, layer in slots.layers.items():
-        first, second = (f"{key}.lora_{part}.weight" for part in "AB")
-        if first in state:
-            missing = rank - state[first].shape[0]
-            state[first] = torch.nn.functional.pad(state[first], (0, 0, 0, missing))
-            scaled = state[second] * layer.scaling[name]
-            state[second] = torch.nn.functional.pad(scaled, (0, missing))
+        key_a, key_b = (f"{key}.lora_{part}.weight" for part in "AB")
+        if key_a in state:
+            missing = rank - state[key_a].shape[0]
+            state[key_a] = torch.nn.functional.pad(state[key_a], (0, 0, 0, missing))
+            scaled = state[key_b] * layer.scaling[name]
+            state[key_b] = torch.nn.functional.pad(scaled, (0, missing))
     return state
 
 

@@ -34,7 +34,7 @@ SECONDS_BETWEEN_SIGNS = 1.0
 PROBE_PROMPT = 64
 """Most tokens of the prompt that is sampled before sleeping and after waking."""
 PROBE_TOKENS = 4
-"""Tokens sampled for it."""
+"""Tokens sampled for the probe's prompt."""
 PROBE_GAP = 0.1
 """Largest difference of a log-prob after waking, in nats."""
 
@@ -93,10 +93,10 @@ def rows_of(message: Mapping[str, Any]) -> list[Row]:
             limit = limits[number]
             start, number = start + lengths[number], number + 1
             for _ in range(request["samples"]):
-                own = {**request["sampling"], "max_tokens": limit, "seed": next(seeds)}
+                keywords = {**request["sampling"], "max_tokens": limit, "seed": next(seeds)}
                 # vLLM refuses a minimum above the maximum.
-                own["min_tokens"] = min(own.get("min_tokens", 0), limit)
-                rows.append(Row(adapter, prompt, own))
+                keywords["min_tokens"] = min(keywords.get("min_tokens", 0), limit)
+                rows.append(Row(adapter, prompt, keywords))
     return rows
 
 
@@ -166,7 +166,7 @@ class Session:
         return {}
 
     def wake(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore the memory, load every adapter again, and compare samples with those before."""
+        """Restore the memory, load every adapter again, and compare samples with earlier ones."""
         del message
         if self._level == 2:
             self._llm.wake_up(tags=["weights"])
@@ -181,8 +181,8 @@ class Session:
         self._held = held
         after = self._probe()
         names = ["the base", *(name for name, _, _ in held.values())]
-        for name, one, other in zip(names, self._before, after, strict=True):
-            gap = probe_gap(one, other)
+        for name, probe_before, probe_after in zip(names, self._before, after, strict=True):
+            gap = probe_gap(probe_before, probe_after)
             if not gap <= PROBE_GAP:
                 raise RuntimeError(
                     f"{name} samples differently after sleeping than before: log-probs differ by "
@@ -195,9 +195,9 @@ class Session:
         step = engine.step
 
         def counted() -> Any:  # noqa: ANN401 -- vLLM's own
-            done = step()
+            result = step()
             self._steps += 1
-            return done
+            return result
 
         engine.step = counted
 
@@ -211,9 +211,9 @@ class Session:
         outputs = self._sampled(rows)
         broken = [i for i, output in enumerate(outputs) if not _is_finite(output)]
         for adapter in dict.fromkeys(rows[i].adapter for i in broken):
-            mine = [i for i in broken if rows[i].adapter == adapter]
+            indices = [i for i in broken if rows[i].adapter == adapter]
             self._wipe()
-            for i, output in zip(mine, self._sampled([rows[i] for i in mine]), strict=True):
+            for i, output in zip(indices, self._sampled([rows[i] for i in indices]), strict=True):
                 outputs[i] = output
         if broken:
             self._wipe()
@@ -233,14 +233,14 @@ class Session:
             part = [i for i, row in enumerate(rows) if (row.adapter is not None) is with_adapter]
             if not part:
                 continue
-            done = self._llm.generate(
+            results = self._llm.generate(
                 [{"prompt_token_ids": rows[i].prompt} for i in part],
                 sampling_params=[self._vllm.SamplingParams(**rows[i].sampling) for i in part],
                 lora_request=[self._request(rows[i].adapter) for i in part],
                 use_tqdm=False,
             )
-            for i, one in zip(part, done, strict=True):
-                outputs[i] = one.outputs[0]
+            for i, result in zip(part, results, strict=True):
+                outputs[i] = result.outputs[0]
         return outputs
 
     def _request(self, adapter: tuple[str, int, str] | None) -> Any:  # noqa: ANN401 -- vLLM's own
@@ -385,8 +385,8 @@ def _end_with(parent: int, folders: list[str]) -> None:
 def main() -> None:
     """Run as a program; see the top of the file."""
     # Python puts the folder of this file first on the path; vLLM must not import its modules.
-    own = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or ".") != own]
+    this_folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or ".") != this_folder]
     if sys.argv[1:] == ["--probe"]:
         print(json.dumps(probe()))
         return

@@ -20,7 +20,7 @@ from evo_grpo.settings import AgentSettings, VLLMSettings
 from evo_grpo.sources import resolve
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM accepts as its largest rank."""
+"""The values that vLLM accepts as its largest LoRA rank."""
 CPU_CACHE_BYTES = 1 << 30
 _PROBE_SECONDS = 60
 
@@ -39,10 +39,10 @@ _OF_RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "
 
 def find_vllm(settings: VLLMSettings) -> str:
     """Return the Python that runs vLLM, after checking that it finds vLLM without loading it."""
-    own = settings.python
-    python = sys.executable if own is None else str(Path(own).expanduser())
+    configured = settings.python
+    python = sys.executable if configured is None else str(Path(configured).expanduser())
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [python, server.__file__, "--probe"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -50,7 +50,7 @@ def find_vllm(settings: VLLMSettings) -> str:
             timeout=_PROBE_SECONDS,
             check=True,
         )
-        versions = json.loads(done.stdout.splitlines()[-1])
+        versions = json.loads(completed.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         reason = getattr(error, "stderr", None) or getattr(error, "strerror", None) or error
         raise EngineUnavailable(
@@ -58,7 +58,7 @@ def find_vllm(settings: VLLMSettings) -> str:
             "the Python of an environment in which vLLM is installed"
         ) from error
     if not versions["vllm"]:
-        whose = "this Python" if own is None else repr(python)
+        whose = "this Python" if configured is None else repr(python)
         raise EngineUnavailable(
             f"engine.rollout: vllm needs the package vllm, and {whose} ({versions['python']}) has "
             'none; install it there: pip install "evo-grpo[vllm]"; or name the Python of an '
@@ -70,27 +70,27 @@ def find_vllm(settings: VLLMSettings) -> str:
 
 def environment(base: SharedBase, settings: AgentSettings) -> dict[str, str]:
     """Return the environment of vLLM's process, made from that of this process."""
-    own = {
+    variables = {
         name: value
         for name, value in os.environ.items()
         if name not in _OF_RANKS and not name.startswith(("LOCAL_", "TORCHELASTIC_"))
     }
-    own = {**_QUIET, **own, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    chosen = settings.engine.vllm.devices
+    variables = {**_QUIET, **variables, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    devices = settings.engine.vllm.devices
     if base.device.type == "cuda":
-        first = base.device.index or 0
-        numbers = chosen or range(first, first + settings.engine.vllm.tensor_parallel_size)
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = [name for name in (seen or "").split(",") if name]
-        if seen is not None and max(numbers) >= len(names):
+        index = base.device.index or 0
+        numbers = devices or range(index, index + settings.engine.vllm.tensor_parallel_size)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [name for name in (visible or "").split(",") if name]
+        if visible is not None and max(numbers) >= len(names):
             raise ConfigError(
                 f"engine.vllm: expected devices among the {len(names)} of CUDA_VISIBLE_DEVICES, "
                 f"got {list(numbers)}; add devices to it, or name others in engine.vllm.devices"
             )
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(
-            str(number) if seen is None else names[number] for number in numbers
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(
+            str(number) if visible is None else names[number] for number in numbers
         )
-    return own
+    return variables
 
 
 def base_folder(base: SharedBase, settings: AgentSettings, scratch: Path) -> str:
@@ -121,25 +121,25 @@ def tokenizer_folder(base: SharedBase, scratch: Path) -> str:
 
 
 def rank_of(slots: AdapterSlots, name: str) -> int:
-    """Return the largest rank of an adapter's layers."""
+    """Return the largest LoRA rank of an adapter's layers."""
     shapes = slots.shapes(name).items()
     return max(shape[0] for key, shape in shapes if key.endswith(".lora_A.weight"))
 
 
 def largest_rank(slots: AdapterSlots, settings: AgentSettings) -> int:
-    """Return the largest rank that vLLM reserves memory for."""
+    """Return the largest LoRA rank that vLLM reserves memory for."""
     trained = (rank_of(slots, name) for name in slots.names if slots.is_trainable(name))
-    # vLLM would be restarted for each larger rank that a mutation brings.
+    # Otherwise vLLM would be restarted for each larger rank that a mutation brings.
     space = settings.search_space()
     needed = max([*trained, int(space["lora.r"].max) if "lora.r" in space.names() else 1])
-    own = settings.engine.vllm
-    if own.max_lora_rank is not None:
-        if own.max_lora_rank < needed:
+    vllm = settings.engine.vllm
+    if vllm.max_lora_rank is not None:
+        if vllm.max_lora_rank < needed:
             raise ConfigError(
                 f"engine.vllm.max_lora_rank: expected at least {needed}, the rank of an adapter, "
-                f"got {own.max_lora_rank}; raise it, or leave it out"
+                f"got {vllm.max_lora_rank}; raise it, or leave it out"
             )
-        return own.max_lora_rank
+        return vllm.max_lora_rank
     for rank in RANKS:
         if rank >= needed:
             return rank
@@ -157,17 +157,17 @@ def llm_keywords(
     `folder` is the folder or hub id of the base, `context` the most tokens of prompt plus
     completion.
     """
-    base, engine, own = slots.base, settings.engine, settings.engine.vllm
+    base, engine, vllm = slots.base, settings.engine, settings.engine.vllm
     on_cpu = base.device.type == "cpu"
     agents = sum(slots.is_trainable(name) for name in slots.names)
-    cache = own.kv_cache_memory_bytes
+    cache = vllm.kv_cache_memory_bytes
     if cache is None and on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         cache = CPU_CACHE_BYTES
     # Where vLLM splits a prompt, it rewinds the row's generator, which fails on a CPU.
-    whole: dict[str, Any] = {"enable_chunked_prefill": False} if on_cpu else {}
+    chunking: dict[str, Any] = {"enable_chunked_prefill": False} if on_cpu else {}
     keywords: dict[str, Any] = {
-        **whole,
-        **own.options,
+        **chunking,
+        **vllm.options,
         "model": folder,
         "trust_remote_code": settings.model is not None and settings.model.trust_remote_code,
         "skip_tokenizer_init": True,
@@ -175,20 +175,20 @@ def llm_keywords(
         "seed": 0,
         "max_model_len": context,
         "max_num_seqs": engine.decode_rows,
-        "dtype": str(base.dtype).removeprefix("torch.") if own.dtype == "auto" else own.dtype,
-        "enforce_eager": on_cpu if own.enforce_eager is None else own.enforce_eager,
-        "gpu_memory_utilization": own.gpu_memory_utilization,
-        "tensor_parallel_size": own.tensor_parallel_size,
+        "dtype": str(base.dtype).removeprefix("torch.") if vllm.dtype == "auto" else vllm.dtype,
+        "enforce_eager": on_cpu if vllm.enforce_eager is None else vllm.enforce_eager,
+        "gpu_memory_utilization": vllm.gpu_memory_utilization,
+        "tensor_parallel_size": vllm.tensor_parallel_size,
         "enable_lora": True,
-        "max_loras": own.max_loras or max(1, agents),
+        "max_loras": vllm.max_loras or max(1, agents),
         "max_lora_rank": rank,
         # log_softmax(logits / temperature), without filters or penalties.
         "logprobs_mode": "processed_logprobs",
-        "enable_sleep_mode": own.sleep_level > 0 and can_sleep(base),
-        "quantization": own.quantization,
-        "kv_cache_dtype": own.kv_cache_dtype,
+        "enable_sleep_mode": vllm.sleep_level > 0 and can_sleep(base),
+        "quantization": vllm.quantization,
+        "kv_cache_dtype": vllm.kv_cache_dtype,
         "kv_cache_memory_bytes": cache,
-        "max_num_batched_tokens": own.max_num_batched_tokens,
+        "max_num_batched_tokens": vllm.max_num_batched_tokens,
     }
     return {name: value for name, value in keywords.items() if value is not None}
 
