@@ -75,7 +75,7 @@ _COMPARED = (
     "fan_in_fan_out",
 )
 MAX_RANK = 65_536
-"""Largest accepted rank, above the features of any layer: a larger one is damage or an attack."""
+"""Largest accepted rank, above the features of any layer: a larger rank is damage or an attack."""
 _RANK = Rule(
     lambda v: is_whole(v) and 1 <= v <= MAX_RANK, f"an integer from 1 to {MAX_RANK}", "8 is usual"
 )
@@ -312,7 +312,7 @@ def merged_config(
 
 
 def with_targets(config: LoraConfig, targets: str | Collection[str]) -> LoraConfig:
-    """Return a configuration with other `target_modules`."""
+    """Return a copy of a configuration with other `target_modules`."""
     changed = copy.deepcopy(config)
     changed.target_modules = targets if isinstance(targets, str) else set(targets)  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
     return changed
@@ -349,7 +349,7 @@ def _scaling(config: LoraConfig) -> float:
 
 
 def _narrowing(config: LoraConfig, field: str) -> object:
-    """Return a field's value; None for missing or empty, equal to PEFT; 0 is a layer's number."""
+    """Return a field's value; None if missing or empty, as PEFT sees both; 0 is a layer."""
     value = getattr(config, field, None)
     return value if value or value == 0 else None
 

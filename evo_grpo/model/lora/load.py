@@ -51,7 +51,7 @@ class AdapterPlan:
 
     Attributes:
         state: Every tensor of the slot, by PEFT's file keys.
-        config: New configuration of the slot, None to keep its own.
+        config: New configuration of the slot; None for no change.
         shapes: Shapes of the slot's parameters afterwards by PEFT's file keys, in their order.
         own: Shapes of the adapter's tensors as read.
     """
@@ -171,7 +171,7 @@ def fit_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> None:
 
 
 def padded(value: Tensor, fresh: Tensor) -> Tensor:
-    """Copy a smaller matrix to the top-left corner of an initial one, whose B is zero."""
+    """Return `fresh` with a smaller `value` in its top-left corner, else `value` itself."""
     fits = value.ndim == fresh.ndim and all(
         a <= b for a, b in zip(value.shape, fresh.shape, strict=True)
     )

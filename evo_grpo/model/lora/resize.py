@@ -1,4 +1,4 @@
-"""Changes of the rank, alpha and layers of adapters that keep what was learned, and their mean.
+"""Changes rank, alpha and layers of adapters, keeping what was learned; averages adapters.
 
 An adapter adds s B A to a layer, where s is lora_alpha / r, or lora_alpha / sqrt(r) with rslora.
 
@@ -39,7 +39,7 @@ class Resized:
     """The result of a change of rank, alpha or layers.
 
     Attributes:
-        error: Relative error of the cut, in the Frobenius norm over all layers; None without one.
+        error: Relative error of the cut, in the Frobenius norm over all layers; None without a cut.
         factors: Factor on each tensor kept from before, perhaps grown, by PEFT's file keys.
     """
 

@@ -279,7 +279,7 @@ class AdapterSlots:
         self.restore_trainable()
 
     def remove(self, name: str) -> None:
-        """Delete a slot; the last one cannot be deleted, since PEFT needs one."""
+        """Delete a slot; the last slot cannot be deleted, since PEFT needs an adapter."""
         self._known(name)
         if len(self._params) == 1:
             raise ConfigError(
@@ -302,7 +302,7 @@ class AdapterSlots:
             kind.slots = [other for other in kind.slots if other != name]
 
     def rebuild(self, name: str, config: LoraConfig) -> None:
-        """Replace a slot by a new one with another configuration; no other slot changes."""
+        """Give a slot another configuration and new parameters; no other slot changes."""
         self._known(name)
         settings, spare = self.settled(config), f"{name}_spare"
         kind = self._kind_of(settings)
