@@ -305,7 +305,7 @@ class SharedBase:
 
     @property
     def _cache_keyword(self) -> str:
-        """The trunk's keyword for a cache; other in state-space models and transformers 5.24."""
+        """The trunk's keyword for a cache: state-space models and transformers 5.24 rename it."""
         parameters = inspect.signature(self.trunk.forward).parameters
         return next((n for n in ("cache_params", "cache") if n in parameters), "past_key_values")
 

@@ -30,9 +30,9 @@ class Encoded:
 
 @final
 class Classifier:
-    """Scores texts with one output of a classifier of transformers; `load` creates one.
+    """Scores texts with one output of a classifier of transformers.
 
-    The output is chosen by its `label` in the model's config; None is for a model with one output.
+    `label` names the output in the model's config; None takes the only output.
     `max_tokens` is the longest input; None takes the positions of the model.
     """
 

@@ -70,7 +70,7 @@ class _LinearLogprobs(torch.autograd.Function):
         `needs_input_grad` does not tell whether a backward follows: it is true in `no_grad`.
         """
         ctx.set_materialize_grads(False)
-        # The loss scale of float16 comes with the gradient, too late for what is rounded here.
+        # The loss scale of float16 comes with the gradient, too late for slopes rounded here.
         slope_dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
         rows, columns = _block(head)
         parts: list[list[Tensor]] = []
@@ -132,7 +132,7 @@ def _of_whole_rows(
         other_rows = _product(probs.scatter_(1, column, 0.0), weight)
         probs.scatter_(1, column, target_probs)
         slopes.append(inverse[:, None] * (-torch.expm1(picked) * weight[targets] - other_rows))
-    if count < 2:  # no further block: at a large vocabulary these are the peak
+    if count < 2:  # without a further block: blocks are the peak of memory
         return (picked[:, 0], probs.mul_(table).sum(-1).neg_()), slopes
     entropies = (probs * table).sum(-1).neg_()
     above = table.clamp_(min=LEAST_LOGPROB).add_(entropies[:, None]).mul_(probs)
@@ -143,9 +143,9 @@ def _of_whole_rows(
 def _by_kernel(
     hidden: Tensor, weight: Tensor, targets: Tensor, inverse: Tensor, count: int
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
-    """Return what `_of_whole_rows` does, in half precision; logits are written once and read twice.
+    """Compute `_of_whole_rows` by a kernel, in half precision: write logits once, read them twice.
 
-    Slopes are relative to the likeliest other token, so that float16 holds unlikely ones.
+    Slopes are relative to the likeliest other token, so that float16 holds unlikely tokens.
     """
     logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
     above = torch.empty_like(logits) if count > 1 else logits
@@ -173,7 +173,7 @@ def _table(hidden: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
 def _by_columns(
     hidden: Tensor, head: _Head, targets: Tensor, inverse: Tensor, count: int, columns: int
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
-    """Return what `_of_whole_rows` does, one block of the vocabulary at a time.
+    """Compute `_of_whole_rows`, one block of the vocabulary at a time.
 
     Sums over the vocabulary leave the targets out, and are relative to the greatest logit so far.
     """

@@ -71,7 +71,7 @@ def class_from_libraries(kind: type) -> bool:
 def foreign_functions(namespace: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of a module's functions that do not belong to torch or transformers."""
     for name, value in namespace.items():
-        # torch.compile stores what it compiled for another model of the process under names with
+        # torch.compile stores functions compiled for other models of the process under names with
         # two underscores; `dataclass` is called when a module is imported.
         is_function = isinstance(value, FunctionType) and not name.startswith("__")
         if is_function and value is not dataclass and not from_libraries(value):
@@ -79,7 +79,7 @@ def foreign_functions(namespace: Mapping[str, Any]) -> Iterator[str]:
 
 
 def tampered(module: nn.Module) -> str | None:
-    """Return what changes the forward of an instance (its own forward, or a hook), or None.
+    """Return how an instance changes the forward (by its own forward, or a hook), or None.
 
     Submodules are not checked.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Quantization = Literal["int8", "nf4"]
 
-#: Weights of one scale in NF4 (arXiv:2305.14314).
+#: Weights per scale in NF4 (arXiv:2305.14314).
 NF4_BLOCK = 64
 
 

@@ -52,7 +52,7 @@ class RowLimit:
     def hold(self, requested: int | None) -> None:
         """Fix the rotary frequencies for rows of the requested number of tokens.
 
-        None takes the longest rows with the frequencies of short ones.
+        None takes the frequencies of short rows.
         """
         if self.switch is None:
             return
@@ -145,7 +145,7 @@ def hold_frequencies(trunk: nn.Module, longest: int) -> None:
         for layer_type, rope_type in types.items():
             if _changes(rope_type):
                 arguments = {} if layer_type is None else {"layer_type": layer_type}
-                # Run a short row first: only a short row resets the frequencies of a longer one.
+                # Run a short row first: only a short row resets the frequencies of a long row.
                 for position in (0, longest - 1):
                     positions = torch.tensor([[position]], device=buffer.device)
                     module(buffer.view(1, 1, -1), position_ids=positions, **arguments)

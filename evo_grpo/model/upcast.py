@@ -78,7 +78,7 @@ def _units(trunk: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     yield trunk, False
 
 
-def _widen(given: Any) -> Any:  # noqa: ANN401 -- what layers hand each other
+def _widen(given: Any) -> Any:  # noqa: ANN401 -- inputs and outputs of layers
     """Return tensors of half precision as float32, within tuples, lists and dicts too."""
     if isinstance(given, Tensor):
         return given.float() if given.dtype in HALF else given
