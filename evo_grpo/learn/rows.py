@@ -136,7 +136,7 @@ class MicroBatch:
         )
 
     def gather(self, name: str) -> Tensor:
-        """Return the per-row tensors `old` or `ref` as (B, C); zeros for rows without one."""
+        """Return the per-row tensors `old` or `ref` as (B, C); zeros for rows without it."""
         device = self.mask.device
         parts = [
             torch.zeros(row.generated, device=device)

@@ -68,7 +68,7 @@ class Updates(Protocol):
 
 @final
 class OwnOptimizers:
-    """Steps by the AdamW of each agent, on one process; see `Updates`."""
+    """Steps the AdamW of each agent, in one process; see `Updates`."""
 
     parts = 1
     plain = False
@@ -134,7 +134,7 @@ MOST = 60
 
 
 class LossScales:
-    """The loss scales of one optimizer step, a power of two for the position of each agent."""
+    """The loss scales of one optimizer step, one power of two per agent."""
 
     def __init__(self, exponents: dict[int, int]) -> None:
         self._exponents = exponents
