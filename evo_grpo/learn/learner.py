@@ -141,8 +141,8 @@ class Learner:
             sums=MetricSums(len(agents), self.base.device),
             metrics=[start_metrics(n, len(rows)) for n, rows in zip(row_counts, live, strict=True)],
         )
-        everything = [pair for pairs in live for pair in pairs]
-        later = [p for p in everything if p[1].minibatch > 0]
+        all_pairs = [pair for pairs in live for pair in pairs]
+        later = [p for p in all_pairs if p[1].minibatch > 0]
         if self.updates.parts == 1:
             self._fill_old_logprobs(call, later)
         else:  # each process takes the rows that it has in the step
@@ -152,7 +152,7 @@ class Learner:
             for minibatch in range(max((t.minibatches for t in call.totals), default=0)):
                 pairs = [
                     p
-                    for p in everything
+                    for p in all_pairs
                     if p[1].minibatch == minibatch and epoch < agents[p[0]].hparams.update_epochs
                 ]
                 if pairs:
@@ -174,26 +174,26 @@ class Learner:
         """Accumulate gradients over micro-batches, then step the optimizer of each agent."""
         agents = call.agents
         # No agent has been updated yet: the present policy is the old one.
-        first = epoch == minibatch == 0
+        is_first = epoch == minibatch == 0
         present = sorted({position for position, _ in pairs})
         forward = self._open_forward([agents[position].adapter for position in present])
-        held = any(agents[position].hparams.beta > 0 for position in present)
+        has_kl = any(agents[position].hparams.beta > 0 for position in present)
         references = [agents[position].reference for position in present]
-        reference = self._open_forward(references) if held else None
-        before = call.sums.copy()
+        reference = self._open_forward(references) if has_kl else None
+        sums_before = call.sums.copy()
         scales = self._loss_scales(call, pairs, minibatch)
 
         def start_anew() -> None:
             forward.collect_gradients()
             for position in present:
                 agents[position].optimizer.zero_grad(set_to_none=True)
-            call.sums.put_back(before)
+            call.sums.put_back(sums_before)
 
         while True:
             self._in_memory(
                 pairs,
                 lambda: self._accumulate(
-                    call, pairs, forward, reference, minibatch, first=first, scales=scales
+                    call, pairs, forward, reference, minibatch, first=is_first, scales=scales
                 ),
                 start_anew,
             )
@@ -213,11 +213,11 @@ class Learner:
         for position, row in pairs:
             rows.setdefault(position, []).append(row)
         exponents: dict[int, int] = {}
-        for position, own in rows.items():
+        for position, rows_of_agent in rows.items():
             totals = call.totals[position]
             exponents[position] = first_scale(
                 call.agents[position],
-                own,
+                rows_of_agent,
                 (totals.rows[minibatch], totals.tokens[minibatch]),
                 call.losses[position],
                 self.algorithm.adv_clip_range,
@@ -227,15 +227,15 @@ class Learner:
     def _overflowed(self, call: _Call, present: Sequence[int], scales: LossScales) -> bool:
         """Divide the gradients by their scales; return whether the step must be computed again."""
         losses = call.sums.values["loss"].tolist()
-        again = False
+        must_repeat = False
         for position in present:
             adapter = call.agents[position].adapter
             grads = [p.grad for p in self.slots.parameters(adapter) if p.grad is not None]
             scales.divide_out(position, grads)
-            # If the loss itself is not finite, a lower scale does not help.
+            # If the loss is not finite, a lower scale does not help.
             if math.isfinite(losses[position]) and not _finite(grads):
-                again = scales.lower(position) or again
-        return again
+                must_repeat = scales.lower(position) or must_repeat
+        return must_repeat
 
     def _accumulate(
         self,
@@ -253,8 +253,8 @@ class Learner:
         denominators = call.denominators(minibatch)
         buckets = self._packed(pairs)
         for number, bucket in enumerate(buckets, 1):
-            mine, counts = self.updates.share(bucket, last=number == len(buckets))
-            batch = collate(mine, self.base.pad_id, self.base.device)
+            share, is_counted = self.updates.share(bucket, last=number == len(buckets))
+            batch = collate(share, self.base.pad_id, self.base.device)
             dropout = self._dropout(call, batch)
             layout = RowLayout(tuple(agents[p].adapter for p in batch.present), batch.counts)
             self._fill_reference_logprobs(agents, batch, reference)
@@ -273,8 +273,8 @@ class Learner:
                 )
                 scaled = weights if scales is None else weights * scales.of(batch.positions)
                 loss = torch.where(batch.mask, scaled * terms.loss, 0.0).sum()
-                self.updates.backward(loss if counts else 0.0 * loss)
-            if counts:
+                self.updates.backward(loss if is_counted else 0.0 * loss)
+            if is_counted:
                 measure(call.sums, batch, terms, weights, entropies, flat, first=first)
 
     def _in_memory(
@@ -298,12 +298,12 @@ class Learner:
                 if not is_out_of_memory(error):
                     raise
                 lengths = [len(row.token_ids) for _, row in pairs]
-                # A row alone gets a micro-batch of its own, however few tokens are allowed.
-                least = min(self._tokens, sum(lengths)) <= max(lengths)
+                # A row above the budget is a micro-batch already, which cannot be smaller.
+                is_alone = min(self._tokens, sum(lengths)) <= max(lengths)
                 self.reduced = halved(
                     "engine.max_tokens_per_microbatch",
                     self._tokens,
-                    0 if least else sum(lengths),
+                    0 if is_alone else sum(lengths),
                     error,
                     "set engine.gradient_checkpointing: true, shorten algorithm.max_output_tokens, "
                     "or lower population.size",
@@ -320,8 +320,8 @@ class Learner:
     @property
     def _tokens(self) -> int:
         # Not cached: an engine may move the base to its device later.
-        wanted = self.engine.max_tokens_per_microbatch or self.base.micro_batch_tokens
-        return self.reduced or wanted
+        budget = self.engine.max_tokens_per_microbatch or self.base.micro_batch_tokens
+        return self.reduced or budget
 
     def _loss_terms(
         self, call: _Call, batch: MicroBatch, flat: Tensor, entropies: Tensor
@@ -354,7 +354,7 @@ class Learner:
         terms = token_terms_of(self._losses(call, batch), logprobs, inputs, values)
         if kl is None:
             return terms
-        # Each of the two is 0 in the rows of the other.
+        # Each of the two KLs is 0 in the rows of the other.
         return replace(terms, kl=kl if terms.kl is None else kl + terms.kl)
 
     @staticmethod
@@ -394,12 +394,12 @@ class Learner:
         self, agents: Sequence[AgentTraining], batch: MicroBatch, forward: TrainForward
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs (M,) and entropies (M,), nats, of the generated tokens."""
-        picked = forward.hidden_at(batch.input_ids, batch.where, batch.prefix)
+        hidden = forward.hidden_at(batch.input_ids, batch.where, batch.prefix)
         per_row = torch.tensor([agents[p].hparams.temperature for p in batch.owners])
         lengths = torch.tensor([row.generated for row in batch.rows])
-        temperature = per_row.repeat_interleave(lengths).to(picked.device)
-        rewarded = any(agents[p].hparams.entropy_coef > 0 for p in batch.present)
-        return self.base.token_logprobs(picked, batch.targets, temperature, of_entropies=rewarded)
+        temperature = per_row.repeat_interleave(lengths).to(hidden.device)
+        has_bonus = any(agents[p].hparams.entropy_coef > 0 for p in batch.present)
+        return self.base.token_logprobs(hidden, batch.targets, temperature, of_entropies=has_bonus)
 
     @torch.no_grad()
     def _fill_old_logprobs(self, call: _Call, pairs: list[tuple[int, Row]]) -> None:
@@ -412,8 +412,8 @@ class Learner:
 
         def fill() -> None:
             for bucket in self._packed(pairs):
-                mine, _ = self.updates.share(bucket, last=False)
-                batch = collate(mine, self.base.pad_id, self.base.device)
+                share, _ = self.updates.share(bucket, last=False)
+                batch = collate(share, self.base.pad_id, self.base.device)
                 dropout = self._dropout(call, batch)
                 layout = RowLayout(tuple(agents[p].adapter for p in batch.present), batch.counts)
                 with forward.rows(layout, dropout):
@@ -436,12 +436,12 @@ class Learner:
             return
         # One forward for all: rows of agents without a reference slot use the base alone, and
         # agents that share a reference slot use that slot.
-        whole = len(pairs) == len(batch.rows)
-        part = batch if whole else collate(pairs, self.base.pad_id, self.base.device)
-        layout = RowLayout(tuple(agents[p].reference for p in part.present), part.counts)
+        is_whole = len(pairs) == len(batch.rows)
+        subset = batch if is_whole else collate(pairs, self.base.pad_id, self.base.device)
+        layout = RowLayout(tuple(agents[p].reference for p in subset.present), subset.counts)
         with forward.rows(layout):
-            flat, _ = self._logprobs(agents, part, forward)
-        part.scatter("ref", flat)
+            flat, _ = self._logprobs(agents, subset, forward)
+        subset.scatter("ref", flat)
 
     def _dropout(self, call: _Call, batch: MicroBatch) -> tuple[int, ...] | None:
         agents, seed = call.agents, derive(call.seed, "dropout")
@@ -455,7 +455,7 @@ class Learner:
 
 
 def _has_gradient(row: Row, hparams: Hparams) -> bool:
-    """Return whether a row has a gradient; a step without one would still move the moments."""
+    """Return whether a row has a gradient; a zero gradient would still move AdamW's moments."""
     return (row.advantage != 0.0 or largest_penalty(hparams) > 0) and row.generated > 0
 
 
@@ -470,8 +470,8 @@ def _parted(beta: float | Tensor, shapes: Sequence[bool]) -> tuple[float | Tenso
         return 0.0, beta
     if all(shapes):
         return beta, 0.0
-    own = torch.tensor(shapes, device=beta.device)[:, None]
-    return torch.where(own, beta, 0.0), torch.where(own, 0.0, beta)
+    is_shaped = torch.tensor(shapes, device=beta.device)[:, None]
+    return torch.where(is_shaped, beta, 0.0), torch.where(is_shaped, 0.0, beta)
 
 
 def _finite(gradients: Sequence[Tensor]) -> bool:

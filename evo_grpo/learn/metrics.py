@@ -20,12 +20,12 @@ class MetricSums:
 
     def copy(self) -> MetricSums:
         """Return a copy."""
-        out = MetricSums(self.agents, self.device)
-        out.put_back(self)
-        return out
+        sums = MetricSums(self.agents, self.device)
+        sums.put_back(self)
+        return sums
 
     def put_back(self, other: MetricSums) -> None:
-        """Replace the sums by those of another."""
+        """Replace the sums by copies of those of `other`."""
         self.values = {name: value.clone() for name, value in other.values.items()}
         self.peaks = {name: value.clone() for name, value in other.peaks.items()}
 
@@ -91,10 +91,10 @@ def measure(
         sums.add("kl_tokens", positions, tokens * mask.new_tensor(has_reference))
     has_sampler = [row.sampler_logprobs is not None for row in batch.rows]
     if first and any(has_sampler):
-        ours, known = batch.pad(flat.detach()), mask.new_tensor(has_sampler)
-        gap = total((ours - batch.sampler_logprobs(ours)).abs())
-        sums.add("sampler_gap", positions, torch.where(known, gap, 0))
-        sums.add("compared_tokens", positions, tokens * known)
+        logprobs, is_recorded = batch.pad(flat.detach()), mask.new_tensor(has_sampler)
+        gap = total((logprobs - batch.sampler_logprobs(logprobs)).abs())
+        sums.add("sampler_gap", positions, torch.where(is_recorded, gap, 0))
+        sums.add("compared_tokens", positions, tokens * is_recorded)
 
 
 def finish(sums: MetricSums, metrics: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -2,7 +2,7 @@
 
 Rows of similar length need less padding; rows of one prompt compute its tokens once (see
 `evo_grpo.model.forward.prefix`). Which order saves more depends on the lengths of prompts and
-completions, so both are tried and the one with fewer tokens is used.
+completions, so both orders are tried and the one with fewer tokens is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _SizedRow:
     """A row with the properties by which it is packed.
 
     `position` is that of its agent in the learn call; `prefix_length` counts the tokens before the
-    first generated one, and `prefix`, the position with those tokens, is equal for rows that can
+    first generated one; `prefix` is the position with these tokens: rows with equal prefixes can
     share them.
     """
 
@@ -77,7 +77,7 @@ class _Bucket:
         return bucket
 
     def merge(self, other: _Bucket) -> None:
-        """Grow by the rows of another one, without listing them."""
+        """Count the rows of another bucket, without listing them."""
         self.count += other.count
         self.prefixes |= other.prefixes
         self.length = max(self.length, other.length)
@@ -136,7 +136,7 @@ def pack(
 
 
 def _side_by_side(rows: Sequence[_SizedRow]) -> list[_SizedRow]:
-    """Return rows sorted by agent, and those of a prefix side by side."""
+    """Return rows sorted by agent, those with the same prefix next to each other."""
     order: dict[tuple[int, bytes], int] = {}
     for row in rows:
         order.setdefault(row.prefix, len(order))
@@ -148,14 +148,14 @@ def _packed(sized: Sequence[_SizedRow], token_budget: int, max_rows: int | None)
     candidates = [_fill(_by_length(sized), token_budget, max_rows)]
     if len({row.prefix for row in sized}) < len(sized):
         tiers = _by_prefix(sized)
-        whole = _fill(tiers, token_budget, max_rows)
+        unsplit = _fill(tiers, token_budget, max_rows)
         single_rows = [[[row] for block in tier for row in block] for tier in tiers]
         split = _fill(single_rows, token_budget, max_rows)
-        candidates.append(split if len(split) <= MAX_SPLIT_SHARE * len(whole) else whole)
-    first = min(candidates, key=_tokens)
+        candidates.append(split if len(split) <= MAX_SPLIT_SHARE * len(unsplit) else unsplit)
+    smallest = min(candidates, key=_tokens)
     # Ties in tokens and micro-batches: prefer the smaller largest micro-batch.
-    equal = (buckets for buckets in candidates if len(buckets) == len(first))
-    return min(equal, key=lambda buckets: (_tokens(buckets), max(one.tokens() for one in buckets)))
+    tied = (buckets for buckets in candidates if len(buckets) == len(smallest))
+    return min(tied, key=lambda buckets: (_tokens(buckets), max(b.tokens() for b in buckets)))
 
 
 def _tokens(buckets: Sequence[_Bucket]) -> int:
@@ -218,34 +218,34 @@ def _fill(tiers: Sequence[_Tier], token_budget: int, max_rows: int | None) -> li
 def _cut(
     tiers: Sequence[_Tier], token_budget: int, max_rows: int | None
 ) -> Iterator[Sequence[_Tier]]:
-    """Yield the runs of neighbouring tiers that are buckets; one above the budget is alone."""
-    each = token_budget * BUCKET_SHARE
+    """Yield runs of neighbouring tiers, one per bucket; a tier above the budget is a run."""
+    bucket_cost = token_budget * BUCKET_SHARE
     # All pairs of ends are tried; neighbours of many tiers are joined to limit their number.
     size = -(-len(tiers) // MOST_CUTS)
     tiers = [[b for tier in tiers[i : i + size] for b in tier] for i in range(0, len(tiers), size)]
-    whole = [_Bucket.of(row for block in tier for row in block) for tier in tiers]
-    # For the tiers from each one on: the least cost, with the smallest largest bucket; and the end
-    # of its run.
+    tier_buckets = [_Bucket.of(row for block in tier for row in block) for tier in tiers]
+    # For the tiers from `start` on: the least cost, with the smallest largest bucket; and where the
+    # first run ends.
     least, ends = [(0.0, 0)] * (len(tiers) + 1), [0] * len(tiers)
-    for first in range(len(tiers) - 1, -1, -1):
-        bucket, least[first] = _Bucket(), (math.inf, 0)
-        for last in range(first, len(tiers)):
-            bucket.merge(whole[last])
+    for start in range(len(tiers) - 1, -1, -1):
+        bucket, least[start] = _Bucket(), (math.inf, 0)
+        for last in range(start, len(tiers)):
+            bucket.merge(tier_buckets[last])
             tokens, too_many = bucket.tokens(), max_rows is not None and bucket.count > max_rows
-            if last > first and (tokens > token_budget or too_many):
+            if last > start and (tokens > token_budget or too_many):
                 break
             cost, largest = least[last + 1]
-            if (candidate := (tokens + each + cost, max(tokens, largest))) < least[first]:
-                least[first], ends[first] = candidate, last + 1
-    first = 0
-    while first < len(tiers):
-        yield tiers[first : ends[first]]
-        first = ends[first]
+            if (candidate := (tokens + bucket_cost + cost, max(tokens, largest))) < least[start]:
+                least[start], ends[start] = candidate, last + 1
+    start = 0
+    while start < len(tiers):
+        yield tiers[start : ends[start]]
+        start = ends[start]
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Rows and generated tokens (>= 1) per minibatch of one agent, gradient or not."""
+    """Rows and generated tokens (>= 1) per minibatch of an agent, with and without a gradient."""
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -283,8 +283,8 @@ def assign_minibatches(
     if size >= len(rows):
         return
     order = generator(seed).permutation(len(rows))
-    for place, index in enumerate(order):
-        rows[index].minibatch = place // size
+    for turn, index in enumerate(order):
+        rows[index].minibatch = turn // size
 
 
 def filter_and_whiten(rows: list[Row], algorithm: AlgorithmConfig) -> list[Row]:
@@ -293,7 +293,7 @@ def filter_and_whiten(rows: list[Row], algorithm: AlgorithmConfig) -> list[Row]:
         return rows
     lengths = torch.tensor([row.generated for row in rows])
     mask = torch.arange(max(1, int(lengths.max()))) < lengths[:, None]
-    values, kept = token_advantages(
+    values, is_kept = token_advantages(
         torch.tensor([row.advantage for row in rows], dtype=torch.float64),
         mask,
         whiten=algorithm.whiten_advantages,
@@ -303,6 +303,6 @@ def filter_and_whiten(rows: list[Row], algorithm: AlgorithmConfig) -> list[Row]:
     # All tokens of a row still have the same advantage: take that of the first column.
     return [
         replace(row, advantage=float(value))
-        for row, value, keep in zip(rows, values[:, 0], kept, strict=True)
+        for row, value, keep in zip(rows, values[:, 0], is_kept, strict=True)
         if keep
     ]

@@ -66,7 +66,7 @@ class AgentBatch:
 
 @dataclass
 class AgentTraining:
-    """One agent as the learner trains it.
+    """An agent in a learn call.
 
     `adapter` is the trained slot, and `optimizer` is over its parameters alone. `reference` is the
     slot of its frozen reference, which agents may share, None for the base. `stream` names its
@@ -111,10 +111,10 @@ class MicroBatch:
         counts: Rows per agent of `present`, the positions of the agents that have rows here.
         input_ids: (B, T) int64, padded on the right, without the last token of the longest row.
         targets: (M,) int64 generated token ids, row by row.
-        where: (M,) flat positions in (B, T) of the hidden states that predict them.
+        where: (M,) flat positions in (B, T) of the hidden states that predict the targets.
         mask: (B, C) bool, the first n columns of a row with n generated tokens.
         advantages: (B,) fp32.
-        prefix: The same rows with their common prefixes once, where that is less work; else None.
+        prefix: The same rows with common prefixes stored once, if that is less work; else None.
     """
 
     rows: list[Row]
@@ -136,12 +136,12 @@ class MicroBatch:
         )
 
     def gather(self, name: str) -> Tensor:
-        """Return the per-row tensors `old` or `ref` as (B, C); zeros for rows without one."""
+        """Return the per-row tensors `old` or `ref` as (B, C); zeros for rows without it."""
         device = self.mask.device
         parts = [
             torch.zeros(row.generated, device=device)
-            if (own := getattr(row, name)) is None
-            else own
+            if (logprobs := getattr(row, name)) is None
+            else logprobs
             for row in self.rows
         ]
         return self.pad(torch.cat(parts))
@@ -156,10 +156,10 @@ class MicroBatch:
                 )
         recorded = [(row.sampler_logprobs, row.generated) for row in self.rows]
         flat = np.concatenate(
-            [np.zeros(n, np.float32) if own is None else own for own, n in recorded]
+            [np.zeros(n, np.float32) if logprobs is None else logprobs for logprobs, n in recorded]
         )
-        known = self.mask.new_tensor([[own is not None] for own, _ in recorded])
-        return torch.where(known, self.pad(torch.from_numpy(flat).to(old)), old)
+        is_recorded = self.mask.new_tensor([[logprobs is not None] for logprobs, _ in recorded])
+        return torch.where(is_recorded, self.pad(torch.from_numpy(flat).to(old)), old)
 
     def scatter(self, name: str, flat: Tensor) -> None:
         """Store (M,) values, detached, in the attribute `old` or `ref` of the rows."""

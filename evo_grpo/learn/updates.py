@@ -39,9 +39,9 @@ class Updates(Protocol):
     plain: bool
 
     def share(self, bucket: Bucket, *, last: bool) -> tuple[Bucket, bool]:
-        """Return this process's rows of a micro-batch, at least one, and whether they count.
+        """Return this process's rows of a micro-batch, and whether they count in loss and metrics.
 
-        `last` marks the last micro-batch of a step.
+        There is at least one row. `last` marks the last micro-batch of a step.
         """
         ...
 
@@ -68,7 +68,7 @@ class Updates(Protocol):
 
 @final
 class OwnOptimizers:
-    """Steps by the AdamW of each agent, on one process; see `Updates`."""
+    """Steps the AdamW of each agent, in one process; see `Updates`."""
 
     parts = 1
     plain = False
@@ -97,12 +97,12 @@ class OwnOptimizers:
             for i in present
         ]
         norms = _norms(grads)
-        for i, mine, norm in zip(present, grads, norms, strict=True):
-            entry, most = metrics[i], agents[i].hparams.max_grad_norm
+        for i, agent_grads, norm in zip(present, grads, norms, strict=True):
+            entry, max_norm = metrics[i], agents[i].hparams.max_grad_norm
             entry["grad_norm"] += norm
             if math.isfinite(norm):
-                if most is not None and norm > most:
-                    torch._foreach_mul_(mine, most / (norm + 1e-6))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one launch; `clip_grads_with_norm_` rounds the factor to float32 and multiplies unclipped gradients too
+                if max_norm is not None and norm > max_norm:
+                    torch._foreach_mul_(agent_grads, max_norm / (norm + 1e-6))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one launch; `clip_grads_with_norm_` rounds the factor to float32 and multiplies unclipped gradients too
                 agents[i].optimizer.step()
                 self.slots.mark_changed(agents[i].adapter)
                 entry["updates"] += 1
@@ -117,8 +117,8 @@ class OwnOptimizers:
 
 def _norms(grads: Sequence[list[Tensor]]) -> list[float]:
     """Return the norm of each agent's gradients, with one host sync for all."""
-    flat = torch._foreach_norm([g for mine in grads for g in mine])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one call for all agents; `get_total_norm` gives the same bits, agent by agent, in 1.6 times the time
-    parts = torch.stack(flat).split([len(mine) for mine in grads])
+    flat = torch._foreach_norm([g for agent_grads in grads for g in agent_grads])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one call for all agents; `get_total_norm` gives the same bits, agent by agent, in 1.6 times the time
+    parts = torch.stack(flat).split([len(agent_grads) for agent_grads in grads])
     return torch.stack([torch.linalg.vector_norm(part) for part in parts]).tolist()
 
 
@@ -134,7 +134,7 @@ MOST = 60
 
 
 class LossScales:
-    """The scales of one optimizer step, from the position of each agent to a power of two."""
+    """The loss scales of one optimizer step, one power of two per agent."""
 
     def __init__(self, exponents: dict[int, int]) -> None:
         self._exponents = exponents
@@ -174,8 +174,8 @@ def first_scale(
 ) -> int:
     """Return the exponent of the scale that gives a typical token a gradient of 2^`TYPICAL`.
 
-    `rows` are the agent's rows of the step, at least one; `totals` are the rows and tokens of the
-    step, with those without a gradient; `clip_range` bounds the advantages, or is None. The
+    `rows` are the agent's rows of the step, at least one; `totals` count all rows and tokens of the
+    step, with and without a gradient; `clip_range` bounds the advantages, or is None. The
     exponent is 0 if an advantage is not finite.
     """
     lengths = torch.tensor([row.generated for row in rows])

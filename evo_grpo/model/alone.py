@@ -1,4 +1,4 @@
-"""Lets a thread load a model while no other one loads, trains or generates in this process.
+"""Lets a thread load a model while no other thread loads, trains or generates.
 
 While it loads, transformers changes global state: torch's default dtype, the initialisation of
 weights, patched classes. Two concurrent loads leave the patches in place, and a thread that
@@ -13,10 +13,10 @@ from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 
 _turn = threading.RLock()
-"""Held by the thread that loads or waits to load: no further one begins to compute."""
+"""Held by the thread that loads or waits to load; meanwhile no other thread starts to compute."""
 _change = threading.Condition()
 _computing = Counter[int]()
-"""Threads within `beside_no_load`, and how deep."""
+"""Thread -> number of nested `beside_no_load` contexts that it is in."""
 
 
 @contextmanager

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 ACTIVATION_BYTES = 1 << 29
 CPU_TOKENS = (2048, 8192)
 DEVICE_TOKENS = 4096
-#: Names of the maximum number of positions in configs: most models, GPT-J, MPT, Whisper's decoder.
+#: Keys of a config for the number of positions: most models, GPT-J, MPT, Whisper's decoder.
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
-#: Names of the bound of the logits in configs.
+#: Keys of a config for the tanh cap of the logits.
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
@@ -84,7 +84,7 @@ class SharedBase:
         self.quantization: Quantization | None = None
         #: Whether kernels of `llama.cuda` compute the log-probs of tokens.
         self.head_kernels = False
-        #: Whether kernels may compute; see `Engine`.
+        #: The setting `engine.kernels`.
         self.kernels: Kernels = "auto"
         #: Whether flash attention adds gradients in a fixed order; see `llama.cuda.attention`.
         self.in_order = True
@@ -128,9 +128,9 @@ class SharedBase:
         """Default number of padded tokens of one forward and backward."""
         if self.device.type != "cpu":
             return DEVICE_TOKENS
-        each = self._features * self.dtype.itemsize
+        token_bytes = self._features * self.dtype.itemsize
         least, most = CPU_TOKENS
-        return min(most, max(least, ACTIVATION_BYTES // max(1, each)))
+        return min(most, max(least, ACTIVATION_BYTES // max(1, token_bytes)))
 
     @classmethod
     def load(
@@ -152,22 +152,22 @@ class SharedBase:
             dtype: "float32", "bfloat16", "float16", a torch.dtype or "auto": float32 on the CPU,
                 and bfloat16 on CUDA or float16 below compute capability 8.0. `torch_dtype` is the
                 older spelling.
-            tokenizer: Use this one instead of the model's own.
+            tokenizer: Replaces the tokenizer of the model.
             quantization: Keep the linear layers in 8 or 4 bits; see `model.quantized`.
             on_host: Keep the model in CPU memory for now, in the dtype for the device.
             **extra: Keywords for the model's `from_pretrained`.
         """
         source = resolve(name)
-        where = pick_device(device)
+        target = pick_device(device)
         dtype, extra = merge_dtype_keywords(dtype, extra)
-        chosen = pick_dtype(dtype, where)
+        chosen = pick_dtype(dtype, target)
         if quantization is not None:
-            extra = {**extra, **quantization_keywords(quantization, source, chosen, where)}
+            extra = {**extra, **quantization_keywords(quantization, source, chosen, target)}
         with working(f"load the weights of {name}"):
             model, loaded = from_pretrained(source, chosen, extra, with_tokenizer=tokenizer is None)
         tokenizer = tokenizer if tokenizer is not None else loaded
         if quantization is None:
-            return cls(model.to("cpu" if on_host else where), tokenizer, name)
+            return cls(model.to("cpu" if on_host else target), tokenizer, name)
         use_plain_products(model, quantization, name)
         base = cls(model, tokenizer, name)
         base.quantization = quantization
@@ -185,7 +185,7 @@ class SharedBase:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """All ids that end a completion, that of the tokenizer first."""
+        """All ids that end a completion, the tokenizer's first."""
         ids: list[int] = []
         generation = getattr(self.model, "generation_config", None)
         for holder in (self.tokenizer, generation, self.model.config):
@@ -196,9 +196,9 @@ class SharedBase:
     @property
     def pad_id(self) -> int:
         """Padding id. Any valid id is possible, since masks are made from lengths."""
-        tokenizers = getattr(self.tokenizer, "pad_token_id", None)
-        chosen = None if self.padding is None else self.padding[0]
-        ids = (value for value in (chosen, tokenizers, *self.eos_ids) if isinstance(value, int))
+        tokenizer_id = getattr(self.tokenizer, "pad_token_id", None)
+        configured_id = None if self.padding is None else self.padding[0]
+        ids = (n for n in (configured_id, tokenizer_id, *self.eos_ids) if isinstance(n, int))
         return next(ids, 0)
 
     def set_padding(self, pad_id: int, pad_token: str | None = None) -> None:
@@ -236,23 +236,23 @@ class SharedBase:
     def weights(self) -> dict[str, Tensor]:
         """Return the frozen weights by their names in `from_pretrained`, without adapters.
 
-        If an engine divides the weights among processes, all must call this method, and get copies.
+        If an engine divides the weights among processes, all must call this; each gets copies.
         """
         if self.gathered is None:
             raise ModelError(
                 f"base {self.name!r}: expected its whole weights, got those of one of several "
                 "processes (engine.base: sharded); do this in one process"
             )
-        seen: set[int] = set()
-        out: dict[str, Tensor] = {}
+        pointers: set[int] = set()
+        weights: dict[str, Tensor] = {}
         with self.gathered():
             for name, value in self.model.state_dict().items():
                 # Tied weights are stored once.
-                if "lora_" not in name and value.data_ptr() not in seen:
-                    seen.add(value.data_ptr())
-                    whole = value if self.gathered is nullcontext else value.cpu().clone()
-                    out[name.replace(".base_layer.", ".")] = whole
-        return out
+                if "lora_" not in name and value.data_ptr() not in pointers:
+                    pointers.add(value.data_ptr())
+                    tensor = value if self.gathered is nullcontext else value.cpu().clone()
+                    weights[name.replace(".base_layer.", ".")] = tensor
+        return weights
 
     def save(self, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write the base as a model folder: config.json, model.safetensors and the tokenizer.
@@ -265,19 +265,19 @@ class SharedBase:
                 "adapters alone (lora_only=True), which fit the original model"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        own = self.weights() if weights is None else weights
-        state = {k: v.detach().cpu().contiguous() for k, v in own.items()}
+        tensors = self.weights() if weights is None else weights
+        state = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         self.model.config.save_pretrained(str(folder))
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(str(folder))
 
     def check_same(self, folder: Path) -> None:
-        """Raise ModelError if a saved base has other weights than this one."""
-        own = self.weights()
+        """Raise ModelError if the weights in a model folder differ from those of this base."""
+        weights = self.weights()
         with safe_open(folder / "model.safetensors", framework="pt") as saved:
-            same = set(saved.keys()) == set(own) and all(
-                torch.equal(saved.get_tensor(k), v.cpu()) for k, v in own.items()
+            same = set(saved.keys()) == set(weights) and all(
+                torch.equal(saved.get_tensor(k), v.cpu()) for k, v in weights.items()
             )
         if not same:
             raise ModelError(
@@ -305,19 +305,19 @@ class SharedBase:
 
     @property
     def _cache_keyword(self) -> str:
-        """The trunk's name of a cache; state-space models and transformers 5.24 have their own."""
-        taken = inspect.signature(self.trunk.forward).parameters
-        return next((n for n in ("cache_params", "cache") if n in taken), "past_key_values")
+        """The trunk's keyword for a cache: state-space models and transformers 5.24 rename it."""
+        parameters = inspect.signature(self.trunk.forward).parameters
+        return next((n for n in ("cache_params", "cache") if n in parameters), "past_key_values")
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of a loss that was computed through `run`."""
+        """Run the backward of a loss whose forward was `run`."""
         with nullcontext() if self.passes is None else self.passes.backward():
             loss.backward()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the model's logits (..., V) fp32 of final hidden states (..., H)."""
-        out = self.head(hidden if self.logit_scale == 1.0 else hidden * self.logit_scale).float()
-        return self.softcap * torch.tanh(out / self.softcap) if self.softcap else out
+        logits = self.head(hidden if self.logit_scale == 1.0 else hidden * self.logit_scale).float()
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     def token_logprobs(
         self,
@@ -329,7 +329,7 @@ class SharedBase:
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies (M,) of targets (M,) from hidden states (M, H).
 
-        See `linear_logprobs`. A head that does more than multiply is called as a module.
+        See `linear_logprobs`. A head that is no plain linear layer is called as a module.
         """
         if not is_plain_linear(self.head):
             return module_logprobs(self.logits, hidden, targets, temperature, self.vocabulary)
@@ -344,10 +344,10 @@ class SharedBase:
         pad = getattr(self.tokenizer, "pad_token_id", None)
         ids = [("end token", number) for number in self.eos_ids]
         ids += [("padding token", pad)] if isinstance(pad, int) else []
-        for what, number in ids:
+        for kind, number in ids:
             if not 0 <= number < self.vocabulary:
                 raise ModelError(
-                    f"model {self.name!r}: its {what} has id {number}, expected one in "
+                    f"model {self.name!r}: its {kind} has id {number}, expected one in "
                     f"[0, {self.vocabulary}), the vocabulary of its head; set it in the tokenizer "
                     "and in the model's config and generation_config, or call "
                     "model.resize_token_embeddings"

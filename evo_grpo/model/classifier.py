@@ -30,9 +30,9 @@ class Encoded:
 
 @final
 class Classifier:
-    """Scores texts with one output of a classifier of transformers; `load` creates one.
+    """Scores texts with one output of a classifier of transformers.
 
-    The output is chosen by its `label` in the model's config; None is for a model with one output.
+    `label` names the output in the model's config; None takes the only output.
     `max_tokens` is the longest input; None takes the positions of the model.
     """
 
@@ -56,16 +56,16 @@ class Classifier:
         cls, name: str, *, device: str, dtype: str, label: str | None, max_tokens: int | None
     ) -> Self:
         """Load a classifier by the name of a folder or hub id, from safetensors alone."""
-        where = pick_device(device)
+        target = pick_device(device)
         try:
             model, tokenizer = from_pretrained(
                 resolve(name),
-                pick_dtype(dtype, where),
+                pick_dtype(dtype, target),
                 {"use_safetensors": True},
                 with_tokenizer=True,
                 task="SequenceClassification",
             )
-            return cls(model.to(where), tokenizer, label, max_tokens)
+            return cls(model.to(target), tokenizer, label, max_tokens)
         except ModelError as error:
             raise ModelError(f"env.reward: kind model: {error}") from error
 
@@ -91,20 +91,20 @@ class Classifier:
     ) -> Encoded:
         """Return the token ids of B texts, or of B pairs of texts."""
         options: dict[str, Any] = {"add_special_tokens": special_tokens, "verbose": False}
-        whole = self._tokenized(texts, pairs, options)
+        rows = self._tokenized(texts, pairs, options)
         limit = self.max_tokens
-        if limit is None or all(len(row["input_ids"]) <= limit for row in whole):
-            return Encoded(whole)
+        if limit is None or all(len(row["input_ids"]) <= limit for row in rows):
+            return Encoded(rows)
         options |= {"truncation": True, "max_length": limit}
-        cut = self._tokenized(texts, pairs, options)
-        return Encoded(cut, sum(len(row["input_ids"]) > limit for row in whole))
+        truncated = self._tokenized(texts, pairs, options)
+        return Encoded(truncated, sum(len(row["input_ids"]) > limit for row in rows))
 
     def _tokenized(
         self, texts: Sequence[str], pairs: Sequence[str] | None, options: Mapping[str, Any]
     ) -> list[dict[str, list[int]]]:
-        made = self.tokenizer(list(texts), None if pairs is None else list(pairs), **options)
-        names = [name for name in ("input_ids", "token_type_ids") if name in made]
-        return [{name: made[name][row] for name in names} for row in range(len(texts))]
+        encoding = self.tokenizer(list(texts), None if pairs is None else list(pairs), **options)
+        names = [name for name in ("input_ids", "token_type_ids") if name in encoding]
+        return [{name: encoding[name][row] for name in names} for row in range(len(texts))]
 
     @torch.no_grad()
     def scores(
@@ -121,8 +121,8 @@ class Classifier:
             range(len(encoded.rows)), key=lambda row: len(encoded.rows[row]["input_ids"])
         )
         scores = [0.0] * len(order)
-        for first in range(0, len(order), batch_size):
-            numbers = order[first : first + batch_size]
+        for start in range(0, len(order), batch_size):
+            numbers = order[start : start + batch_size]
             logits = self._logits([encoded.rows[number] for number in numbers]).float()
             if probability:
                 single = logits.shape[1] == 1
@@ -153,8 +153,8 @@ class Classifier:
 
 def _output_of(config: Any, label: str | None) -> int:  # noqa: ANN401 -- a config of transformers
     labels = {int(number): str(name) for number, name in config.id2label.items()}
-    only = label is None and len(labels) == 1
-    chosen = next((number for number, name in labels.items() if only or name == label), None)
+    is_single = label is None and len(labels) == 1
+    chosen = next((number for number, name in labels.items() if is_single or name == label), None)
     if chosen is None:
         raise ModelError(
             f"label: expected one of the {len(labels)} labels {', '.join(labels.values())}, got "

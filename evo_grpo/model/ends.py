@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from evo_grpo.settings.algorithm import AlgorithmConfig
 
 _MARGIN = 16
-"""Characters decoded before the longest stop string. The first ones of a text that is decoded from
-its middle may differ: a space in front is dropped, a character lacks its first bytes."""
+"""Characters decoded before the longest stop string: if decoding starts within a text, the first
+characters may differ, since a leading space is dropped or a character lacks its first bytes."""
 
 
 @final
@@ -45,8 +45,8 @@ class Ends:
 
     def _problem(self, stop: str | int, vocabulary: int) -> str:
         if isinstance(stop, int):
-            known = stop < vocabulary
-            return "" if known else f"expected a token below {vocabulary}, got {stop}"
+            is_token = stop < vocabulary
+            return "" if is_token else f"expected a token below {vocabulary}, got {stop}"
         if self._tokenizer is None:
             return f"expected a base with a tokenizer for the string {shown(stop)}, got one without"
         special = next((t for t in self._special if t in stop), None)
@@ -70,23 +70,23 @@ class Ends:
 
         The text has no special tokens and ends before a stop; it is empty without a tokenizer.
         """
-        kept = [row[:-1] if row and row[-1] in self._stop_ids else row for row in rows]
+        trimmed = [row[:-1] if row and row[-1] in self._stop_ids else row for row in rows]
         texts: list[tuple[str, bool]] = []
-        for row, text in zip(rows, self._decoded(kept), strict=True):
-            place = self._place(row, text)
-            ended = place >= 0 or (bool(row) and row[-1] in self.ids)
-            texts.append((text if place < 0 else text[:place], ended))
+        for row, text in zip(rows, self._decoded(trimmed), strict=True):
+            start = self._place(row, text)
+            ended = start >= 0 or (bool(row) and row[-1] in self.ids)
+            texts.append((text if start < 0 else text[:start], ended))
         return texts
 
     def stops(self, row: Sequence[int]) -> bool:
-        """Return whether the text of a row has a stop string, which its last token may complete."""
+        """Return whether a row has a stop string; before its last token, it had none."""
         if len(row) <= self._least or not self._may_complete(row[-1]):
             return False
-        # The end of the text alone, as long as the text of the whole row is not needed.
-        count, most = 8, max(map(len, self.strings)) + _MARGIN
+        # Decode only the end of the row, as long as it has no stop string.
+        count, enough = 8, max(map(len, self.strings)) + _MARGIN
         while count < len(row):
             text, before = self._decoded([row[-count:], row[-count:-1]])
-            if len(before) >= most:  # a token may be longer than all strings
+            if len(before) >= enough:  # a token may be longer than all strings
                 if not any(stop in text for stop in self.strings):
                     return False
                 break
@@ -94,7 +94,7 @@ class Ends:
         return self._place(row, self._decoded([row])[0]) >= 0
 
     def cut(self, row: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a row up to the token that completes its first stop string; all of it without one.
+        """Return a row up to the token that completes its first stop string, else the whole row.
 
         For engines that see a character only after its last byte.
         """
@@ -111,14 +111,14 @@ class Ends:
         """
         if not any(stop in text for stop in self.strings):
             return -1
-        early = 0
-        if self._least:  # without a character of which the first bytes are there
-            early = len(self._decoded([row[: self._least]])[0].rstrip("\ufffd"))
-        places = (text.find(stop, max(0, early - len(stop) + 1)) for stop in self.strings)
-        return min((place for place in places if place >= 0), default=-1)
+        ignored = 0
+        if self._least:  # without a last character that lacks bytes
+            ignored = len(self._decoded([row[: self._least]])[0].rstrip("\ufffd"))
+        starts = (text.find(stop, max(0, ignored - len(stop) + 1)) for stop in self.strings)
+        return min((start for start in starts if start >= 0), default=-1)
 
     def _may_complete(self, token: int) -> bool:
-        """Return whether a token has the last character of a stop string, or a part of it."""
+        """Return whether a token has the last character of a stop string, or a part of that."""
         if token not in self._completing:
             # Twice, since a space in front of a text is not shown by every tokenizer.
             (text,) = self._decoded([[token, token]])

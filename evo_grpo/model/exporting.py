@@ -31,7 +31,7 @@ def tokenizer_files(
 ) -> dict[str, bytes]:
     """Return the files of a base's tokenizer, including the chat template, by name.
 
-    A revision of None takes the newest. `pad_token` is the run's, for a tokenizer without one.
+    A revision of None takes the newest. A tokenizer without a padding token gets `pad_token`.
     """
     tokenizer = load_tokenizer(source, revision)
     if tokenizer.pad_token is None and pad_token:
@@ -45,7 +45,7 @@ def tokenizer_files(
 def write_base(source: Source, dtype: str, digest: str | None, folder: Path) -> None:
     """Write a base, dequantised if it is a GGUF file, as a model folder without its tokenizer.
 
-    Weights of another digest, if it is given, raise CheckpointError.
+    If `digest` is given, weights of another digest raise CheckpointError.
     """
     model, _ = from_pretrained(source, DTYPES[dtype], {}, with_tokenizer=False)
     _check_base(model, source, digest)
@@ -94,14 +94,14 @@ def write_merged(
     extra: dict[str, Any] = {} if revision is None else {"revision": revision}
     model, _ = from_pretrained(source, torch.float32, extra, with_tokenizer=False)
     _check_base(model, source, digest)
-    with TemporaryDirectory() as place, warnings.catch_warnings():
+    with TemporaryDirectory() as temporary, warnings.catch_warnings():
         for name, data in adapter.items():
-            (Path(place) / name).write_bytes(data)
+            (Path(temporary) / name).write_bytes(data)
         # PEFT 0.21 uses an old name of transformers 5; users cannot change this.
         warnings.filterwarnings(
             "ignore", "`is_gradient_checkpointing` is deprecated", category=FutureWarning
         )
-        network: Any = PeftModel.from_pretrained(model, place).eval()
+        network: Any = PeftModel.from_pretrained(model, temporary).eval()
     ids = torch.arange(_TOKENS)[None] % int(model.get_input_embeddings().weight.shape[0])
     with torch.no_grad():
         expected = network(input_ids=ids).logits
@@ -118,11 +118,11 @@ def write_merged(
 
 
 def _check_base(model: Any, source: Source, digest: str | None) -> None:  # noqa: ANN401 -- of any transformers architecture
-    """Raise CheckpointError if an adapter was trained with other weights of the base."""
+    """Raise CheckpointError if the model's weights have another digest, unless it is None."""
     if digest is None:
         return
-    found = base_digest(SharedBase(model, None, source.name))
-    if comparable_digests(found, digest) and found != digest:
+    actual = base_digest(SharedBase(model, None, source.name))
+    if comparable_digests(actual, digest) and actual != digest:
         raise CheckpointError(
             f"model {source.name!r}: expected the weights with which the adapter was trained, got "
             "other weights; restore the base, or export on the machine of the run"

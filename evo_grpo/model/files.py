@@ -64,12 +64,12 @@ MOST_DEPTH = 4
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raise ValueError, with the key, for more layers, labels or experts than a model has.
+    """Raise ValueError, with the key, for more layers, labels or experts than any model has.
 
     Configurations inside of the configuration, of any depth, are checked too.
     """
     parts = [config]
-    for part in parts:  # which grows
+    for part in parts:  # the loop appends to `parts`
         parts += [inner for inner in part.values() if isinstance(inner, dict)]
         for key in _BOUNDS.keys() & part.keys():
             value, most = part[key], _BOUNDS[key]
@@ -100,12 +100,12 @@ def read_object(name: str, file: Path) -> dict[str, Any]:
         size = file.stat().st_size
         if size > MOST_BYTES:
             raise ValueError(f"expected at most {MOST_BYTES:,} bytes, got {size:,}")
-        found = json.loads(file.read_bytes(), parse_int=_integer)
+        content = json.loads(file.read_bytes(), parse_int=_integer)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"model {name!r}: {file} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"model {name!r}: expected an object in {file}, got {found!r:.50}")
-    return found
+    if not isinstance(content, dict):
+        raise ModelError(f"model {name!r}: expected an object in {file}, got {content!r:.50}")
+    return content
 
 
 def gguf_header(name: str, file: Path) -> GgufHeader:
@@ -120,11 +120,11 @@ def gguf_header(name: str, file: Path) -> GgufHeader:
 
 
 def gguf_config(name: str, file: Path) -> tuple[GgufHeader, dict[str, Any]]:
-    """Return the header of a .gguf file, and what a config.json says by its keys."""
+    """Return the header of a .gguf file, and its values under the keys of a config.json."""
     header = gguf_header(name, file)
     kind = str(header.values.get("general.architecture"))
-    found = {key: header.values.get(f"{kind}.{theirs}") for key, theirs in GGUF_KEYS.items()}
-    config: dict[str, Any] = {key: value for key, value in found.items() if value is not None}
+    values = {key: header.values.get(f"{kind}.{field}") for key, field in GGUF_KEYS.items()}
+    config: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
     if "vocab_size" not in config and (shape := header.shapes.get("token_embd.weight")):
         config["vocab_size"] = shape[-1]
     # llama.cpp stores no output head if it is tied to the embedding.
@@ -133,27 +133,27 @@ def gguf_config(name: str, file: Path) -> tuple[GgufHeader, dict[str, Any]]:
         check_config(config)
     except ValueError as error:
         key, _, why = str(error).partition(": ")
-        theirs = f"{kind}.{GGUF_KEYS.get(key, key)}"
-        raise ModelError(f"model {name!r}: {file}: {theirs}: {why}; fetch the file anew") from None
+        field = f"{kind}.{GGUF_KEYS.get(key, key)}"
+        raise ModelError(f"model {name!r}: {file}: {field}: {why}; fetch the file anew") from None
     return header, config
 
 
 def config_file(source: Source, name: str = "config.json") -> Path | None:
-    """Return a file of a model, in its folder or the hub's cache; None if the cache has none."""
+    """Return the path of a model's file in its folder or the hub's cache; None if not cached."""
     if source.local:
         return Path(source.path) / name
     # Imported here: only a hub id needs it; it is a dependency of transformers.
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(source.path, name)
+        cached = try_to_load_from_cache(source.path, name)
     except ValueError as error:
         raise ModelError(f"model {source.name!r}: expected a hub id owner/name: {error}") from None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def check_files(source: Source) -> None:
-    """Raise ModelError, before transformers reads them, for files that no model has."""
+    """Raise ModelError for a config or GGUF header that no model has, before it is loaded."""
     if source.gguf_file is not None:
         gguf_config(source.name, Path(source.path) / source.gguf_file)
     elif (file := config_file(source)) is not None:

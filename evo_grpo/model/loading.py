@@ -53,17 +53,17 @@ def merge_dtype_keywords(
 
     Different values of the two raise an error; transformers would ignore torch_dtype.
     """
-    rest = dict(extra)
-    older = rest.pop("torch_dtype", None)
+    keywords = dict(extra)
+    older = keywords.pop("torch_dtype", None)
     if older is None:
-        return dtype, rest
+        return dtype, keywords
     names = {str(word).removeprefix("torch.") for word in (dtype, older)} - {"auto"}
     if len(names) > 1:
         raise ModelError(
             f"dtype: got dtype={dtype!r} and torch_dtype={older!r}, expected one; leave "
             "torch_dtype out, the older spelling"
         )
-    return older if dtype == "auto" else dtype, rest
+    return older if dtype == "auto" else dtype, keywords
 
 
 def pick_device(device: str) -> torch.device:
@@ -110,7 +110,7 @@ def from_pretrained(
         raise ModelError(
             f"model {source.name!r}: trust_remote_code: expected true or false, got {trust!r}"
         )
-    given = _keywords(source, trust)
+    keywords = _keywords(source, trust)
     check_files(source)
     with one_sentence(source), quiet(), warnings.catch_warnings():
         # The gguf reader hands transformers a read-only array; it is copied before anything writes.
@@ -118,10 +118,10 @@ def from_pretrained(
             "ignore", message="The given NumPy array is not writable", category=UserWarning
         )
         model, report = getattr(transformers, f"AutoModelFor{task}").from_pretrained(
-            source.path, output_loading_info=True, **{"dtype": dtype, **extra, **given}
+            source.path, output_loading_info=True, **{"dtype": dtype, **extra, **keywords}
         )
         tokenizer = (
-            cast("Any", AutoTokenizer).from_pretrained(source.path, **given)
+            cast("Any", AutoTokenizer).from_pretrained(source.path, **keywords)
             if with_tokenizer
             else None
         )
@@ -144,9 +144,9 @@ def load_tokenizer(
     """Load the tokenizer of a model, without its weights; a revision of None takes the newest."""
     from transformers import AutoTokenizer
 
-    given = _keywords(source, trust_remote_code, revision)
+    keywords = _keywords(source, trust_remote_code, revision)
     with one_sentence(source, ": its tokenizer"), quiet():
-        return cast("Any", AutoTokenizer).from_pretrained(source.path, **given)
+        return cast("Any", AutoTokenizer).from_pretrained(source.path, **keywords)
 
 
 def _keywords(source: Source, trust: bool, revision: str | None = None) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def quiet() -> Generator[None]:
     from transformers.utils import logging
 
     # GGUF files use tqdm's own bar, which the switch does not change.
-    shown, bar = logging.is_progress_bar_enabled(), getattr(gguf_files, "tqdm", None)
+    enabled, bar = logging.is_progress_bar_enabled(), getattr(gguf_files, "tqdm", None)
     with loading():
         logging.disable_progress_bar()
         if bar is not None:
@@ -187,5 +187,5 @@ def quiet() -> Generator[None]:
         finally:
             if bar is not None:
                 setattr(gguf_files, "tqdm", bar)  # noqa: B010 -- no name of its types
-            if shown:
+            if enabled:
                 logging.enable_progress_bar()

@@ -2,15 +2,15 @@
 
     lp_i = z_i[y_i] - logsumexp(z_i),   z_i = head(h_i) / temperature_i
 
-Blocks are cut along rows and vocabulary, so that on a CPU one stays in the cache while it is
+Blocks are cut along rows and vocabulary, so that on a CPU a block stays in the cache while it is
 normalized; the maximum and the sums are carried from block to block (Milakov and Gimelshein 2018,
-arXiv:1805.02867). The head W is frozen, so its backward needs the slopes in h alone. With p =
+arXiv:1805.02867). The head W is frozen, so the backward needs only the slopes in h. With p =
 softmax(z) and its entropy H:
 
     d lp / d z = onehot(y) - p        d H / d z = -p (log p + H)
 
 Both are linear in the incoming gradient, one number per token, so the products with W are computed
-in the forward, from the logits at hand. A token's own part is kept apart, since 1 - p[y] would be
+in the forward, from the logits at hand. The target's part is kept apart, since 1 - p[y] would be
 the difference of close numbers. The slope of H is computed only where a backward may need it.
 """
 
@@ -29,9 +29,9 @@ from evo_grpo.model.llama.cuda import operators
 #: Logits held at once, in fp32 elements: 2 MiB on a CPU, about its second cache; 128 MiB elsewhere.
 CPU_ELEMENTS = 1 << 19
 DEVICE_ELEMENTS = 1 << 25
-#: Bytes of the logits and slopes that kernels hold at once: those of three tensors in fp32.
+#: Bytes of the logits and slopes that kernels hold at once: three fp32 tensors of DEVICE_ELEMENTS.
 KERNEL_BYTES = 3 << 27
-#: Logits held at once of a head that is called, on any device.
+#: Logits held at once, on any device, of a head that is called as a module.
 CALLED_ELEMENTS = 1 << 24
 #: Columns of a block on a CPU: wide enough for an efficient matmul, with enough rows left.
 CPU_COLUMNS = 1 << 11
@@ -54,7 +54,7 @@ class _Head(NamedTuple):
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Autograd of the log-probs in blocks; see the module docstring."""
+    """Autograd of the log-probs in blocks."""
 
     @staticmethod
     def forward(
@@ -70,20 +70,20 @@ class _LinearLogprobs(torch.autograd.Function):
         `needs_input_grad` does not tell whether a backward follows: it is true in `no_grad`.
         """
         ctx.set_materialize_grads(False)
-        # The loss scale of float16 comes with the gradient, too late for what is rounded here.
-        kept = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
+        # The loss scale of float16 comes with the gradient, too late for slopes rounded here.
+        slope_dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
         rows, columns = _block(head)
         parts: list[list[Tensor]] = []
         for part in _slices(max(1, len(hidden)), rows):
-            given = hidden[part], head, targets[part], inverse[part]
-            found, slopes = (
-                _of_whole_rows(*given, count)
+            inputs = hidden[part], head, targets[part], inverse[part]
+            values, slopes = (
+                _of_whole_rows(*inputs, count)
                 if _whole_rows(head)
-                else _by_columns(*given, count, columns)
+                else _by_columns(*inputs, count, columns)
             )
-            parts.append([*found, *(slope.to(kept) for slope in slopes)])
+            parts.append([*values, *(slope.to(slope_dtype) for slope in slopes)])
         logprobs, entropies, *slopes = (
-            own[0] if len(own) == 1 else torch.cat(own) for own in zip(*parts, strict=True)
+            xs[0] if len(xs) == 1 else torch.cat(xs) for xs in zip(*parts, strict=True)
         )
         if count < 2:
             ctx.mark_non_differentiable(entropies)
@@ -97,17 +97,17 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401 -- as in forward
         *grads: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """Multiply the slopes by the gradients; only the hidden states get one."""
+        """Multiply the slopes by the incoming gradients; only the hidden states get a gradient."""
         by_logprob, by_entropy = grads
-        out: Tensor | None = None
+        grad: Tensor | None = None
         if by_logprob is not None:
-            out = by_logprob[:, None] * ctx.saved_tensors[0]
+            grad = by_logprob[:, None] * ctx.saved_tensors[0]
         if by_entropy is not None:
-            more = by_entropy[:, None] * ctx.saved_tensors[1]
+            entropy_grad = by_entropy[:, None] * ctx.saved_tensors[1]
             # 0 times NaN would be NaN, in rows whose loss does not read their entropy.
-            more = more.masked_fill_(by_entropy[:, None] == 0, 0.0)
-            out = more if out is None else out.add_(more)
-        return None if out is None else out.to(ctx.dtype), None, None, None, None
+            entropy_grad = entropy_grad.masked_fill_(by_entropy[:, None] == 0, 0.0)
+            grad = entropy_grad if grad is None else grad.add_(entropy_grad)
+        return None if grad is None else grad.to(ctx.dtype), None, None, None, None
 
 
 def _whole_rows(head: _Head) -> bool:
@@ -122,17 +122,17 @@ def _of_whole_rows(
     """Return log-probs and entropies (M,), and `count` slopes (M, H), in few passes over logits."""
     if head.kernels:
         return _by_kernel(hidden, head.weight, targets, inverse, count)
-    weight, place = head.weight, targets[:, None]
+    weight, column = head.weight, targets[:, None]
     table = _table(hidden, weight, inverse)
-    picked = table.gather(1, place)
+    picked = table.gather(1, column)
     probs = table.exp()
     slopes: list[Tensor] = []
     if count:
-        mine = picked.exp()
-        others = _product(probs.scatter_(1, place, 0.0), weight)
-        probs.scatter_(1, place, mine)
-        slopes.append(inverse[:, None] * (-torch.expm1(picked) * weight[targets] - others))
-    if count < 2:  # no further block: at a large vocabulary these are the peak
+        target_probs = picked.exp()
+        other_rows = _product(probs.scatter_(1, column, 0.0), weight)
+        probs.scatter_(1, column, target_probs)
+        slopes.append(inverse[:, None] * (-torch.expm1(picked) * weight[targets] - other_rows))
+    if count < 2:  # without a further block: blocks are the peak of memory
         return (picked[:, 0], probs.mul_(table).sum(-1).neg_()), slopes
     entropies = (probs * table).sum(-1).neg_()
     above = table.clamp_(min=LEAST_LOGPROB).add_(entropies[:, None]).mul_(probs)
@@ -143,24 +143,24 @@ def _of_whole_rows(
 def _by_kernel(
     hidden: Tensor, weight: Tensor, targets: Tensor, inverse: Tensor, count: int
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
-    """Return what `_of_whole_rows` does, in half precision; logits are written once and read twice.
+    """Compute `_of_whole_rows` by a kernel, in half precision: write logits once, read them twice.
 
-    Slopes are relative to the likeliest other token, so that float16 holds unlikely ones.
+    Slopes are relative to the likeliest other token, so that float16 holds unlikely tokens.
     """
     logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
     above = torch.empty_like(logits) if count > 1 else logits
-    found = inverse.new_empty(len(logits), 4)
-    operators.head_slopes(targets, inverse, count, logits, above, found)
-    logprobs, entropies = found[:, 0], found[:, 1]
+    results = inverse.new_empty(len(logits), 4)
+    operators.head_slopes(targets, inverse, count, logits, above, results)
+    logprobs, entropies = results[:, 0], results[:, 1]
     slopes: list[Tensor] = []
     if count:
-        own, share, row = logprobs[:, None], found[:, 2:3], weight[targets]
-        others = (logits @ weight).float().mul_(share)
-        slopes.append(inverse[:, None] * (-torch.expm1(own) * row - others))
+        logprob, share, row = logprobs[:, None], results[:, 2:3], weight[targets]
+        other_rows = (logits @ weight).float().mul_(share)
+        slopes.append(inverse[:, None] * (-torch.expm1(logprob) * row - other_rows))
         if count > 1:
-            mine = own.exp() * (own.clamp(min=LEAST_LOGPROB) + entropies[:, None])
-            rest = (above @ weight).float() * share * found[:, 3:]
-            slopes.append(-inverse[:, None] * (rest + mine * row))
+            coefficient = logprob.exp() * (logprob.clamp(min=LEAST_LOGPROB) + entropies[:, None])
+            above_rows = (above @ weight).float() * share * results[:, 3:]
+            slopes.append(-inverse[:, None] * (above_rows + coefficient * row))
     return (logprobs.contiguous(), entropies.contiguous()), slopes
 
 
@@ -173,29 +173,29 @@ def _table(hidden: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
 def _by_columns(
     hidden: Tensor, head: _Head, targets: Tensor, inverse: Tensor, count: int, columns: int
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
-    """Return what `_of_whole_rows` does, one block of the vocabulary at a time.
+    """Compute `_of_whole_rows`, one block of the vocabulary at a time.
 
     Sums over the vocabulary leave the targets out, and are relative to the greatest logit so far.
     """
     weight, cap, per_row = head.weight, head.cap, inverse[:, None]
-    own, own_slope = torch.zeros_like(per_row), torch.ones_like(per_row)
+    logit, logit_slope = torch.zeros_like(per_row), torch.ones_like(per_row)
     top: Tensor | None = None
-    # Sums of exp(z) and of exp(z) z: of these themselves, and of their products with the weight.
+    # `plain` sums exp(z), and its products with the weight; `timed` sums exp(z) z in the same way.
     plain, timed = list[Tensor](), list[Tensor]()
     for span in _slices(weight.shape[0], columns):
         z = _logits(hidden, head, span)
-        inside, place = _places(targets, span)
+        inside, column = _places(targets, span)
         slope = 1 - (z / cap) ** 2 if cap and count else None
         if slope is not None:
-            own_slope = torch.where(inside, slope.gather(1, place), own_slope)
+            logit_slope = torch.where(inside, slope.gather(1, column), logit_slope)
         z.mul_(per_row)
         if head.bias is not None:
             z.clamp_(min=LEAST_LOGIT)  # a bias of -inf keeps a token from being sampled
-        own = torch.where(inside, z.gather(1, place), own)
-        here = z.amax(-1, keepdim=True)
-        higher = here if top is None else torch.maximum(top, here)
+        logit = torch.where(inside, z.gather(1, column), logit)
+        block_top = z.amax(-1, keepdim=True)
+        higher = block_top if top is None else torch.maximum(top, block_top)
         e = z.sub_(higher).exp()
-        e.scatter_(1, place, torch.where(inside, 0.0, e.gather(1, place)))
+        e.scatter_(1, column, torch.where(inside, 0.0, e.gather(1, column)))
         before = plain, timed
         plain = [e.sum(-1, keepdim=True), *_products(e, slope, weight[span], count > 0)]
         e.mul_(z)
@@ -205,28 +205,28 @@ def _by_columns(
             scale = shift.exp()
             for sums, old in zip(plain, before[0], strict=True):
                 sums.add_(scale * old)
-            for sums, old, of in zip(timed, before[1], before[0], strict=False):
-                sums.add_(scale * (old + shift * of))
+            for sums, old, old_plain in zip(timed, before[1], before[0], strict=False):
+                sums.add_(scale * (old + shift * old_plain))
         top = higher
     assert top is not None, "a vocabulary has tokens"
-    own = own - top
-    mine = own.exp()
-    total = plain[0] + mine
-    logarithm, mean = total.log(), (timed[0] + mine * own) / total
+    logit = logit - top
+    term = logit.exp()
+    total = plain[0] + term
+    logarithm, mean = total.log(), (timed[0] + term * logit) / total
     slopes: list[Tensor] = []
     if count:
         row, scale = weight[targets].float(), per_row / total
-        others = plain[1] if count == 1 else plain[1].clone()
-        slopes.append(others.mul_(-scale).addcmul_(row, own_slope * plain[0] * scale))
+        other_rows = plain[1] if count == 1 else plain[1].clone()
+        slopes.append(other_rows.mul_(-scale).addcmul_(row, logit_slope * plain[0] * scale))
         if count > 1:
             above = plain[1].mul_(mean).sub_(timed[1]).mul_(scale)
-            slopes.append(above.addcmul_(row, own_slope * mine * (mean - own) * scale))
+            slopes.append(above.addcmul_(row, logit_slope * term * (mean - logit) * scale))
     # H = log sum exp(z - top) - sum softmax(z) (z - top).
-    return ((own - logarithm)[:, 0], (logarithm - mean)[:, 0]), slopes
+    return ((logit - logarithm)[:, 0], (logarithm - mean)[:, 0]), slopes
 
 
 def _products(e: Tensor, slope: Tensor | None, weight: Tensor, wanted: bool) -> list[Tensor]:
-    """Return the product (M, H) fp32 of a block (M, V) with the head, if it is wanted."""
+    """Return the product (M, H) fp32 of a block (M, V) with the head, or nothing."""
     return [_product(e if slope is None else e * slope, weight)] if wanted else []
 
 
@@ -321,8 +321,8 @@ def module_logprobs(
         else block(hidden[part], targets[part], inverse[part])
         for part in _slices(hidden.shape[0], rows)
     ]
-    found, entropies = zip(*parts, strict=True)
-    return torch.cat(found), torch.cat(entropies)
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def _block(head: _Head) -> tuple[int, int]:
@@ -343,9 +343,9 @@ def _slices(size: int, step: int) -> Iterator[slice]:
 
 def _places(targets: Tensor, span: slice) -> tuple[Tensor, Tensor]:
     """Return whether targets (M,) lie in a span of the vocabulary, and their columns, (M, 1)."""
-    place = targets[:, None] - span.start
-    inside = (place >= 0) & (place < span.stop - span.start)
-    return inside, place.clamp_(0, span.stop - span.start - 1)
+    column = targets[:, None] - span.start
+    inside = (column >= 0) & (column < span.stop - span.start)
+    return inside, column.clamp_(0, span.stop - span.start - 1)
 
 
 def _logits(hidden: Tensor, head: _Head, span: slice) -> Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 
-#: Attributes of an instance that would shadow methods that call the forward of its class.
+#: Attributes of an instance that shadow the forward of its class, or the methods that call it.
 _SHADOWS = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "_slow_forward"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Hooks by module and name that change no number: transformers adds them to return hidden states,
@@ -34,8 +34,7 @@ def _folder(function: Any, levels: int) -> str:  # noqa: ANN401 -- any function
     return str(Path(function.__code__.co_filename).parents[levels]) + "/"
 
 
-#: Where the code of torch, transformers and the Python library lies. The paths are those in the
-#: compiled code, with which functions are compared.
+#: Folders of torch and transformers, as the compiled code of functions names them.
 _LIBRARIES = (
     _folder(nn.Module.register_forward_hook, 2),
     _folder(PreTrainedModel.get_input_embeddings, 0),
@@ -44,8 +43,8 @@ _LIBRARIES = (
 
 def from_libraries(function: object) -> bool:
     """Return whether a function, with all that it wraps, is code of torch or transformers."""
-    seen = 0
-    while function is not None and seen < 16:  # a wrapper may name itself
+    depth = 0
+    while function is not None and depth < 16:  # a wrapper may name itself
         if isinstance(function, BuiltinFunctionType):
             return True
         code = getattr(function, "__code__", None)
@@ -53,18 +52,18 @@ def from_libraries(function: object) -> bool:
         if code is None or not code.co_filename.startswith(_LIBRARIES):
             return False
         function = getattr(function, "__wrapped__", None)
-        seen += 1
+        depth += 1
     return True
 
 
 def class_from_libraries(kind: type) -> bool:
     """Return whether a class of modules, and all its bases, runs code of torch or transformers."""
-    own = all(
+    has_library_bases = all(
         base is object or base.__module__.split(".", 1)[0] in ("torch", "transformers", "peft")
         for base in kind.__mro__
         if issubclass(base, nn.Module)
     )
-    return own and all(
+    return has_library_bases and all(
         map(from_libraries, (kind.forward, kind.__call__, kind._call_impl))  # pyright: ignore[reportPrivateUsage] -- what `__call__` calls
     )
 
@@ -72,22 +71,22 @@ def class_from_libraries(kind: type) -> bool:
 def foreign_functions(namespace: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of a module's functions that do not belong to torch or transformers."""
     for name, value in namespace.items():
-        # torch.compile stores what it compiled for another model of the process under names with
+        # torch.compile stores functions compiled for other models of the process under names with
         # two underscores; `dataclass` is called when a module is imported.
-        own = isinstance(value, FunctionType) and not name.startswith("__")
-        if own and value is not dataclass and not from_libraries(value):
+        is_function = isinstance(value, FunctionType) and not name.startswith("__")
+        if is_function and value is not dataclass and not from_libraries(value):
             yield name
 
 
 def tampered(module: nn.Module) -> str | None:
-    """Return what changes the forward of an instance (its own forward, or a hook), or None.
+    """Return how an instance changes the forward (by its own forward, or a hook), or None.
 
     Submodules are not checked.
     """
-    own = vars(module)
-    if not own.keys().isdisjoint(_SHADOWS):
+    attributes = vars(module)
+    if not attributes.keys().isdisjoint(_SHADOWS):
         return "has a forward of its own"
-    hook = _hook(own)
+    hook = _hook(attributes)
     return None if hook is None else f"has a {hook}"
 
 
@@ -115,8 +114,8 @@ def _hook(holder: Mapping[str, Any], prefix: str = "") -> str | None:
 
 def _observes(hook: object) -> bool:
     function = getattr(hook, "func", hook)
-    where = getattr(function, "__module__", None)
+    origin = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", "")
     return from_libraries(getattr(function, "__func__", function)) and any(
-        where == module and name.endswith(last) for module, last in _OBSERVERS
+        origin == module and name.endswith(suffix) for module, suffix in _OBSERVERS
     )

@@ -1,4 +1,4 @@
-"""Errors of a device: one without memory, for which batches are halved, and one that failed."""
+"""Errors of a device: out of memory, for which batches are halved, and a failed device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from evo_grpo.errors import FailedDeviceError, RunFailedError
 
 _MESSAGES = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Messages of torch on a CPU, of drivers and of libraries, whose errors have no own class."""
+"""Parts of messages of torch on a CPU, drivers and libraries, which raise RuntimeErrors."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -34,21 +34,21 @@ def halved(
     """Return half of a bound that was too large for the device, and warn.
 
     `setting` is the path of the setting, `value` the bound, and `needed` the part of it that was
-    used. Half of the smaller one is rounded down to a multiple of `unit`. RunFailedError is raised
-    if the bound cannot be halved, or if the work cannot be repeated (`repeats` is False), as when
-    several processes share it.
+    used. Half of the smaller number is rounded down to a multiple of `unit`. RunFailedError is
+    raised if the bound cannot be halved, or if the work cannot be repeated (`repeats` is False), as
+    when several processes share it.
     """
-    said = str(error).splitlines()[0][:200]
+    line = str(error).splitlines()[0][:200]
     if not repeats:
         raise RunFailedError(
-            f"{setting}: the device ran out of memory ({said}), and what processes compute "
+            f"{setting}: the device ran out of memory ({line}), and what processes compute "
             f"together is not repeated; lower {setting}, which is {value}, and resume the run"
         ) from error
     half = min(value, needed) // 2 // unit * unit
     if half < 1:
         raise RunFailedError(
             f"{setting}: the device ran out of memory over the least that can be computed at once "
-            f"({said}); {remedy}"
+            f"({line}); {remedy}"
         ) from error
     warnings.warn(
         f"out of memory: {setting} is {half} from now on (it was {value}); set it so to spare the "
@@ -61,22 +61,22 @@ def halved(
 
 @contextmanager
 def naming_failed_device() -> Generator[None]:
-    """Raise RunFailedError in place of an error of CUDA, after which its process cannot go on."""
+    """Raise FailedDeviceError in place of a CUDA error after which the process cannot go on."""
     try:
         yield
     except RuntimeError as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        failed = isinstance(error, torch.AcceleratorError) or "CUDA error" in said
+        text = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        failed = isinstance(error, torch.AcceleratorError) or "CUDA error" in text
         if not failed or is_out_of_memory(error):
             raise
         raise FailedDeviceError(
-            f"engine.device: the device failed ({said}), and this process cannot use it any more; "
+            f"engine.device: the device failed ({text}), and this process cannot use it any more; "
             "look at it with nvidia-smi; a run folder has the finished rounds: continue in a new "
             "process with: evo-grpo resume RUN"
         ) from error
 
 
 def free_cached() -> None:
-    """Release torch's cached memory, outside of `except` blocks: errors keep tensors alive."""
+    """Release torch's cached memory; call it outside of `except`, since errors keep tensors."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

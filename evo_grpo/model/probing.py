@@ -43,7 +43,7 @@ _LOGITS = 1e-2
 
 
 def tolerance(like: Tensor) -> float:
-    """Return the tolerance, relative to their size, for two computations of hidden states."""
+    """Return the relative tolerance for two computations of the same hidden states."""
     if like.dtype.itemsize < torch.float32.itemsize:
         return _HALF
     return EXACT if like.device.type == "cpu" else _TENSOR_CORES
@@ -52,7 +52,7 @@ def tolerance(like: Tensor) -> float:
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
     """Return the largest difference of a token (..., H), relative to its size.
 
-    Below float32 it is the median: rounding may send single tokens to other experts.
+    Below float32 it is the median of the tokens: rounding may send a few to other experts.
     """
     is_half = theirs.dtype.itemsize < torch.float32.itemsize
     ours, theirs = ours.detach().float(), theirs.detach().float()
@@ -66,7 +66,7 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 def probe_ids(
     vocabulary: int, rows: int = ROWS, columns: int = _COLUMNS, avoid: tuple[int, ...] = ()
 ) -> Tensor:
-    """Return ids (rows, columns) int64 that differ from row to row, without special ones."""
+    """Return ids (rows, columns) int64 that differ from row to row, without those of `avoid`."""
     count = rows * columns
     plain = [i for i in range(min(vocabulary, 4 * count + len(avoid))) if i not in avoid] or [0]
     # A stride that is coprime to most vocabulary sizes, so that adjacent ids are not consecutive.
@@ -102,12 +102,12 @@ def watch_linear_inputs(
     flat = {name: watched[name] for name, kind in kinds.items() if kind == "flat"}
     # Flat rows may lie in any order. With the rows swapped, the inputs must be swapped.
     swapped = _inputs(flat, run, ids.flip(0))[1] if flat else {}
-    for name, others in swapped.items():
-        same = len(inputs[name]) == len(others) and all(
-            x.shape == other.shape
-            and relative_error(by_rows(x, len(ids)).flip(0), by_rows(other, len(ids)))
+    for name, swapped_inputs in swapped.items():
+        same = len(inputs[name]) == len(swapped_inputs) and all(
+            x.shape == x_swapped.shape
+            and relative_error(by_rows(x, len(ids)).flip(0), by_rows(x_swapped, len(ids)))
             <= tolerance(x)
-            for x, other in zip(inputs[name], others, strict=True)
+            for x, x_swapped in zip(inputs[name], swapped_inputs, strict=True)
         )
         if not same:
             kinds[name] = "tokens in an order of their own"
@@ -122,9 +122,10 @@ def by_rows(x: Tensor, rows: int) -> Tensor:
 def _inputs(
     modules: Mapping[str, nn.Module], run: Callable[[Tensor], Tensor], ids: Tensor
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Return hidden states of rows, and inputs of modules, those by rows without memory.
+    """Return the hidden states of rows, and the inputs of modules by name.
 
-    A number stands for a call of another kind, as of routers, which return a tuple.
+    Inputs (B, ..., F) are on the meta device. A scalar stands for a call of another kind, such as a
+    router's, which returns a tuple.
     """
     inputs: dict[str, list[Tensor]] = {name: [] for name in modules}
 
@@ -156,13 +157,13 @@ def _kind(shapes: list[tuple[int, ...]], ids: Tensor) -> str:
 
 
 def columns_of_probe(model: Any, context: int) -> int:  # noqa: ANN401 -- of any transformers architecture
-    """Return the tokens of rows on which `check_forward` tests a model; a context of 0 has no end.
+    """Return the length of the rows on which `check_forward` tests a model.
 
-    Rows are longer if modules around the trunk run other code than that of transformers.
+    Rows are longer if modules around the trunk run foreign code. A `context` of 0 is no limit.
     """
     head = model.get_output_embeddings()
-    known = class_from_libraries(type(model)) and tampered(model) is None and is_plain_linear(head)
-    columns = _COLUMNS if known else _LATE
+    plain = class_from_libraries(type(model)) and tampered(model) is None and is_plain_linear(head)
+    columns = _COLUMNS if plain else _LATE
     return min(columns, context or columns)
 
 
@@ -178,17 +179,17 @@ def check_causal(
 
     `run` maps ids (B, T) to `hidden` (B, T, H), and beginnings of the first row to `firsts` (1,
     ..., H). Half precision is checked in float32 too, since rounding hides a small dependence; a
-    model that does not run in it, or does not fit, passes.
+    model that does not run in float32, or does not fit into memory, passes.
     """
 
     def compare(hidden: Tensor, firsts: Sequence[Tensor]) -> float:
-        error = max(relative_error(hidden[:1, : first.shape[1]], first) for first in firsts)
+        error = max(relative_error(hidden[:1, : states.shape[1]], states) for states in firsts)
         return error if error > tolerance(hidden) else 0.0
 
     error = compare(hidden, firsts)
     if not error and hidden.dtype in HALF:
         with suppress(*CANNOT_RUN), own_generator(ids.device), in_float32(trunk):
-            error = compare(run(ids), [run(ids[:1, : first.shape[1]]) for first in firsts])
+            error = compare(run(ids), [run(ids[:1, : states.shape[1]]) for states in firsts])
     if error:
         raise ModelError(
             f"{what}: expected a causal model, whose tokens see their own row up to themselves; "
@@ -213,7 +214,7 @@ def check_forward(
     numbers, mixes rows, depends on later tokens, or has a head of an unknown kind raises
     ModelError.
     """
-    what = f"model {name!r} ({type(model).__name__})"
+    subject = f"model {name!r} ({type(model).__name__})"
     beginning = ids[:1, :-1]
     with own_generator(ids.device):
         # Global generator because a forward that draws random numbers uses it.
@@ -221,35 +222,35 @@ def check_forward(
         try:
             expected = model(input_ids=beginning).logits.float()
             hidden, layouts = watch_linear_inputs(model, trunk, run, ids)
-            first = run(beginning)
+            first_states = run(beginning)
             # In another order, since a head must not depend on positions.
-            own = logits(first.flip(1)).flip(1)
+            got = logits(first_states.flip(1)).flip(1)
         except CANNOT_RUN as error:
             if is_out_of_memory(error):
                 raise
             raise ModelError(
-                f"{what}: it does not run as a causal language model on token ids alone "
+                f"{subject}: it does not run as a causal language model on token ids alone "
                 f"({type(error).__name__}: {error}); use a decoder-only language model"
             ) from error
-        # Global generator because of the same.
+        # Global generator, as above.
         draws = not torch.equal(state, torch.get_rng_state())
     # A cap of 30 changes logits of 1, as random weights give, by only 4e-4.
-    near = min(_LOGITS, tolerance(first))
-    same = own.shape == expected.shape and torch.allclose(expected, own, atol=near, rtol=near)
+    near = min(_LOGITS, tolerance(first_states))
+    same = got.shape == expected.shape and torch.allclose(expected, got, atol=near, rtol=near)
     if draws:
         why = "its forward draws random numbers, so that no log-prob is the same twice;"
     elif not bool((expected < float("inf")).all()):  # NaN too; -inf excludes a token
         why = f"its logits are not finite, since {_broken_weight(model)};"
     elif not same:
-        gap = (expected - own).abs().max().item() if own.shape == expected.shape else float("inf")
+        gap = (expected - got).abs().max().item() if got.shape == expected.shape else float("inf")
         why = (
             f"its logits differ from head(trunk(ids)) by {gap:.3g}, so its head is of an unknown "
             "kind; expected a linear head, optionally scaled or soft-capped:"
         )
     else:
-        check_causal(what, trunk, run, ids, hidden, [first])
+        check_causal(subject, trunk, run, ids, hidden, [first_states])
         return layouts
-    raise ModelError(f"{what}: {why} use another model")
+    raise ModelError(f"{subject}: {why} use another model")
 
 
 def _broken_weight(model: nn.Module) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Quantization = Literal["int8", "nf4"]
 
-#: Weights of one scale in NF4 (arXiv:2305.14314).
+#: Weights per scale in NF4 (arXiv:2305.14314).
 NF4_BLOCK = 64
 
 
@@ -56,13 +56,13 @@ def quantization_keywords(
         ) from error
     from transformers import BitsAndBytesConfig
 
-    of_kind: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         "int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
         "nf4": {
             "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype,
         },
     }[kind]  # fmt: skip
-    config = BitsAndBytesConfig(**of_kind)
+    config = BitsAndBytesConfig(**keywords)
     # A quantised model cannot be moved afterwards.
     return {"quantization_config": config, "device_map": {"": str(device)}}
 

@@ -1,13 +1,13 @@
-"""The longest rows in which a model computes a prefix as it computes the whole row.
+"""Limits the length of rows to that at which a model computes prefixes as it does whole rows.
 
 In longer rows, log-probs of sampling and training would differ, or depend on other agents' rows:
 
 - Rotary embeddings of type `longrope` (Phi-3, Phi-4-mini) and `dynamic` choose the frequencies of a
-  batch by its largest position, including padding. They are fixed here: at those for rows up to the
-  switch, or, if rows may be longer, at the long ones for all rows, as in vLLM.
+  batch by its largest position, including padding. Here the frequencies are fixed: those of short
+  rows if rows end at the switch, else those of long rows for all rows, as in vLLM.
 - Sparse attention with an index (DeepSeek-V3.2, GLM, A.X, Hunyuan, dots, DeepSeek-V4, MiniMax-M3)
-  attends to the earlier tokens with the best scores, in transformers to others in a prefix than in
-  the whole row. Rows end where it still selects all tokens.
+  attends to the earlier tokens with the best scores. In transformers, a prefix selects other tokens
+  than the whole row, so rows end where all tokens are selected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FIXED = "default"
 
 
 class RowLimit:
-    """The limit on rows of a model whose config has a number of positions, 0 without one.
+    """The limit on the row length of a model with `positions` in its config, 0 for no number.
 
     Attributes:
         longest: Tokens of the longest row; 0 without a limit.
@@ -52,7 +52,7 @@ class RowLimit:
     def hold(self, requested: int | None) -> None:
         """Fix the rotary frequencies for rows of the requested number of tokens.
 
-        None takes the longest rows with the frequencies of short ones.
+        None takes the frequencies of short rows.
         """
         if self.switch is None:
             return
@@ -61,7 +61,7 @@ class RowLimit:
         hold_frequencies(self._trunk, self.longest)
 
     def settle(self, requested: int | None) -> None:
-        """Call `hold`, and warn if rows end earlier than requested, or than the positions."""
+        """Call `hold`; warn if the limit is below the requested tokens, or below the positions."""
         self.hold(requested)
         is_short = requested is None and self.longest < self._most
         if is_short or (self.selection or math.inf) < (requested or self._positions):
@@ -95,7 +95,7 @@ class RowLimit:
 
 
 def selection_length(trunk: nn.Module) -> int | None:
-    """Return the length of rows in which sparse attention selects all tokens; None without it."""
+    """Return the row length up to which sparse attention selects all tokens; None without it."""
     lengths = [n for module in trunk.modules() if (n := _selected(module)) is not None]
     return min(lengths, default=None)
 
@@ -113,7 +113,7 @@ def _selected(module: Any) -> int | None:  # noqa: ANN401 -- a layer of any mode
 
 
 def switch_length(trunk: nn.Module) -> int | None:
-    """Return the length of rows up to which the frequencies are constant; None without a limit."""
+    """Return the row length up to which the frequencies are constant; None without a limit."""
     lengths = [
         _switch(module, layer_type, rope_type)
         for module in _rotary(trunk)
@@ -141,14 +141,14 @@ def hold_frequencies(trunk: nn.Module, longest: int) -> None:
             continue
         vars(module).setdefault(_ROPE_TYPE, module.rope_type)
         module.rope_type = vars(module)[_ROPE_TYPE]
-        like = module.get_buffer(next(name for name, _ in module.named_buffers()))
+        buffer = module.get_buffer(next(name for name, _ in module.named_buffers()))
         for layer_type, rope_type in types.items():
             if _changes(rope_type):
                 arguments = {} if layer_type is None else {"layer_type": layer_type}
-                # Run a short row first: only a short row resets the frequencies of a longer one.
-                for last in (0, longest - 1):
-                    positions = torch.tensor([[last]], device=like.device)
-                    module(like.view(1, 1, -1), position_ids=positions, **arguments)
+                # Run a short row first: only a short row resets the frequencies of a long row.
+                for position in (0, longest - 1):
+                    positions = torch.tensor([[position]], device=buffer.device)
+                    module(buffer.view(1, 1, -1), position_ids=positions, **arguments)
         fixed = {name: _FIXED if _changes(kind) else kind for name, kind in types.items()}
         module.rope_type = fixed if isinstance(vars(module)[_ROPE_TYPE], dict) else _FIXED
 
@@ -158,7 +158,7 @@ def _rotary(trunk: nn.Module) -> Iterator[Any]:
 
 
 def _types(module: Any) -> dict[str | None, str]:  # noqa: ANN401 -- as above
-    """Return the types by layer type, None if all layers have one."""
+    """Return the rope types by layer type; the only key is None if all layers share a rope type."""
     types = vars(module).get(_ROPE_TYPE, module.rope_type)
     return dict(types) if isinstance(types, dict) else {None: types}
 

@@ -1,4 +1,4 @@
-"""A base whose decoder layers are divided among processes: each has a part of every layer.
+"""A base whose decoder layers are divided: each process has a part of every layer.
 
 PyTorch's FSDP2 gathers a layer when a pass reaches it, and frees it afterwards. All processes take
 part in this exchange, so all must make the same passes; see `evo_grpo.population.ranks.team`.
@@ -28,7 +28,7 @@ from evo_grpo.model.digest import base_digest
 #: Communication backend by type of device; other devices do not support sharding.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
-#: Time limit for a layer to wait for other processes, which are in the same pass.
+#: Time that a layer waits for the other processes to reach it in the same pass.
 _PATIENCE = timedelta(minutes=10)
 
 
@@ -75,12 +75,12 @@ class ShardedLayers:
         """Return the number of the first layer with adapters, where a backward ends."""
         if self._first is None:
             adapted = (any(isinstance(m, LoraLayer) for m in x.modules()) for x in self.layers)
-            self._first = next((number for number, is_one in enumerate(adapted) if is_one), 0)
+            self._first = next((number for number, has in enumerate(adapted) if has), 0)
             # In a backward each layer prefetches the layer that ran before it. The first adapted
             # layer would prefetch one that is not needed: a layer without adapters, or the last
             # layer of another forward.
-            last = self.layers[self._first]
-            last.set_modules_to_backward_prefetch([last])
+            first_layer = self.layers[self._first]
+            first_layer.set_modules_to_backward_prefetch([first_layer])
         return self._first
 
     def _join(self, layers: Sequence[FSDPModule]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Types that are converted. Smaller types need separate scales.
+#: Dtypes that are converted. Smaller dtypes need separate scales.
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -26,24 +26,24 @@ def in_float32(trunk: nn.Module) -> Generator[None]:
 
     Only the output of embeddings is converted, since a table may be larger than any layer.
     """
-    kept: list[list[tuple[Tensor, Tensor]]] = []
+    originals: list[list[tuple[Tensor, Tensor]]] = []
     hooks: list[Any] = []
 
     def enter(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, whole: bool
     ) -> tuple[Any, Any]:
         # Stored before it is filled, so that it is restored if memory runs out in the middle.
-        kept.append([])
+        originals.append([])
         for tensor in (*module.parameters(recurse=whole), *module.buffers(recurse=whole)):
             if tensor.dtype in HALF:  # a shared layer may be converted already
-                own = tensor.data
-                tensor.data = own.float()
-                kept[-1].append((tensor, own))
+                data = tensor.data
+                tensor.data = data.float()
+                originals[-1].append((tensor, data))
         return _widen(args), _widen(kwargs)
 
     def leave(*_: object) -> None:
-        for tensor, own in kept.pop():
-            tensor.data = own
+        for tensor, data in originals.pop():
+            tensor.data = data
 
     with torch.no_grad():
         try:
@@ -60,15 +60,15 @@ def in_float32(trunk: nn.Module) -> Generator[None]:
         finally:
             for hook in hooks:
                 hook.remove()
-            while kept:  # after an exception, the exit hooks of the modules have not run
+            while originals:  # after an exception, the exit hooks of the modules have not run
                 leave()
 
 
 def _units(trunk: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield modules, each with whether its submodules are included.
+    """Yield modules, each with whether it converts the weights of its submodules too.
 
-    Those of the outermost lists do, since some layers read a submodule's weights without calling
-    it. Modules around these layers convert only their own weights while they run.
+    The layers of the outermost ModuleLists do, since some read a submodule's weights without
+    calling it. The modules around them convert only their own weights.
     """
     for module in trunk.children():
         if isinstance(module, nn.ModuleList):
@@ -78,7 +78,7 @@ def _units(trunk: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     yield trunk, False
 
 
-def _widen(given: Any) -> Any:  # noqa: ANN401 -- what layers hand each other
+def _widen(given: Any) -> Any:  # noqa: ANN401 -- inputs and outputs of layers
     """Return tensors of half precision as float32, within tuples, lists and dicts too."""
     if isinstance(given, Tensor):
         return given.float() if given.dtype in HALF else given

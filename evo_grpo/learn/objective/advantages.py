@@ -348,8 +348,8 @@ def to_numpy(
         if dtype.kind == "f" and dtype.itemsize in (4, 8):
             return _checked(values, name), lambda result: result
         # Half precision is too coarse for the sums.
-        kept = dtype if dtype.kind == "f" else np.dtype(np.float64)
-        return _checked(as_floats(values, name), name), lambda result: _narrowed(result, kept)
+        narrow = dtype if dtype.kind == "f" else np.dtype(np.float64)
+        return _checked(as_floats(values, name), name), lambda result: _narrowed(result, narrow)
     return _checked(as_floats(values, name), name), lambda result: result.tolist()
 
 
@@ -412,11 +412,11 @@ def refuse_unusable(values: Floats) -> None:
     # fmax and fmin pass NaN over, and need no array beside the rewards.
     highest, lowest = np.fmax.reduce(values, axis=None), np.fmin.reduce(values, axis=None)
     if highest > LARGEST or lowest < -LARGEST:
-        where = tuple(int(i) for i in np.argwhere(np.abs(values) > LARGEST)[0])
-        got = float(values[where])
+        index = tuple(int(i) for i in np.argwhere(np.abs(values) > LARGEST)[0])
+        got = float(values[index])
         bounds = f" from -{LARGEST:g} to {LARGEST:g}" if math.isfinite(got) else ""
         raise RewardError(
-            f"rewards[{', '.join(map(str, where))}]: expected a finite number{bounds}, or NaN to "
+            f"rewards[{', '.join(map(str, index))}]: expected a finite number{bounds}, or NaN to "
             f"abstain, got {got!r}; clip the reward function or let it return None"
         )
 

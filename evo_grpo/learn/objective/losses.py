@@ -388,9 +388,9 @@ def token_weights(
     Weights are (B, T), 0 where masked; their dtype is float64 for a float64 mask, else float32.
     dr_grpo without a max_completion_length raises ConfigError.
     """
-    kind = dtype or (torch.float64 if mask.dtype == torch.float64 else torch.float32)
+    float_dtype = dtype or (torch.float64 if mask.dtype == torch.float64 else torch.float32)
     valid = mask != 0
-    row_tokens = valid.sum(-1, keepdim=True).clamp(min=1).to(kind)
+    row_tokens = valid.sum(-1, keepdim=True).clamp(min=1).to(float_dtype)
     totals = Totals(
         rows=_at_least_one(_per_row(num_rows, row_tokens)),
         tokens=_at_least_one(_per_row(num_tokens, row_tokens)),
@@ -414,31 +414,31 @@ def token_terms_of(
     `token_terms` by name: None, or tensors with B rows. `logprobs` are (B, T) floats, nats, with
     gradient.
     """
-    kinds = list(dict.fromkeys(configs))
-    if len(kinds) == 1:
+    distinct = list(dict.fromkeys(configs))
+    if len(distinct) == 1:
         whole_batch: dict[str, Any] = dict(inputs)
-        return token_terms(logprobs, **whole_batch, config=kinds[0], values=values)
+        return token_terms(logprobs, **whole_batch, config=distinct[0], values=values)
     order: list[Tensor] = []
     parts: list[TokenTerms] = []
-    for kind in kinds:
-        own = [row for row, config in enumerate(configs) if config == kind]
-        rows = torch.tensor(own, device=logprobs.device)
-        chosen: dict[str, Any] = {
+    for kind in distinct:
+        numbers = [row for row, config in enumerate(configs) if config == kind]
+        rows = torch.tensor(numbers, device=logprobs.device)
+        tensors: dict[str, Any] = {
             name: None if tensor is None else tensor[rows] for name, tensor in inputs.items()
         }
-        own_values = {
+        part_values = {
             name: value[rows] if isinstance(value, Tensor) else value
             for name, value in vars(values).items()
         }
         parts.append(
-            token_terms(logprobs[rows], **chosen, config=kind, values=LossValues(**own_values))
+            token_terms(logprobs[rows], **tensors, config=kind, values=LossValues(**part_values))
         )
         order.append(rows)
-    back = torch.cat(order).argsort()
+    inverse = torch.cat(order).argsort()
 
     def whole(name: str) -> Tensor | None:
         columns = [getattr(part, name) for part in parts]
-        return None if columns[0] is None else torch.cat(columns)[back]
+        return None if columns[0] is None else torch.cat(columns)[inverse]
 
     return TokenTerms(**{field.name: whole(field.name) for field in fields(TokenTerms)})  # pyright: ignore[reportArgumentType] -- None for kl alone
 
@@ -456,8 +456,8 @@ def token_weights_of(
             num_tokens=num_tokens,
             max_completion_length=kind.max_completion_length,
         )
-        own = [[config == kind] for config in configs]
-        mixed = weights if mixed is None else torch.where(mask.new_tensor(own), weights, mixed)
+        matches = [[config == kind] for config in configs]
+        mixed = weights if mixed is None else torch.where(mask.new_tensor(matches), weights, mixed)
     assert mixed is not None, "a batch has a row"
     return mixed
 

@@ -50,8 +50,8 @@ def kl_term(
     (B, T) without beta's weight, 0 where masked or beta is 0; None without a KL term.
     """
     if ref_logprobs is None:
-        wanted = bool((beta != 0).any()) if isinstance(beta, Tensor) else beta != 0
-        if wanted:
+        has_kl = bool((beta != 0).any()) if isinstance(beta, Tensor) else beta != 0
+        if has_kl:
             raise ConfigError(
                 f"ref_logprobs: expected a (B, T) = {tuple(logprobs.shape)} tensor with beta > 0, "
                 "got None; give the reference's log-probs or set beta to 0.0"

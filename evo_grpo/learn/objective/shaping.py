@@ -43,10 +43,10 @@ def token_advantages(
     kept rows (B,) bool: leave the others out of the backward pass.
     """
     advantages = advantages.detach()
-    kept = torch.ones_like(advantages, dtype=torch.bool)
+    is_kept = torch.ones_like(advantages, dtype=torch.bool)
     if filter_zero:
-        kept = advantages.abs() > filter_eps
-    valid = (mask != 0) & kept[:, None]
+        is_kept = advantages.abs() > filter_eps
+    valid = (mask != 0) & is_kept[:, None]
     shaped = torch.where(valid, advantages[:, None], 0)
     if whiten:
         shaped = _whiten(shaped, valid)
@@ -55,7 +55,7 @@ def token_advantages(
         shaped = shaped + beta * _below_earlier_mean(kl.detach().to(shaped.dtype), weighed)
     if clip_range is not None:
         shaped = shaped.clamp(-clip_range, clip_range)
-    return torch.where(valid, shaped, 0), kept
+    return torch.where(valid, shaped, 0), is_kept
 
 
 def _whiten(values: Tensor, valid: Tensor) -> Tensor:
@@ -86,14 +86,14 @@ def overlong_penalties(lengths: Sequence[int], longest: int, buffer: int) -> Flo
 
 
 def with_overlong_penalty(experience: Experience, penalties: Floats, weight: float) -> Experience:
-    """Return an experience with penalties (B,) as a further column of its rewards, of a weight.
+    """Return an experience with penalties (B,) as a further column of its rewards.
 
-    Rows without any reward stay so. The metric `overlong_penalty` is the weighted mean of the
-    others.
+    `weight` is that of the column. Rows without any reward get none. The metric `overlong_penalty`
+    is the weighted mean of the other rows.
     """
-    known = ~np.isnan(experience.rewards).all(axis=1)
-    column = np.where(known, penalties, np.nan)[:, None]
-    mean = float(weight * penalties[known].mean()) if known.any() else 0.0
+    has_reward = ~np.isnan(experience.rewards).all(axis=1)
+    column = np.where(has_reward, penalties, np.nan)[:, None]
+    mean = float(weight * penalties[has_reward].mean()) if has_reward.any() else 0.0
     return Experience(
         experience.trajectories,
         np.concatenate([experience.rewards, column], axis=1),
@@ -102,7 +102,7 @@ def with_overlong_penalty(experience: Experience, penalties: Floats, weight: flo
 
 
 def longest_completion(trajectory: Trajectory) -> int:
-    """Return the tokens of a completion, or of the longest one of an episode."""
+    """Return the number of tokens of a completion, or of the longest completion of an episode."""
     if trajectory.turns == 1:
         return trajectory.sampled
     # Between two completions of an episode are tokens of the environment or the chat template.

@@ -75,7 +75,7 @@ _COMPARED = (
     "fan_in_fan_out",
 )
 MAX_RANK = 65_536
-"""Largest accepted rank, above the features of any layer: a larger one is damage or an attack."""
+"""Largest accepted rank, above the features of any layer: a larger rank is damage or an attack."""
 _RANK = Rule(
     lambda v: is_whole(v) and 1 <= v <= MAX_RANK, f"an integer from 1 to {MAX_RANK}", "8 is usual"
 )
@@ -134,23 +134,24 @@ def read_config(folder: Path) -> LoraConfig:
         # Without a type, PEFT would set defaults for all missing fields, even the rank.
         if not isinstance(values, dict) or values.get("peft_type") != "LORA":
             raise ValueError(f"expected a mapping with peft_type LORA, got {shown(values)}")
-        read = validated(_SCHEMA, values)
-        if read.target_modules is None and not values.get("target_parameters"):
+        parsed = validated(_SCHEMA, values)
+        if parsed.target_modules is None and not values.get("target_parameters"):
             # PEFT writes the adapted modules; for null it would guess them from the model's type.
             raise ValueError("target_modules: expected names or a regular expression, got null")
-        for setting, pattern in module_patterns(read).items():
+        for setting, pattern in module_patterns(parsed).items():
             if why := why_no_pattern(pattern):
                 raise ValueError(
                     f"{setting}: expected a regular expression, got {shown(pattern)} ({why})"
                 )
-        given = {name: getattr(read, name) for name in _FIELDS if name not in _SET_AFTERWARDS}
+        keywords = {name: getattr(parsed, name) for name in _FIELDS if name not in _SET_AFTERWARDS}
         for pattern in ("rank_pattern", "alpha_pattern"):
-            given[pattern] = given[pattern] or {}  # PEFT writes {} for no pattern, fails on null
-        config = LoraConfig(**given)
+            # PEFT writes {} for no pattern, and fails on null.
+            keywords[pattern] = keywords[pattern] or {}
+        config = LoraConfig(**keywords)
     # A disk that refuses to read is no damage: it raises its OSError.
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: {error}") from error
-    config.init_lora_weights = read.init_lora_weights  # pyright: ignore[reportAttributeAccessIssue] -- any string here
+    config.init_lora_weights = parsed.init_lora_weights  # pyright: ignore[reportAttributeAccessIssue] -- any string here
     for name in set(_LEFT_OUT) - set(_FIELDS):
         if values.get(name):
             setattr(config, name, values[name])
@@ -160,25 +161,25 @@ def read_config(folder: Path) -> LoraConfig:
 def check_lora_config(config: LoraConfig, remedy: str = "") -> None:
     """Raise ConfigError for a setting that the population forward does not support.
 
-    `remedy` replaces that of the message for an existing adapter, whose settings cannot change.
+    `remedy` replaces the remedy in the message, for an adapter whose settings cannot change.
     """
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise ConfigError(f"lora: expected a plain LoraConfig, got peft_type {kind}")
     # Older and newer releases of PEFT lack some of the fields.
-    wrong = {
+    reasons = {
         field: "agents share one forward, which serves plain LoRA on linear layers (no variants "
         f"such as DoRA); {remedy or f'leave {field} out'}"
         for field in _LEFT_OUT
         if getattr(config, field, None)
     }
     if config.bias != "none":
-        wrong["bias"] = "the base and its biases belong to every agent and stay frozen; "
-        wrong["bias"] += remedy or 'expected "none"'
+        reasons["bias"] = "the base and its biases belong to every agent and stay frozen; "
+        reasons["bias"] += remedy or 'expected "none"'
     if config.init_lora_weights not in _STARTS:
-        wrong["init_lora_weights"] = "it rewrites the base, which every agent shares; "
-        wrong["init_lora_weights"] += remedy or f"expected one of {list(_STARTS)}"
-    for field, why in wrong.items():
+        reasons["init_lora_weights"] = "it rewrites the base, which every agent shares; "
+        reasons["init_lora_weights"] += remedy or f"expected one of {list(_STARTS)}"
+    for field, why in reasons.items():
         raise ConfigError(f"lora.{field}={getattr(config, field)!r}: {why}")
     try:
         AdapterCopy({}, config).config_json()
@@ -250,7 +251,7 @@ def linear_modules(model: Any) -> set[str]:  # noqa: ANN401 -- of any transforme
 
 
 def width_of(module: Any) -> int:  # noqa: ANN401 -- a linear layer, wrapped or not
-    """Return the number of inputs or outputs of a linear layer, the smaller one."""
+    """Return the smaller of the numbers of inputs and outputs of a linear layer."""
     return min(_features(module))
 
 
@@ -262,21 +263,21 @@ def _features(module: Any) -> tuple[int, int]:  # noqa: ANN401 -- as above
 
 
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return modules by their first name, without those that PEFT puts inside of a layer."""
+    """Return modules by their first full name, without those that PEFT puts into a layer."""
     modules: dict[str, nn.Module] = {}
-    seen: set[nn.Module] = set()
+    visited: set[nn.Module] = set()
     waiting = [("", model)]
     while waiting:
         path, module = waiting.pop()
-        if module in seen:
+        if module in visited:
             continue
-        seen.add(module)
+        visited.add(module)
         modules[path] = module
         if isinstance(module, BaseTunerLayer):
-            seen.add(module.get_base_layer())  # PEFT wraps a layer in two places once
+            visited.add(module.get_base_layer())  # a layer in two places has one wrapper
         else:
-            below = [(f"{path}.{name}" if path else name, c) for name, c in module.named_children()]
-            waiting += reversed(below)
+            children = [(f"{path}.{n}" if path else n, c) for n, c in module.named_children()]
+            waiting += reversed(children)
     return modules
 
 
@@ -285,7 +286,7 @@ def merged_config(
 ) -> tuple[LoraConfig, list[str]]:
     """Return the larger rank, the union of the modules, and our value of everything else.
 
-    Also returns a line for each ignored value. `wanted` and `live` are the modules' full names.
+    Also returns a line per ignored value. `wanted` and `live` are module names, theirs and ours.
     """
     merged = copy.deepcopy(ours)
     merged.r = max(theirs.r, ours.r)
@@ -311,10 +312,10 @@ def merged_config(
 
 
 def with_targets(config: LoraConfig, targets: str | Collection[str]) -> LoraConfig:
-    """Return a configuration with other `target_modules`."""
-    made = copy.deepcopy(config)
-    made.target_modules = targets if isinstance(targets, str) else set(targets)  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
-    return made
+    """Return a copy of a configuration with other `target_modules`."""
+    changed = copy.deepcopy(config)
+    changed.target_modules = targets if isinstance(targets, str) else set(targets)  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
+    return changed
 
 
 def rank_of(config: LoraConfig, module: str) -> int:
@@ -333,22 +334,22 @@ def _of_pattern(pattern: dict[str, Any] | None, module: str, otherwise: Any) -> 
 
 
 def layer_of(key: str) -> str:
-    """Return the name in `AdapterSlots.layers` of the layer of a tensor of an adapter."""
+    """Return the name in `AdapterSlots.layers` of the layer of an adapter's tensor."""
     return key.split(".lora_")[0]
 
 
 def module_of(key: str) -> str:
-    """Return the name of the base model's module that a tensor of an adapter belongs to."""
+    """Return the full name of the base's module that an adapter's tensor belongs to."""
     return layer_of(key).removeprefix("base_model.model.")
 
 
 def _scaling(config: LoraConfig) -> float:
-    """The factor of B A without a pattern."""
+    """Return the factor of B A in modules that no pattern names."""
     return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
 
 
 def _narrowing(config: LoraConfig, field: str) -> object:
-    """A field's value; PEFT treats missing and empty as equal, but layer 0 is a value."""
+    """Return a field's value; None if missing or empty, as PEFT sees both; 0 is a layer."""
     value = getattr(config, field, None)
     return value if value or value == 0 else None
 

@@ -17,7 +17,7 @@ from evo_grpo.errors import CheckpointError
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-#: The dtypes of adapters and moments as safetensors names them.
+#: Names that safetensors gives the dtypes of adapters and moments.
 _KINDS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -28,7 +28,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class AdapterCopy:
-    """One slot as it was: tensors on the CPU by PEFT's file keys, and its configuration."""
+    """A copy of a slot: tensors on the CPU by PEFT's file keys, and its configuration."""
 
     state: dict[str, Tensor]
     config: LoraConfig
@@ -40,7 +40,7 @@ class AdapterCopy:
 
     def config_json(self) -> bytes:
         """Return the contents of adapter_config.json, as PEFT writes it."""
-        # PEFT lists the names of a set as they come, which is another order in every process.
+        # PEFT lists a set in the order of iteration, which differs from process to process.
         fields = self.config.to_dict().items()
         plain = {name: sorted(v) if isinstance(v, set) else v for name, v in fields}
         return json.dumps(plain, indent=2, sort_keys=True).encode()
@@ -51,9 +51,9 @@ def write_tensors(
 ) -> None:
     """Write tensors on the CPU as a safetensors file, with the bytes of `safetensors.torch.save`.
 
-    That function makes the bytes of the whole file first, and holds Python's lock meanwhile, in
-    which no other thread can launch a kernel; `save_file` replaces the file by one that only its
-    owner may read. Here, the tensors are joined and written without the lock.
+    `save` holds Python's lock while it builds the bytes of the whole file, so no other thread can
+    launch a kernel; `save_file` makes a file that only its owner may read. This function joins and
+    writes the tensors without the lock.
     """
     # safetensors sorts by alignment, then by name, and fills the header up to 8 bytes.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))

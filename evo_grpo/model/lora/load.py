@@ -1,11 +1,11 @@
-"""Adapters from elsewhere: of a PEFT folder into a slot, and of a PeftModel given as the model.
+"""Takes adapters from PEFT folders into slots, and from a PeftModel given as the model.
 
-LoRA configurations that differ from the slot's are refused or merged. The merged one has the larger
-rank and the union of the modules; rank_pattern must be equal, and all other fields keep the slot's
-value, with a warning. Smaller matrices are copied to the top-left corner of those of a new slot.
-For ranks and modules that the checkpoint lacks, A is random and B is zero: this adds nothing but
-has a gradient, unlike two zeros. The scale depends on lora_alpha and rank; a merge that changes it
-warns.
+Configurations that differ from the slot's are refused or merged. The merged configuration has the
+larger rank and the union of the modules; rank_pattern must be equal, and all other fields keep the
+slot's value, with a warning. Smaller matrices are copied to the top-left corner of those of a new
+slot. For ranks and modules that the checkpoint lacks, A is random and B is zero: this adds nothing
+but has a gradient, unlike two zeros. The scale depends on lora_alpha and rank; a merge that changes
+it warns.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class AdapterPlan:
 
     Attributes:
         state: Every tensor of the slot, by PEFT's file keys.
-        config: New configuration of the slot, None to keep its own.
+        config: New configuration of the slot; None for no change.
         shapes: Shapes of the slot's parameters afterwards by PEFT's file keys, in their order.
         own: Shapes of the adapter's tensors as read.
     """
@@ -102,14 +102,16 @@ def plan_copy(
     configuration that cannot be trained raises ConfigError.
     """
     model, present = slots.base.model, slots.lora_config(name)
-    theirs, ours = adapter.config, present if becomes is None else slots.settled(becomes)
-    own = tensor_shapes(model, theirs)
-    shapes = slots.shapes(name) if ours is present else tensor_shapes(model, ours)
+    stored, live = adapter.config, present if becomes is None else slots.settled(becomes)
+    stored_shapes = tensor_shapes(model, stored)
+    shapes = slots.shapes(name) if live is present else tensor_shapes(model, live)
     # Before padding, which would make matrices of a smaller base fit this one.
-    _check_tensors(adapter.state, own, f"checkpoint {origin}", slots.base.name)
-    wanted, live = {module_of(key) for key in own}, {module_of(key) for key in shapes}
+    _check_tensors(adapter.state, stored_shapes, f"checkpoint {origin}", slots.base.name)
+    stored_names, live_names = {module_of(k) for k in stored_shapes}, {module_of(k) for k in shapes}
     different = [
-        d for d in differences(theirs, ours) if wanted != live or not only_names_modules(d[0])
+        d
+        for d in differences(stored, live)
+        if stored_names != live_names or not only_names_modules(d[0])
     ]
     if different and not merge:
         listed = "; ".join(f"{field}: checkpoint {a!r}, live {b!r}" for field, a, b in different)
@@ -117,15 +119,15 @@ def plan_copy(
             f"checkpoint {origin}: its LoRA configuration differs from the live one ({listed}); "
             "pass merge_lora_configs=True to reconcile them"
         )
-    if different and theirs.rank_pattern != ours.rank_pattern:
+    if different and stored.rank_pattern != live.rank_pattern:
         raise CheckpointError(
-            f"checkpoint {origin}: expected the live rank_pattern {ours.rank_pattern}, got "
-            f"{theirs.rank_pattern}; merge_lora_configs pads to one r alone: build the agent with "
+            f"checkpoint {origin}: expected the live rank_pattern {live.rank_pattern}, got "
+            f"{stored.rank_pattern}; merge_lora_configs pads to one r alone: build the agent with "
             "the checkpoint's rank_pattern"
         )
-    state, config, notes = adapter.state, ours, list[str]()
+    state, config, notes = adapter.state, live, list[str]()
     if different:
-        config, notes = merged_config(theirs, ours, wanted, live)
+        config, notes = merged_config(stored, live, stored_names, live_names)
         fresh = _fresh_state(slots, f"{name}_trial", config)
         state = {k: padded(state[k], v) if k in state else v for k, v in fresh.items()}
         shapes = {key: value.shape for key, value in fresh.items()}
@@ -135,8 +137,8 @@ def plan_copy(
             f"checkpoint {origin}: {broken} holds numbers that are not finite; what it generates "
             "and learns is undefined. Load an earlier checkpoint"
         )
-    new = trainable(config) if differences(config, present) else None
-    return AdapterPlan(slots, name, origin, state, new, shapes, own, tuple(notes))
+    new_config = trainable(config) if differences(config, present) else None
+    return AdapterPlan(slots, name, origin, state, new_config, shapes, stored_shapes, tuple(notes))
 
 
 def _check_tensors(
@@ -145,7 +147,7 @@ def _check_tensors(
     """Refuse tensors other than A and B of the layers that their configuration names."""
     for key in sorted({*shapes, *state}):
         tensor = state.get(key)
-        # Torch computes nothing in the floats of 8 bits.
+        # Torch does not compute in floats of 8 bits.
         floats = tensor is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1
         if tensor is None or not floats or tensor.shape != shapes.get(key):
             got = "none" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
@@ -157,10 +159,7 @@ def _check_tensors(
 
 
 def copy_slot(slots: AdapterSlots, source: str, target: str) -> None:
-    """Copy weights and configuration of a slot over another, which is rebuilt if they differ.
-
-    Agents differ in rank or modules after loading a checkpoint with `merge_lora_configs`.
-    """
+    """Copy a slot's weights to another slot, which is rebuilt if its configuration differs."""
     fit_slot(slots, target, slots.lora_config(source))
     slots.copy(source, target)
 
@@ -172,15 +171,15 @@ def fit_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> None:
 
 
 def padded(value: Tensor, fresh: Tensor) -> Tensor:
-    """Copy a smaller matrix to the top-left corner of an initial one, whose B is zero."""
+    """Return `fresh` with a smaller `value` in its top-left corner, else `value` itself."""
     fits = value.ndim == fresh.ndim and all(
         a <= b for a, b in zip(value.shape, fresh.shape, strict=True)
     )
     if value.shape == fresh.shape or not fits:
         return value
-    out = fresh.clone()
-    out[tuple(slice(0, n) for n in value.shape)] = value
-    return out
+    matrix = fresh.clone()
+    matrix[tuple(slice(0, n) for n in value.shape)] = value
+    return matrix
 
 
 def _fresh_state(slots: AdapterSlots, name: str, config: LoraConfig) -> dict[str, Tensor]:
@@ -192,7 +191,7 @@ def _fresh_state(slots: AdapterSlots, name: str, config: LoraConfig) -> dict[str
 
 
 def take_over(network: Any) -> tuple[Any, AdapterCopy | None]:  # noqa: ANN401 -- of any transformers architecture
-    """Separate a model from its adapter; return it, and a copy of the active adapter or None.
+    """Separate a model from its adapter; return the model, and a copy of the adapter or None.
 
     A PeftModel is unloaded in place, since a copy would need the memory of a second base. The
     caller's PeftModel, which wraps the same base, computes with the agents' adapters afterwards.
@@ -231,6 +230,6 @@ def take_over(network: Any) -> tuple[Any, AdapterCopy | None]:  # noqa: ANN401 -
 
 def trainable(config: LoraConfig) -> LoraConfig:
     """Return a copy of a configuration with `inference_mode` off."""
-    own = copy.deepcopy(config)
-    own.inference_mode = False
-    return own
+    unfrozen = copy.deepcopy(config)
+    unfrozen.inference_mode = False
+    return unfrozen

@@ -1,4 +1,4 @@
-"""Changes of the rank, alpha and layers of adapters that keep what was learned, and their mean.
+"""Changes rank, alpha and layers of adapters, keeping what was learned; averages adapters.
 
 An adapter adds s B A to a layer, where s is lora_alpha / r, or lora_alpha / sqrt(r) with rslora.
 
@@ -7,8 +7,8 @@ An adapter adds s B A to a layer, where s is lora_alpha / r, or lora_alpha / sqr
 - A rank that shrinks takes the truncated singular value decomposition of B A, the nearest product
   of that rank (Eckart and Young 1936). Its singular values are divided evenly: B = U sqrt(S) and
   A = sqrt(S) V^T.
-- A layer that is added begins with B = 0 and an initial A, so the function stays. One that is left
-  out is lost.
+- A layer that is added begins with B = 0 and an initial A, so the function stays. The matrices of a
+  layer that is left out are lost.
 - B is multiplied by s_old / s_new, so a change of alpha, or of the scale with the rank, changes no
   output.
 
@@ -39,7 +39,7 @@ class Resized:
     """The result of a change of rank, alpha or layers.
 
     Attributes:
-        error: Relative error of the cut, in the Frobenius norm over all layers; None without one.
+        error: Relative error of the cut, in the Frobenius norm over all layers; None without a cut.
         factors: Factor on each tensor kept from before, perhaps grown, by PEFT's file keys.
     """
 
@@ -53,53 +53,52 @@ def with_rank(
     """Return a configuration with rank `r` and `alpha`; None keeps the rank.
 
     Without `alpha`, it follows from the configuration `run` of the run: in proportion to the rank,
-    so that the scale alpha / r is the same for all ranks. With rslora it is that of the run, so
-    that the scale is alpha / sqrt(r).
+    so that the scale alpha / r is the same for all ranks. With rslora it is the alpha of the run.
     """
-    made = copy.deepcopy(config)
-    made.r = made.r if r is None else r
+    changed = copy.deepcopy(config)
+    changed.r = changed.r if r is None else r
     if alpha is None:
-        alpha = run.lora_alpha if run.use_rslora else run.lora_alpha * made.r / run.r
-    made.lora_alpha = int(alpha) if float(alpha).is_integer() else alpha  # pyright: ignore[reportAttributeAccessIssue] -- PEFT types it as int and takes floats
-    return made
+        alpha = run.lora_alpha if run.use_rslora else run.lora_alpha * changed.r / run.r
+    changed.lora_alpha = int(alpha) if float(alpha).is_integer() else alpha  # pyright: ignore[reportAttributeAccessIssue] -- PEFT types it as int and takes floats
+    return changed
 
 
 def resize_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> Resized | None:
     """Change the rank, alpha or layers of a slot, with new parameters; None if nothing changed."""
     if not differences(config, slots.lora_config(name)):
         return None
-    before, old = slots.state(name), layer_scales(slots, name)
+    old_state, old_scales = slots.state(name), layer_scales(slots, name)
     slots.rebuild(name, trainable(config))
-    fresh, new = slots.state(name), layer_scales(slots, name)
-    if not any(bool(value.count_nonzero()) for key, value in before.items() if ".lora_B." in key):
+    initial, new_scales = slots.state(name), layer_scales(slots, name)
+    if not any(bool(v.count_nonzero()) for k, v in old_state.items() if ".lora_B." in k):
         return Resized(None, {})
     state: dict[str, Tensor] = {}
     factors: dict[str, float] = {}
     total = lost = 0.0  # squared norms of the products s B A
     is_cut = False
-    for first, second in layer_keys(before):
-        if first not in fresh:
-            energy = _energy(before[first], before[second]) * old[layer_of(first)] ** 2
+    for key_a, key_b in layer_keys(old_state):
+        if key_a not in initial:
+            energy = _energy(old_state[key_a], old_state[key_b]) * old_scales[layer_of(key_a)] ** 2
             total, lost, is_cut = total + energy, lost + energy, True
-    for first, second in layer_keys(fresh):
-        if first not in before:
-            state[first], state[second] = fresh[first], torch.zeros_like(fresh[second])
+    for key_a, key_b in layer_keys(initial):
+        if key_a not in old_state:
+            state[key_a], state[key_b] = initial[key_a], torch.zeros_like(initial[key_b])
             continue
-        a, b, wide = before[first], before[second], fresh[first]
-        layer = layer_of(first)
-        factor = old[layer] / new[layer]
+        a, b, initial_a = old_state[key_a], old_state[key_b], initial[key_a]
+        layer = layer_of(key_a)
+        factor = old_scales[layer] / new_scales[layer]
         factor = 1.0 if math.isclose(factor, 1.0, rel_tol=1e-12) else factor
-        if len(a) > len(wide):
-            a, b, values = cut(a, b, wide)
-            energies = values.square() * old[layer] ** 2
+        if len(a) > len(initial_a):
+            a, b, values = cut(a, b, initial_a)
+            energies = values.square() * old_scales[layer] ** 2
             total += float(energies.sum())
-            lost += float(energies[len(wide) :].sum())
+            lost += float(energies[len(initial_a) :].sum())
             is_cut = True
         else:
-            total += _energy(a, b) * old[layer] ** 2
-            a, b = grown(a, b, wide)
-            factors |= {first: 1.0, second: factor}
-        state[first], state[second] = a, b * factor
+            total += _energy(a, b) * old_scales[layer] ** 2
+            a, b = grown(a, b, initial_a)
+            factors |= {key_a: 1.0, key_b: factor}
+        state[key_a], state[key_b] = a, b * factor
     slots.put(name, state)
     error = math.sqrt(lost / total) if total else 0.0
     return Resized(error if is_cut else None, factors)
@@ -183,18 +182,18 @@ def mix_products(slots: AdapterSlots, sources: Sequence[str], target: str) -> No
         copy_slot(slots, widest, target)
     else:
         fit_slot(slots, target, with_targets(slots.lora_config(widest), modules))
-    own, scale = slots.state(target), layer_scales(slots, target)
+    initial, target_scales = slots.state(target), layer_scales(slots, target)
     mean: dict[str, Tensor] = {}
-    for first, second in layer_keys(own):
-        layer, like, nothing = layer_of(first), own[first], torch.zeros_like(own[second])
-        downs = [state.get(first, like) for state in states]
+    for key_a, key_b in layer_keys(initial):
+        layer, initial_a, zero_b = layer_of(key_a), initial[key_a], torch.zeros_like(initial[key_b])
+        downs = [state.get(key_a, initial_a) for state in states]
         ups = [
-            state.get(second, nothing) * (by.get(layer, 1.0) / len(sources))
-            for state, by in zip(states, scales, strict=True)
+            state.get(key_b, zero_b) * (source_scales.get(layer, 1.0) / len(sources))
+            for state, source_scales in zip(states, scales, strict=True)
         ]
-        a, b, _ = cut(torch.cat(downs), torch.cat(ups, dim=1), like)
-        a, b = _paced(a, b, like)
-        mean[first], mean[second] = a, (b / scale[layer]).to(own[second].dtype)
+        a, b, _ = cut(torch.cat(downs), torch.cat(ups, dim=1), initial_a)
+        a, b = _paced(a, b, initial_a)
+        mean[key_a], mean[key_b] = a, (b / target_scales[layer]).to(initial[key_b].dtype)
     slots.put(target, mean)
 
 
@@ -203,8 +202,8 @@ def _paced(a: Tensor, b: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
 
     The size of A sets the product's pace under AdamW. The factor is a power of two, so exact.
     """
-    size, wanted = float(a.norm()), float(like.norm())
-    if not (size > 0 and wanted > 0 and math.isfinite(size / wanted)):
+    size, target_size = float(a.norm()), float(like.norm())
+    if not (size > 0 and target_size > 0 and math.isfinite(size / target_size)):
         return a, b
-    factor = 2.0 ** round(math.log2(wanted / size))
+    factor = 2.0 ** round(math.log2(target_size / size))
     return a * factor, b / factor

@@ -54,14 +54,14 @@ class AdapterSlots:
         self._peft: PeftModel | None = None
         self._params: dict[str, dict[str, nn.Parameter]] = {}
         self._trainable: dict[str, bool] = {}
-        #: One for each configuration that slots were made with, rank and alpha aside.
+        #: One for each configuration of slots, rank and alpha aside.
         self._kinds: list[_Kind] = []
         self._versions: dict[str, int] = {}
         self._last_version = 0
         self.layers: dict[str, LoraLayer] = {}
         #: The slots that train in one batch from now on; empty for all slots.
         self.together: tuple[str, ...] = ()
-        #: Slots that are no template for new ones: an engine has added hooks to their modules.
+        #: Slots that no new slot is copied from: an engine has added hooks to their modules.
         self.reserved: set[str] = set()
         #: Caches derived from the slots' tensors, by name; emptied when slots are added or removed.
         self.derived: dict[str, Any] = {}
@@ -91,9 +91,9 @@ class AdapterSlots:
                 f"{list(self._params)}"
             )
         settings = self.settled(config or self.config)
-        like = self._slot_like(settings)
-        if like is not None:
-            self._add_like(name, like, settings)
+        template = self._slot_like(settings)
+        if template is not None:
+            self._add_like(name, template, settings)
         else:
             self._add_by_peft(name, settings)
         self._trainable[name] = trainable
@@ -109,7 +109,7 @@ class AdapterSlots:
                 parameter.data = parameter.data.cpu()
 
     def settled(self, config: LoraConfig) -> LoraConfig:
-        """Return a copy of a configuration that a slot may have."""
+        """Return a checked copy of a configuration, with modules that a slot can adapt."""
         settings = copy.deepcopy(config)
         # The configuration of a checkpoint has the path of its base; PEFT warns if it differs.
         settings.base_model_name_or_path = None
@@ -118,7 +118,7 @@ class AdapterSlots:
 
     def _add_by_peft(self, name: str, settings: LoraConfig) -> None:
         checked_modules(self.base, settings)  # PEFT would leave a part of the adapter in the model
-        given = copy.deepcopy(settings)  # PEFT writes the modules to it
+        original = copy.deepcopy(settings)  # PEFT writes the modules to it
         # PEFT draws the initial A from the global generator: fork it, so no other draw moves.
         devices = [self.base.device] if self.base.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -139,9 +139,9 @@ class AdapterSlots:
             for key, parameter in self._peft.named_parameters()
             if key.endswith(suffixes)
         }
-        kind = self._kind_of(given)
+        kind = self._kind_of(original)
         if kind is None:
-            kind = _Kind(given, self.settled(self.lora_config(name)), self.state(name))
+            kind = _Kind(original, self.settled(self.lora_config(name)), self.state(name))
             self._kinds.append(kind)
         kind.slots.append(name)
 
@@ -149,7 +149,7 @@ class AdapterSlots:
         return next((kind for kind in self._kinds if kind.makes(settings)), None)
 
     def _slot_like(self, settings: LoraConfig) -> str | None:
-        """Return a slot of these settings, apart from rank and alpha."""
+        """Return a slot of these settings, rank and alpha aside; None without one."""
         kind = self._kind_of(settings)
         usable = (n for n in (kind.slots if kind else ()) if n not in self.reserved)
         return next(usable, None)
@@ -161,17 +161,17 @@ class AdapterSlots:
         """
         kind = self._kind_of(settings)
         assert kind is not None
-        made: dict[int, Any] = {}
+        copies: dict[int, Any] = {}
         for layer in self.layers.values():
-            for listed in (*layer.other_param_names, *layer.adapter_layer_names):
-                values: Any = getattr(layer, listed)
+            for attribute in (*layer.other_param_names, *layer.adapter_layer_names):
+                values: Any = getattr(layer, attribute)
                 if like in values:
                     values[name] = copy.deepcopy(values[like])
             # Another slot may adapt modules that this one leaves out.
             for matrices in (layer.lora_A, layer.lora_B) if like in layer.lora_A else ():
-                made[id(matrices[like].weight)] = matrices[name].weight
+                copies[id(matrices[like].weight)] = matrices[name].weight
         self.peft.peft_config[name] = copy.deepcopy(self.peft.peft_config[like])
-        self._params[name] = {key: made[id(p)] for key, p in self._params[like].items()}
+        self._params[name] = {key: copies[id(p)] for key, p in self._params[like].items()}
         kind.slots.append(name)
         config = self.lora_config(name)
         ranks = {(c.r, c.lora_alpha) for c in (settings, config, kind.config)}
@@ -192,9 +192,9 @@ class AdapterSlots:
         devices = [self.base.device] if self.base.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(self.seed)
-            own = set(map(layer_of, self._params[name]))
+            adapted = set(map(layer_of, self._params[name]))
             for path, layer in self.layers.items():
-                if path in own:
+                if path in adapted:
                     module = module_of(path)
                     rank, alpha = rank_of(config, module), alpha_of(config, module)
                     layer.update_layer(name, rank, alpha, config=config)
@@ -213,9 +213,9 @@ class AdapterSlots:
         active = name in self.peft.active_adapters
         if active and len(self._params) > 1:  # else PEFT activates another adapter and warns
             self.activate(next(other for other in self._params if other != name))
-        own = set(map(layer_of, kind.state))
+        adapted = set(map(layer_of, kind.state))
         for path, layer in self.layers.items():
-            if path not in own and name in layer.lora_A:
+            if path not in adapted and name in layer.lora_A:
                 layer.delete_adapter(name)
         self.peft.peft_config[name] = copy.deepcopy(kind.written)
         self._params[name] = dict.fromkeys(kind.state, nn.Parameter(torch.empty(0)))
@@ -279,7 +279,7 @@ class AdapterSlots:
         self.restore_trainable()
 
     def remove(self, name: str) -> None:
-        """Delete a slot; the last one cannot be deleted, since PEFT needs one."""
+        """Delete a slot; the last slot cannot be deleted, since PEFT needs an adapter."""
         self._known(name)
         if len(self._params) == 1:
             raise ConfigError(
@@ -302,7 +302,7 @@ class AdapterSlots:
             kind.slots = [other for other in kind.slots if other != name]
 
     def rebuild(self, name: str, config: LoraConfig) -> None:
-        """Replace a slot by a new one with another configuration; no other slot changes."""
+        """Give a slot another configuration and new parameters; no other slot changes."""
         self._known(name)
         settings, spare = self.settled(config), f"{name}_spare"
         kind = self._kind_of(settings)
@@ -319,8 +319,8 @@ class AdapterSlots:
     def state(self, name: str) -> dict[str, Tensor]:
         """Return detached CPU copies of a slot's tensors, by PEFT's file keys."""
         # Same as get_peft_model_state_dict, without a pass over the whole model per slot.
-        own = self._params[self._known(name)]
-        return dict(zip(own, fetch(list(own.values())), strict=True))
+        parameters = self._params[self._known(name)]
+        return dict(zip(parameters, fetch(list(parameters.values())), strict=True))
 
     def snapshot(self, name: str) -> AdapterCopy:
         """Return a CPU copy of a slot with its configuration, to be written later."""
@@ -359,8 +359,8 @@ class _Kind:
 
     Attributes:
         config: The configuration of its first slot.
-        written: The same as PEFT has written it, with the names of `all-linear`.
-        state: The initial tensors of that slot by PEFT's file keys, on the CPU.
+        written: That configuration as PEFT stores it, with names in place of `all-linear`.
+        state: The initial tensors of the first slot by PEFT's file keys, on the CPU.
         slots: The existing slots.
     """
 
@@ -371,9 +371,9 @@ class _Kind:
 
     def makes(self, settings: LoraConfig) -> bool:
         """Return whether slots of these settings belong to this kind."""
-        same = copy.copy(settings)
-        same.r, same.lora_alpha = self.config.r, self.config.lora_alpha
-        return same in (self.config, self.written)
+        adjusted = copy.copy(settings)
+        adjusted.r, adjusted.lora_alpha = self.config.r, self.config.lora_alpha
+        return adjusted in (self.config, self.written)
 
 
 def _add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noqa: ANN401 -- of any architecture

@@ -117,12 +117,12 @@ def checked_modules(
 
 
 def _unserved(base: SharedBase) -> dict[str, str]:
-    """Return the layers that do not receive rows in a known order, with their inputs."""
+    """Return the layers that do not receive rows in a known order, with the layout they get."""
     return {n: kind for n, kind in base.linear_inputs.items() if kind not in ("rows", "flat")}
 
 
 def _peft_takes(base: SharedBase, config: LoraConfig, name: str) -> bool:
-    """Return whether PEFT adapts a layer; not for a Mamba's output, read past the module."""
+    """Return whether PEFT adapts a layer; it refuses a Mamba's output, which is not called."""
     check = getattr(tuners_utils, "_check_lora_target_modules_mamba", None)
     try:
         if check is not None:
@@ -179,12 +179,12 @@ class TargetSets:
     def modules(self, name: str) -> frozenset[str]:
         """Return the full names of the layers of a set."""
         if name not in self._modules:
-            targets, what = self._declared_as(name), f"lora.target_sets.{name}"
+            targets, setting = self._declared_as(name), f"lora.target_sets.{name}"
             base, excluded = self._base, self._config.exclude_modules or ()
             if text := missing_layers(targets, linear_modules(base.model), base.name, excluded):
-                raise ConfigError(f"{what}: {text}")
+                raise ConfigError(f"{setting}: {text}")
             settled = settle_targets(base, with_targets(self._config, targets))
-            self._modules[name] = checked_modules(base, settled, what)
+            self._modules[name] = checked_modules(base, settled, setting)
         return self._modules[name]
 
     def name_of(self, modules: Collection[str]) -> str | None:
