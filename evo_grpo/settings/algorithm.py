@@ -195,10 +195,10 @@ class AlgorithmConfig(LossFields, AgentFields):
         rank or alpha is searched, they include that of `adapter`, the run's; None if it is not
         known.
         """
-        first, schedule = self.hparams(), self.lr_schedule
+        hparams, schedule = self.hparams(), self.lr_schedule
         if adapter is not None:
-            first = first.with_scale(space.names(), adapter)
-        given = {
+            hparams = hparams.with_scale(space.names(), adapter)
+        run_values = {
             "loss_type": (self.loss_type or self.kind, "grpo"),
             "importance_sampling_level": (self.importance_sampling_level, None),
             "adv_norm": (self.adv_norm, "mean_std"),
@@ -206,12 +206,12 @@ class AlgorithmConfig(LossFields, AgentFields):
             "max_output_tokens": (self.max_output_tokens or self.longest_output(space), None),
             WARMUP: (None if schedule is None else schedule.warmup_proportion, None),
         }
-        for name, (value, default) in given.items():
+        for name, (value, default) in run_values.items():
             if name not in space.names() or value is None:
                 continue
             if value != default or space[name].allows(value):
-                first = first.with_value(name, value)
-        return first
+                hparams = hparams.with_value(name, value)
+        return hparams
 
     def loss(self, max_completion_length: int) -> LossConfig:
         """Return the settings of the loss.

@@ -55,8 +55,8 @@ def without_rows(settings: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(rows, list):
         return dict(settings)
     digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-    told = f"{len(cast('list[object]', rows))} rows, sha256 {digest[:8]}"
-    few_shot = {**cast("dict[str, Any]", shots), "rows": told}
+    summary = f"{len(cast('list[object]', rows))} rows, sha256 {digest[:8]}"
+    few_shot = {**cast("dict[str, Any]", shots), "rows": summary}
     return {**settings, "env": {**cast("dict[str, Any]", env), "few_shot": few_shot}}
 
 
@@ -95,9 +95,9 @@ PROMPTS = "env.prompts"
 def prompt_problems(space: HyperparameterConfig, known: Sequence[str]) -> Iterator[Problem]:
     """Yield the prompts that are searched and not known, with paths below the ranges."""
     searched = space["prompt"].choices or () if "prompt" in space.names() else ()
-    for one in searched:
-        if one not in known:
-            yield Problem(("prompt", "choices"), unknown_name(str(one), known, PROMPTS))
+    for name in searched:
+        if name not in known:
+            yield Problem(("prompt", "choices"), unknown_name(str(name), known, PROMPTS))
 
 
 Prompts = Annotated[
@@ -293,7 +293,7 @@ class EnvConfig(Group):
     @property
     def reward_models(self) -> list[ModelReward]:
         """The reward models among the entries of `reward`."""
-        return [one for one in self.rewards if isinstance(one, ModelReward)]
+        return [reward for reward in self.rewards if isinstance(reward, ModelReward)]
 
     def calls(self) -> RewardCalls:
         """Return how reward functions are called."""
@@ -307,7 +307,7 @@ class EnvConfig(Group):
         """Return the settings given as objects from Python, each with a description of them."""
         return [
             f"env.{name} ({value.description})"
-            for name, given in self
-            for value in (given if isinstance(given, list) else [given])
+            for name, field in self
+            for value in (field if isinstance(field, list) else [field])
             if isinstance(value, PythonObject)
         ]

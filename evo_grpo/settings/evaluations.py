@@ -64,13 +64,13 @@ def affordable(population: PopulationConfig, evolve: EvolveConfig, rows: float) 
     """Return the fitness with as many of its prompts as so many rows of evaluations pay for."""
     fitness, counts = evolve.fitness, count_evaluations(population, evolve)
     samples = fitness.per_prompt(fitness.samples)
-    each = sum(counts.whole) * samples + counts.finalists * fitness.per_prompt(
+    rows_per_prompt = sum(counts.whole) * samples + counts.finalists * fitness.per_prompt(
         fitness.final_samples
     )
-    most = int((rows - sum(counts.between) * fitness.in_between * samples) / each)
-    if most < fitness.in_between:  # rounds in between take as few then
-        most = int(rows / (each + sum(counts.between) * samples))
-    return fitness.replace(prompts=min(fitness.prompts, max(LEAST_PROMPTS, most)))
+    prompts = int((rows - sum(counts.between) * fitness.in_between * samples) / rows_per_prompt)
+    if prompts < fitness.in_between:  # rounds in between take as few then
+        prompts = int(rows / (rows_per_prompt + sum(counts.between) * samples))
+    return fitness.replace(prompts=min(fitness.prompts, max(LEAST_PROMPTS, prompts)))
 
 
 def _finalists(population: PopulationConfig, evolve: EvolveConfig, places: tuple[int, ...]) -> int:

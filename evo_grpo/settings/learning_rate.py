@@ -58,8 +58,8 @@ def with_default_lr(
     usual = usual_lr(model)
     if ranges is None and usual != EMBEDDED:  # theirs is a factor of ten around their lr
         ranges = HyperparameterConfig(lr=RLParameter(usual.low, usual.high)).parameters
-    own = (ranges or {}).get("lr")
-    lr = usual.lr if own is None else own.clip(usual.lr)
+    span = (ranges or {}).get("lr")
+    lr = usual.lr if span is None else span.clip(usual.lr)
     return algorithm.replace(lr=lr), ranges
 
 
@@ -82,14 +82,16 @@ def unusual_lr(
         usual = usual._replace(models="modules of any size", high=EMBEDDED.high)
     # A start far below the range of an embedded model is a lesson of the first template.
     low, high = OTHERS.low / DECADE, usual.high * DECADE
-    given = {"algorithm.lr": first.lr}
-    given |= {
-        f"population.init[{i}].lr": own.lr for i, own in enumerate(begin) if own.lr != first.lr
+    rates = {"algorithm.lr": first.lr}
+    rates |= {
+        f"population.init[{i}].lr": hparams.lr
+        for i, hparams in enumerate(begin)
+        if hparams.lr != first.lr
     }
     if (span := (ranges or {}).get("lr")) is not None:
         name = "evolve.hyperparameters.lr"
-        given |= {f"{name}.min": span.min, f"{name}.max": span.max}
-    far = (f"{name} {shown_value(lr)}" for name, lr in given.items() if not low <= lr <= high)
+        rates |= {f"{name}.min": span.min, f"{name}.max": span.max}
+    far = (f"{name} {shown_value(lr)}" for name, lr in rates.items() if not low <= lr <= high)
     if (first_far := next(far, None)) is None:
         return None
     return (

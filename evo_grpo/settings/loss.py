@@ -113,12 +113,14 @@ class LossConfig(LossFields):
         Raises:
             Problems: Its loss and its ratio level contradict each other.
         """
-        own = {name: value for name in OF_AGENTS if (value := getattr(hparams, name)) is not None}
+        changes = {
+            name: value for name in OF_AGENTS if (value := getattr(hparams, name)) is not None
+        }
         longest = hparams.max_output_tokens
         # Few losses read it: agents that differ in nothing else have one configuration.
-        if longest is not None and LOSS_USES[own.get("loss_type", self.loss_type)].by_longest:
-            own["max_completion_length"] = longest
-        return self.replace(**own) if own else self
+        if longest is not None and LOSS_USES[changes.get("loss_type", self.loss_type)].by_longest:
+            changes["max_completion_length"] = longest
+        return self.replace(**changes) if changes else self
 
     @property
     def clip_bounds(self) -> tuple[float, float]:

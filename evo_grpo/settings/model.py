@@ -60,16 +60,16 @@ def _alphas(value: object) -> object:
 def _by_name(value: object, good: Callable[[Any], bool], expected: str) -> object:
     """Accept a mapping of regular expressions, which match the end of layer names, to numbers."""
     patterns = plain(value)
-    wrong: list[Problem] = []
+    problems: list[Problem] = []
     entries = cast("Mapping[str, object]", patterns) if isinstance(patterns, Mapping) else {}
     for name, number in entries.items():
         if why := why_no_pattern(ending(name)):
             text = f"expected a name or a regular expression as key, got {shown(name)} ({why})"
-            wrong.append(Problem((name,), text))
+            problems.append(Problem((name,), text))
         elif not good(number):
-            wrong.append(Problem((name,), f"expected {expected}, got {shown(number)}"))
-    if wrong:
-        raise Problems(*wrong)
+            problems.append(Problem((name,), f"expected {expected}, got {shown(number)}"))
+    if problems:
+        raise Problems(*problems)
     return patterns
 
 
@@ -130,13 +130,13 @@ class LoraSettings(Group):
     def searched_sets(self, space: HyperparameterConfig) -> list[str]:
         """Return the names of the sets of layers that an agent of a search may have."""
         name = f"{LORA}target_modules"
-        return [str(one) for one in space[name].choices or ()] if name in space.names() else []
+        return [str(value) for value in space[name].choices or ()] if name in space.names() else []
 
     def largest(self, space: HyperparameterConfig) -> Self:
         """Return the settings with the largest rank, and all layers, of any agent of a search."""
         name = f"{LORA}r"
-        most = int(space[name].max) if name in space.names() else self.r
-        own = self.replace(r=most) if most > self.r else self
+        rank = int(space[name].max) if name in space.names() else self.r
+        own = self.replace(r=rank) if rank > self.r else self
         names = self.searched_sets(space)
         sets = [own for name, own in self.target_sets.items() if name in names]
         return own.replace(target_modules=union(sets)) if sets else own
@@ -195,8 +195,8 @@ def _set_problems(
         if name not in lora.target_sets:
             text = unknown_name(name, lora.target_sets, "model.lora.target_sets")
             yield Problem((*above, at, "choices"), text)
-    given, remedy = names and lora.target_modules != ALL, f"remove it, or {dotted((*above, at))}"
-    row = ("target_modules", given, f"none where {at} is searched", remedy)
+    conflict, remedy = names and lora.target_modules != ALL, f"remove it, or {dotted((*above, at))}"
+    row = ("target_modules", conflict, f"none where {at} is searched", remedy)
     yield from below(contradictions(lora, row), "model", "lora")
 
 
@@ -238,8 +238,8 @@ def pattern_problems(
     """Yield the settings that give some layers another rank or alpha, with a sentence."""
     for searching in searched(space)[:1]:
         for name in ("rank_pattern", "alpha_pattern"):
-            if given := dict(getattr(lora, name) or {}):
-                text = f"expected none where {searching} is searched, got {given}; remove it, or"
+            if pattern := dict(getattr(lora, name) or {}):
+                text = f"expected none where {searching} is searched, got {pattern}; remove it, or"
                 yield name, f"{text} {dotted((*above, searching))}"
 
 

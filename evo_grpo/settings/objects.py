@@ -53,8 +53,8 @@ class PythonObject:
     def __get_pydantic_core_schema__(
         cls, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        written = core_schema.plain_serializer_function_ser_schema(_written, when_used="json")
-        return core_schema.is_instance_schema(cls, serialization=written)
+        serializer = core_schema.plain_serializer_function_ser_schema(_written, when_used="json")
+        return core_schema.is_instance_schema(cls, serialization=serializer)
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -123,7 +123,7 @@ def _source(value: object) -> object:
 
 def _is_plain(value: dict[object, object]) -> bool:
     """Return whether a mapping has settings of a dataset, and not its splits or columns."""
-    return "path" in value or all(isinstance(one, str) for one in value.values())
+    return "path" in value or all(isinstance(item, str) for item in value.values())
 
 
 def is_function(value: object) -> bool:
@@ -145,6 +145,8 @@ def by_splits(sources: Mapping[Any, Any]) -> Mapping[Any, Any]:
     if not isinstance(train, Mapping) or "train" not in train:
         return sources
     splits = cast("Mapping[str, Any]", train)
-    rest = {name: sources.get(name) for name in ("validation", "test")}
-    own = {name: splits.get(name) if one is None else one for name, one in rest.items()}
-    return {**sources, "train": splits["train"], **own}
+    others = {name: sources.get(name) for name in ("validation", "test")}
+    filled = {
+        name: splits.get(name) if source is None else source for name, source in others.items()
+    }
+    return {**sources, "train": splits["train"], **filled}

@@ -37,13 +37,13 @@ class NativeSettings(RolloutSettings):
         layer = rows * columns * 2 * shape.kv_width * element
         # One layer is copied while finished rows are removed or replaced. The modules' attention
         # also repeats the keys and values of a layer for every query head.
-        more = layer
+        extra = layer
         if not work.specialised:
-            more = max(layer, rows * columns * 2 * shape.query_width * element)
-        drawn = () if load.graphs else (_drawn(load),)
+            extra = max(layer, rows * columns * 2 * shape.query_width * element)
+        draw = () if load.graphs else (_drawn(load),)
         return (
-            Part("keys and values", shape.layers * layer + more, "engine.max_decode_rows"),
-            *drawn,
+            Part("keys and values", shape.layers * layer + extra, "engine.max_decode_rows"),
+            *draw,
             Part("adapters side by side", _joined(load) * element, "population.size"),
         )
 
