@@ -65,8 +65,8 @@ class Events(Observer):
             evaluation_tokens=record.evaluation_tokens,
             seconds=sum(record.seconds.values()),
             decisions=[
-                {"kind": one.kind, "agent": one.agent, "sentence": one.sentence}
-                for one in record.decisions
+                {"kind": decision.kind, "agent": decision.agent, "sentence": decision.sentence}
+                for decision in record.decisions
             ],
         )
 
@@ -81,10 +81,15 @@ class Events(Observer):
         self.write(
             "finished",
             summary=view.summary,
-            story=[asdict(one) for one in view.story],
+            story=[asdict(sentence) for sentence in view.story],
             warnings=[
-                {"kind": one.kind, "text": one.text, "remedy": one.remedy, "round": one.round}
-                for one in view.troubles
+                {
+                    "kind": trouble.kind,
+                    "text": trouble.text,
+                    "remedy": trouble.remedy,
+                    "round": trouble.round,
+                }
+                for trouble in view.troubles
             ],
         )
 
