@@ -23,10 +23,10 @@ def printable(text: str) -> str:
     if text.isprintable():  # the common case
         return text
     return "".join(
-        one.encode("unicode_escape").decode("ascii")
-        if unicodedata.category(one) in _UNSAFE
-        else one
-        for one in text
+        character.encode("unicode_escape").decode("ascii")
+        if unicodedata.category(character) in _UNSAFE
+        else character
+        for character in text
     )
 
 

@@ -71,14 +71,14 @@ def find(path: str | Path) -> Path:
 
     A path that none has, and an absolute one, is returned unchanged.
     """
-    given = Path(path).expanduser()
-    if given.is_absolute() or given.exists():
-        return given
-    there = (folder / given for folder in folders()[1:])
-    return next((one for one in there if one.exists()), given)
+    target = Path(path).expanduser()
+    if target.is_absolute() or target.exists():
+        return target
+    candidates = (folder / target for folder in folders()[1:])
+    return next((candidate for candidate in candidates if candidate.exists()), target)
 
 
 def as_option() -> str:
     """Return the option --code of the present command with a space in front, "" if it has none."""
-    given = [place.folder for place in _PLACES if place.is_code]
-    return f" --code {shlex.quote(str(given[-1]))}" if given else ""
+    code_folders = [place.folder for place in _PLACES if place.is_code]
+    return f" --code {shlex.quote(str(code_folders[-1]))}" if code_folders else ""

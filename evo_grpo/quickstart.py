@@ -218,9 +218,9 @@ class GRPO:
                 metrics = self.step(prompts[start : start + size])
                 if on_step is not None:
                     on_step(metrics)
-                done = len(self.history)
-                if checkpoint_dir is not None and done % every == 0:
-                    self.save(Path(checkpoint_dir) / f"step_{done}")
+                steps = len(self.history)
+                if checkpoint_dir is not None and steps % every == 0:
+                    self.save(Path(checkpoint_dir) / f"step_{steps}")
         last = self.history[-1]
         return {
             "mean_reward": last.average_reward,
@@ -382,8 +382,8 @@ class GRPO:
         """
         start = ids.shape[1] - mask.shape[1]
         logits = _logits(model, ids)[:, start - 1 : -1].float() / self.sampling.temperature
-        found = torch.log_softmax(logits, -1).gather(-1, ids[:, start:, None])[..., 0]
-        return torch.where(mask, found, 0.0)
+        logprobs = torch.log_softmax(logits, -1).gather(-1, ids[:, start:, None])[..., 0]
+        return torch.where(mask, logprobs, 0.0)
 
 
 def _check_prompts(prompts: object) -> None:

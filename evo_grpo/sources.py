@@ -73,13 +73,13 @@ def embedded_models() -> dict[str, Path]:
 @cache
 def embedded_digests() -> dict[str, dict[str, str]]:
     """Return the SHA-256 of each file of the models that ship inside this package, by its name."""
-    found: dict[str, dict[str, str]] = {}
-    listed = Path(__file__).parent / "assets" / "SHA256SUMS"
-    for line in listed.read_text(encoding="utf-8").splitlines():
+    digests: dict[str, dict[str, str]] = {}
+    sums = Path(__file__).parent / "assets" / "SHA256SUMS"
+    for line in sums.read_text(encoding="utf-8").splitlines():
         digest, path = line.split()
         model, _, file = path.partition("/")
-        found.setdefault(model, {})[file] = digest
-    return found
+        digests.setdefault(model, {})[file] = digest
+    return digests
 
 
 def resolve(name: str) -> Source:

@@ -189,10 +189,10 @@ class Objective:
     @property
     def upward(self) -> Score:
         """The objective as a score of which the larger is better: minimized values are negated."""
-        known = sum(not isnan(value) for value in self.per_prompt)
+        prompts = sum(not isnan(value) for value in self.per_prompt)
         if not self.minimize:
-            return Score(self.mean, self.se, known, self.per_prompt)
-        return Score(-self.mean, self.se, known, tuple(-value for value in self.per_prompt))
+            return Score(self.mean, self.se, prompts, self.per_prompt)
+        return Score(-self.mean, self.se, prompts, tuple(-value for value in self.per_prompt))
 
 
 @dataclass(frozen=True)
@@ -246,12 +246,12 @@ class Score:
     @property
     def goals(self) -> tuple[Score, ...]:
         """All objectives as scores of which the larger is better; fitness is the first."""
-        return (self, *(one.upward for one in self.further))
+        return (self, *(objective.upward for objective in self.further))
 
     @property
     def is_finite(self) -> bool:
         """Whether every objective is a finite number."""
-        return all(isfinite(one.mean) for one in (self, *self.further))
+        return all(isfinite(goal.mean) for goal in (self, *self.further))
 
 
 @dataclass(frozen=True)
@@ -307,9 +307,9 @@ class Request:
     def __str__(self) -> str:
         """Return the request as arguments of `evo-grpo steer`."""
         agents = [self.source, self.agent] if self.op == "clone" else [self.agent]
-        named = [str(agent) for agent in agents if agent is not None]
+        numbers = [str(agent) for agent in agents if agent is not None]
         values = [f"{name}={value}" for name, value in self.values.items()]
-        return " ".join([self.op, *named, *values])
+        return " ".join([self.op, *numbers, *values])
 
 
 @dataclass(frozen=True)
