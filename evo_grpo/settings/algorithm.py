@@ -178,7 +178,7 @@ class AlgorithmConfig(LossFields, AgentFields):
         return _SCALES[hparams.adv_norm or self.adv_norm]
 
     def hparams(self) -> Hparams:
-        """Return the hyperparameters, which may differ between agents."""
+        """Return the initial hyperparameters, which may differ between agents."""
         values = {name: getattr(self, name) for name in AgentFields.model_fields}
         if self.lr is None:  # outside of a run, no model is known
             del values["lr"]
@@ -189,11 +189,10 @@ class AlgorithmConfig(LossFields, AgentFields):
     ) -> Hparams:
         """Return the hyperparameters that the first agent begins with.
 
-        Settings of the run that agents have of their own where they are searched, such as the loss,
-        are included there: the value here, if it is one of the choices or differs from the default,
-        else the first choice. Without a `max_output_tokens` here it is the largest one. Where the
-        rank or alpha is searched, they include that of `adapter`, the run's; None if it is not
-        known.
+        They include each searched setting of the run, such as the loss, with the value here if that
+        is one of the choices or not the default; else `with_first_choices` fills it in later. A
+        `max_output_tokens` of null becomes the largest of the range. A searched rank or alpha is
+        that of `adapter`, the adapter of the run; None if that is not known.
         """
         hparams, schedule = self.hparams(), self.lr_schedule
         if adapter is not None:

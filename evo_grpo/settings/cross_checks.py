@@ -41,7 +41,7 @@ MOST_STEPS = 1_000_000
 ROWS_TOLERANCE = 0.02
 """Largest relative difference between the rows of a round and its plan."""
 LEAST_PARTS = 3
-"""Fewest parts of a population some of which are in host memory with `offload_adapters`."""
+"""Fewest parts of a population of which `offload_adapters` keeps some in host memory."""
 
 
 def run_problems(
@@ -67,10 +67,12 @@ def run_problems(
         problems = check(with_first_choices(hparams, space), space)
         yield from below(islice(problems, MOST_PROBLEMS + 1), "evolve", "exploration")
     yield from below(objective_problems(evolve), "evolve")
-    if not env.kind.startswith(OBJECT):  # an object may have prompts that no file can name
+    if not env.kind.startswith(OBJECT):  # the prompts of an object may have names of its own
         prompts = prompt_problems(space, list(env.prompts or ()))
         yield from below(prompts, "evolve", "hyperparameters")
-    if model.adapter is None or not model.lora.is_default:  # else it brings its own rank
+    if (
+        model.adapter is None or not model.lora.is_default
+    ):  # else the adapter's folder gives the rank
         above = ("evolve", "hyperparameters")
         for name, text in begins_outside(space, model.lora.rank_alpha, above):
             yield Problem(("model", "lora", name), text)
@@ -78,7 +80,7 @@ def run_problems(
     yield from below(islice(starts, MOST_PROBLEMS + 1), "population", "init")
     entrants, agents = getattr(evolve.selection, "size", None), population.size
     if entrants is not None:
-        # The default is right for fewer agents too: a tournament is then one of all of them.
+        # With the default size and fewer agents, a tournament is one of all agents.
         large = (
             1 < agents < entrants
             and entrants != type(evolve.selection).model_fields["size"].default
@@ -88,7 +90,7 @@ def run_problems(
 
 
 def fitness_problems(space: HyperparameterConfig, fitness: FitnessConfig) -> Iterator[Problem]:
-    """Yield a problem if agents would be compared by the rewards whose weights they search."""
+    """Yield a problem if fitness depends on reward weights that are searched."""
     for searched in [name for name in space.names() if name.startswith(REWARD_WEIGHT)][:1]:
         expected = f"a measure that does not depend on {searched}, which is searched"
         remedy = 'name the reward function that measures success, for instance "exact"'
@@ -122,7 +124,7 @@ def objective_problems(evolve: EvolveConfig, *, own: bool = False) -> Iterator[P
 
 
 def _objectives(fitness: FitnessConfig) -> Iterator[Problem]:
-    """Yield what is wrong with a list of objectives that is not empty."""
+    """Yield the problems of a list of objectives that is not empty."""
     objectives, names = fitness.objectives, [goal.name for goal in fitness.objectives]
     remedy = "add one, or give this one as evolve.fitness.reward"
     yield from contradictions(fitness, ("objectives", len(objectives) == 1, "two or more", remedy))
@@ -319,7 +321,7 @@ def _levels(
 def _outside(
     algorithm: AlgorithmConfig, ranges: Mapping[str, RLParameter], above: Path
 ) -> Iterator[Problem]:
-    """Yield initial hyperparameters outside of their range, or among no choices."""
+    """Yield initial hyperparameters outside of their range or choices."""
     space = HyperparameterConfig(**ranges)
     for value in outside(algorithm.first_hparams(space), space):
         name = "clip_coef" if value.name in CLIPS else value.name

@@ -42,7 +42,7 @@ def _weights(value: object) -> object:
 
 
 FITNESS, TOKENS = "fitness", "tokens"
-"""Names of objectives that no reward function gives."""
+"""Names of objectives that are no reward functions."""
 BETWEEN = 8
 """Validation prompts of a round without decisions, where its training does not measure fitness."""
 FitnessReward = Annotated[str | dict[str, float] | None, BeforeValidator(_weights)]
@@ -153,7 +153,7 @@ class FitnessConfig(Group):
 
     @property
     def counted(self) -> FitnessReward:
-        """What fitness measures: the first objective, without objectives `reward`."""
+        """What fitness measures: the first objective, or `reward` without objectives."""
         objective = self.objectives[0].name if self.objectives else FITNESS
         return self.reward if objective == FITNESS else objective
 
@@ -233,7 +233,7 @@ class EvolveConfig(Group):
 
     @property
     def selects(self) -> bool:
-        """Whether some agents may leave or be overwritten; a selection says so itself."""
+        """Whether the selection may remove or overwrite agents."""
         return bool(getattr(self.selection, "selects", True))
 
     @property

@@ -81,7 +81,7 @@ class LossFields(Group):
 
 
 OF_AGENTS = ("loss_type", "importance_sampling_level")
-"""Settings of the loss that agents of one batch may have of their own."""
+"""Settings of the loss that may differ between the agents of a batch."""
 
 
 class LossConfig(LossFields):
@@ -108,10 +108,10 @@ class LossConfig(LossFields):
         return self
 
     def of_agent(self, hparams: Hparams) -> Self:
-        """Return the settings with those of an agent that has its own.
+        """Return the settings with the loss, ratio level and longest completion of an agent.
 
         Raises:
-            Problems: Its loss and its ratio level contradict each other.
+            Problems: The agent's loss and ratio level contradict each other.
         """
         changes = {
             name: value for name in OF_AGENTS if (value := getattr(hparams, name)) is not None

@@ -124,16 +124,16 @@ class LoraSettings(Group):
 
     @property
     def is_default(self) -> bool:
-        """Whether no setting of the adapters themselves is given, sets of layers aside."""
+        """Whether every setting but `target_sets` has its default."""
         return self.replace(target_sets={}) == LoraSettings()
 
     def searched_sets(self, space: HyperparameterConfig) -> list[str]:
-        """Return the names of the sets of layers that an agent of a search may have."""
+        """Return the names of the sets of layers that are searched."""
         name = f"{LORA}target_modules"
         return [str(value) for value in space[name].choices or ()] if name in space.names() else []
 
     def largest(self, space: HyperparameterConfig) -> Self:
-        """Return the settings with the largest rank, and all layers, of any agent of a search."""
+        """Return the settings with the largest rank and all layers of the search."""
         name = f"{LORA}r"
         rank = int(space[name].max) if name in space.names() else self.r
         own = self.replace(r=rank) if rank > self.r else self
@@ -189,7 +189,7 @@ def adapter_problems(
 def _set_problems(
     lora: LoraSettings, space: HyperparameterConfig, above: Path
 ) -> Iterator[Problem]:
-    """Yield sets of layers that are searched and not declared, and layers that nobody has."""
+    """Yield searched sets of layers that are not declared, and `target_modules` without effect."""
     names, at = lora.searched_sets(space), f"{LORA}target_modules"
     for name in names:
         if name not in lora.target_sets:
@@ -203,7 +203,7 @@ def _set_problems(
 def missing_layers(
     targets: str | Sequence[str], layers: Collection[str], model: str, excluded: str | Sequence[str]
 ) -> str:
-    """Return what is wrong with a set of layers of a model; empty if it has all of them.
+    """Return the problem of a set of layers; empty if the model has all of them.
 
     Args:
         targets: The set, in the form of `target_modules`.
@@ -235,7 +235,7 @@ def pattern_problems(
     lora: Any,  # noqa: ANN401 -- LoraSettings, or PEFT's LoraConfig
     above: Path,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the settings that give some layers another rank or alpha, with a sentence."""
+    """Yield (setting, sentence) for each pattern of ranks or alphas beside a search of them."""
     for searching in searched(space)[:1]:
         for name in ("rank_pattern", "alpha_pattern"):
             if pattern := dict(getattr(lora, name) or {}):
@@ -246,10 +246,7 @@ def pattern_problems(
 def begins_outside(
     space: HyperparameterConfig, adapter: RankAlpha, above: Path
 ) -> Iterator[tuple[str, str]]:
-    """Yield the settings of a run's adapter with which the first agent cannot begin.
-
-    Each has the name of the setting, `r` or `alpha`, and a sentence.
-    """
+    """Yield (setting, sentence) if the run's `r` or `alpha` is outside of its searched range."""
     for value in outside(Hparams().with_scale(space.names(), adapter), space):
         if value.name.startswith(LORA):
             yield value.name.removeprefix(LORA), value.told(dotted((*above, value.name)))
@@ -269,7 +266,7 @@ def above_width(rank: float, layer: str, width: int) -> str:
     Args:
         rank: The rank.
         layer: The narrowest layer with an adapter.
-        width: The smaller one of its numbers of inputs and outputs.
+        width: The smaller of its numbers of inputs and outputs.
     """
     if rank <= width:
         return ""
@@ -280,5 +277,5 @@ def above_width(rank: float, layer: str, width: int) -> str:
 
 
 def searched(space: HyperparameterConfig) -> list[str]:
-    """Return the settings of adapters that are searched."""
+    """Return the names of the searched settings of adapters."""
     return [name for name in space.names() if name.startswith(LORA)]

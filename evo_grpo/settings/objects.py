@@ -1,4 +1,4 @@
-"""What a setting holds in place of a file or function: an object from Python, a Hub dataset."""
+"""Values in place of the name of a file or function: objects from Python, datasets of the Hub."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -18,7 +18,7 @@ from pydantic_core import (
 from evo_grpo.schema.group import Group, setting
 
 OBJECT = "object:"
-"""Begins the value that a run folder has in place of an object."""
+"""Start of the text that a run folder has in place of an object."""
 
 
 @final
@@ -60,7 +60,7 @@ class PythonObject:
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        raise PydanticOmit  # a file cannot hold one
+        raise PydanticOmit  # a YAML file cannot hold an object
 
 
 def _written(value: object) -> str:
@@ -70,7 +70,7 @@ def _written(value: object) -> str:
 
 
 def _columns(value: object) -> object:
-    """Accept a list of columns that keep their names, or a mapping of new names to theirs."""
+    """Accept a list of columns that keep their names, or a mapping of new names to columns."""
     if isinstance(value, list | tuple):
         value = {name: name for name in cast("list[object]", value) if isinstance(name, str)}
     if isinstance(value, Mapping):
@@ -117,7 +117,7 @@ def _source(value: object) -> object:
     if value is None or isinstance(value, str | PythonObject | HubDataset):
         return value
     if isinstance(value, Mapping) or hasattr(value, "__getitem__"):
-        return PythonObject(cast("Any", value))  # `tables.read_rows` refuses what holds no rows
+        return PythonObject(cast("Any", value))  # `tables.read_rows` refuses one without rows
     raise ValueError("the name of a file, a dataset of the Hub, or rows from Python")
 
 
@@ -128,7 +128,7 @@ def _is_plain(value: dict[object, object]) -> bool:
 
 def is_function(value: object) -> bool:
     """Return whether a value is a reward function from Python."""
-    # A RewardFunction, which has a function, cannot be imported here.
+    # RewardFunction, which has its function as `fn`, cannot be imported here.
     return callable(value) or callable(getattr(value, "fn", None))
 
 
@@ -138,7 +138,7 @@ Source = Annotated[str | HubDataset | PythonObject | None, BeforeValidator(_sour
 def by_splits(sources: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return sources in which a `DatasetDict` given as train stands for its splits.
 
-    A mapping with the key train is one. It fills in validation and test where they are missing.
+    Any mapping with the key train counts. Its splits fill in a missing validation and test.
     """
     train = sources.get("train")
     train = train.value if isinstance(train, PythonObject) else train

@@ -36,7 +36,7 @@ Bounds = Annotated[
 
 
 def _variable(value: object) -> object:
-    """Refuse what names no environment variable, without showing it: it may be the key."""
+    """Refuse a value that names no environment variable, and do not show it: it may be the key."""
     if value is None or (isinstance(value, str) and _VARIABLE.fullmatch(value)):
         return value
     raise Problems.one(
@@ -222,7 +222,7 @@ Reward = str | PythonObject | ModelReward | JudgeReward
 
 
 def _rewards(value: object) -> object:
-    """Accept names, mappings with a kind, and lists of them; one message for all branches."""
+    """Accept names, mappings with a kind, and lists of them; one error message for all."""
     if value is None:
         return None
     if isinstance(value, list | tuple):
@@ -269,7 +269,7 @@ def _reward(item: object, path: Path) -> Reward:
         raise problems.below(*path) from None
 
 
-# The validator makes a list of one of a single mapping; the union is for the JSON Schema.
+# The validator puts a single mapping into a list; the union is for the JSON Schema.
 Rewards = Annotated[
     str | PythonObject | ModelReward | JudgeReward | list[Reward] | None, BeforeValidator(_rewards)
 ]

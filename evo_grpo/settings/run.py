@@ -30,9 +30,9 @@ GroupT = TypeVar("GroupT", bound=Group)
 
 
 def _filled_in(group: GroupT, **values: object) -> GroupT:
-    """Set defaults that depend on other groups, in a group that is being validated."""
+    """Set values that depend on other groups, in a group whose validation has not ended."""
     for name, value in values.items():
-        object.__setattr__(group, name, value)  # groups are frozen from here on
+        object.__setattr__(group, name, value)  # the group is frozen
     return group
 
 
@@ -145,7 +145,7 @@ class RunConfig(Group):
 
     @property
     def most_processes(self) -> int:
-        """Most processes that have agents in every round, each those of a part or more."""
+        """Most processes that each have agents in every round; a process has one part or more."""
         places = self.population.places(selects=self.evolve.selects)
         return min(self.engine.shards or 1, *places[: self.population.rounds])
 
@@ -156,8 +156,8 @@ class RunConfig(Group):
     def settled(self, output_tokens: int) -> Self:
         """Return the settings with everything that depends on the length of the run filled in.
 
-        A run records them, so that they stay when it is extended. `output_tokens` are the most
-        tokens of a completion where the settings name none.
+        A run records them, so that they stay when it is extended. `output_tokens` is the longest
+        completion in tokens, if the settings name none.
         """
         population, algorithm = self.population, self.algorithm
         output_tokens = algorithm.longest_output(self.search_space()) or output_tokens
@@ -180,7 +180,7 @@ class RunConfig(Group):
 
 
 _SAMPLED_BY = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Hyperparameters that act on what an agent samples in training, and on no evaluation."""
+"""Hyperparameters that act on sampling in training, and on no evaluation."""
 
 
 def settled(
@@ -190,10 +190,10 @@ def settled(
     space: HyperparameterConfig,
     tokens: int | None = None,
 ) -> tuple[PopulationConfig, EvolveConfig]:
-    """Return settings with the decisions, the places and the evaluations of each round filled in.
+    """Return settings with decisions, numbers of agents and evaluations of each round filled in.
 
-    Where `population.stop.tokens` may end a run before its last round, the shares are those of the
-    rounds that it surely has.
+    If `population.stop.tokens` may end a run early, its shares are those of the rounds that it
+    surely plays.
 
     Args:
         population: The agents, and the length of their training.
@@ -232,7 +232,7 @@ def _trains_as_fitness(
     algorithm: AlgorithmConfig,
     space: HyperparameterConfig,
 ) -> bool:
-    """Return whether the reward of a completion in training is that of one in an evaluation."""
+    """Return whether a completion in training is sampled and scored as one in an evaluation."""
     fitness, defaults = evolve.fitness, AlgorithmConfig()
     sampling = {"prompt", "max_output_tokens", *_SAMPLED_BY}
     names = set(space.names())

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from evo_grpo.settings.population import PopulationConfig
 
 OF_ONE_LOSS = [name for name in LossFields.model_fields if name.partition("_")[0] in LOSS_USES]
-"""Settings of the one loss with which their name begins."""
+"""Settings that only the loss uses with whose name they begin."""
 RANGES = "hyperparameters"
 RATIO_IS_ONE = (
     "with update_epochs 1 and all rows of a step in one batch the probability ratio is exactly 1; "
@@ -99,7 +99,7 @@ class KnownSettings:
 
     @property
     def loss_uses(self) -> list[LossUse]:
-        """What these losses use."""
+        """The `LossUse` of each of these losses."""
         return [LOSS_USES[cast("LossType", name)] for name in self.losses]
 
     def is_set(self, name: str) -> bool:
@@ -168,7 +168,7 @@ class KnownSettings:
         rows = self.prompts * self.bounds("group_size")[1]
         if self.population is None:
             return rows
-        # The others take over the rows of removed agents.
+        # The remaining agents take over the rows of removed ones.
         selects = self.evolve is None or self.evolve.selects
         places = self.population.places(selects=selects)
         return rows * self.population.size / min(places[: self.population.rounds])
@@ -184,7 +184,7 @@ def _that_apply(*rows: Row) -> Iterator[Finding]:
 
 
 def _clip(seen: KnownSettings, name: str) -> str | None:
-    """Return why a clip range has no effect; None if it has one."""
+    """Return why a clip range has no effect; None if it has an effect."""
     (_, low), (high, _) = seen.clip
     bounds = {use.bounds for use in seen.loss_uses}
     reason = f"cannot act: with loss_type {' or '.join(seen.losses)}, which"
@@ -206,7 +206,7 @@ def _clip_range(seen: KnownSettings) -> Iterator[Finding]:
 
 
 def algorithm_rows(seen: KnownSettings) -> tuple[Row, ...]:
-    """Return settings of the algorithm with when and why they have no effect if they are given."""
+    """Return a row for each reason for which a setting of the algorithm may have no effect."""
     algorithm, losses = seen.algorithm, set(seen.losses)
     other_loss = f"has no effect with loss_type {' or '.join(seen.losses)}; leave it out"
     fixed = all(use.fixed_level for use in seen.loss_uses)

@@ -128,7 +128,7 @@ def _string(loader: Loader, node: Any) -> str:  # noqa: ANN401 -- of any kind, w
     text = loader.construct_scalar(node)
     try:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
-    except UnicodeDecodeError:  # a lone surrogate, which the setting refuses by its name
+    except UnicodeDecodeError:  # a lone surrogate; the check of the setting refuses it
         return text
 
 
@@ -163,8 +163,8 @@ REMOVED: dict[tuple[str, ...], tuple[object, str]] = {
     ("engine", "vllm", "stop_sequences"): ([], "and algorithm.stop serves every engine"),
     ("engine", "vllm", "process"): ("child", "and vLLM always runs in a separate process"),
 }
-"""Settings of earlier versions, whose run folders have them -> the value that stands for what is
-done now, and why they were removed."""
+"""Removed setting, which older run folders have -> the value that means what is done now, and why
+it was removed."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -213,7 +213,7 @@ def as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
 def from_written(text: str, source: str, *, past: bool = False) -> RunConfig:
     """Build a configuration from the text of `to_yaml` in a run folder, without anchors.
 
-    With `past`, settings that asked for what was removed are left out, in place of an error.
+    With `past`, removed settings are left out, whatever their value, in place of an error.
     """
     settings = in_todays_keys(parse(text, source, WrittenOutLoader))
     if past and isinstance(settings, Mapping):
@@ -309,7 +309,7 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
 
 
 def without_removed(settings: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[Problem]]:
-    """Return settings without removed ones, and a problem for each that asks for what is gone."""
+    """Return settings without removed ones, and a problem for each whose value is not today's."""
     remaining, problems = dict(settings), list[Problem]()
     for path, (harmless, why) in REMOVED.items():
         group: dict[Any, Any] = remaining

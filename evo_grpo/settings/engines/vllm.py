@@ -176,7 +176,7 @@ class VLLMSettings(RolloutSettings):
             )
 
     def held_memory(self, load: EngineLoad) -> tuple[Part, ...]:
-        """Return what vLLM holds while agents learn: everything, or its process if it sleeps."""
+        """Return vLLM's memory while agents learn: all of it, or its process if it sleeps."""
         if self._elsewhere(load):
             return ()
         awake, asleep = self._awake(load), self._asleep(load)
@@ -185,7 +185,7 @@ class VLLMSettings(RolloutSettings):
         return (Part("vLLM asleep", asleep, ""),)
 
     def sampling_memory(self, load: EngineLoad) -> tuple[Part, ...]:
-        """Return what a sleeping vLLM takes back to sample."""
+        """Return the memory that a sleeping vLLM takes again to sample."""
         if self._elsewhere(load) or not self._sleeps(load):
             return ()
         return (Part("vLLM awake", self._awake(load) - self._asleep(load), _LOWERS),)
@@ -218,12 +218,12 @@ class VLLMSettings(RolloutSettings):
         return self.sleep_level > 0 and load.device == "cuda"
 
     def _elsewhere(self, load: EngineLoad) -> bool:
-        """Return whether vLLM has devices of its own, without that of the trainer."""
+        """Return whether vLLM's devices do not include that of the trainer."""
         on_cuda, chosen = load.device == "cuda", self.devices
         return on_cuda and chosen is not None and load.number not in chosen
 
     def _share(self, load: EngineLoad) -> int | None:
-        """Return the bytes of a device that vLLM may use; None if they are not limited so."""
+        """Return the bytes of a device that vLLM may use; None without such a limit."""
         if load.device != "cuda" or load.capacity is None or self.kv_cache_memory_bytes is not None:
             return None
         return int(self.gpu_memory_utilization * load.capacity)
