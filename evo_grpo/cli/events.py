@@ -30,8 +30,8 @@ METRICS = ("reward", "zero_variance", "loss", "entropy")
 class Events(Observer):
     """Writes the progress of a run as lines of JSON.
 
-    With `ends`, the end that the run reports is written; otherwise the caller calls `ended`, which
-    adds the story and the problems.
+    With `ends`, `finished` writes the end of the run; otherwise the caller calls `ended`, which
+    adds the story and the warnings.
     """
 
     def __init__(self, *, ends: bool = False) -> None:
@@ -76,7 +76,7 @@ class Events(Observer):
             self.write("finished", summary=summary)
 
     def ended(self, run: Path, view: RunView) -> None:
-        """Write the end of the run, with its story and its problems."""
+        """Write the end of the run, with its story and its warnings."""
         self.run = str(run)
         self.write(
             "finished",

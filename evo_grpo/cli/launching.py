@@ -24,7 +24,7 @@ from evo_grpo.population.ranks.team import STORE, is_one_of_several
 SECONDS_TO_END = 15.0
 _POLL_SECONDS = 0.05
 _LAUNCHER = "EVO_GRPO_LAUNCHER"
-"""Environment variable with the process that started a rank, with which the rank ends."""
+"""Environment variable with the id of the process that started a rank; the rank ends with it."""
 
 
 @contextmanager

@@ -129,7 +129,7 @@ class Plan(NamedTuple):
 
     @property
     def bytes_per_agent(self) -> int | None:
-        """Bytes of one agent in training, with any reference; None if unknown."""
+        """Bytes of one agent in training, with its reference if it has one; None if unknown."""
         parameters, reference = self.adapter_parameters, self.config.algorithm.separate_reference
         return None if parameters is None else trained_bytes(parameters, reference=reference)
 
@@ -148,7 +148,7 @@ class Plan(NamedTuple):
         if parameters is None:
             return None
         policy = self.config.record.checkpoints
-        # The rounds that are kept when the checkpoints are largest.
+        # Number of rounds whose checkpoints are kept at once.
         count = len(self.places) if policy == "all" else policy if isinstance(policy, int) else 1
         windows = range(max(1, len(self.places) - count + 1))
         checkpoints = max(sum(self.places[first : first + count]) for first in windows)
@@ -262,7 +262,7 @@ def _missing_packages(engine: EngineConfig) -> Iterator[str]:
 
 
 def _check_first(config: RunConfig) -> RunConfig:
-    """Check packages and a game; return the settings with start values from earlier runs."""
+    """Check packages and the environment; return settings with start values from earlier runs."""
     check_driver(config.record.storage)
     check_trackers(config.record.trackers)
     if is_multi_turn(config.env.kind):
@@ -300,7 +300,7 @@ def _memory(
         if fit is not None and fit.setup.dtype == dtype:
             memory.append(fit.plan)
             continue
-        # The choice of a run depends on the device.
+        # Of an unknown device: a run chooses its limits by the memory.
         low_limits = zip(LIMITS, (FEW_ROWS, FEW_TOKENS), strict=True) if device == "cuda" else ()
         chosen = {name: value for name, value in low_limits if getattr(config.engine, name) is None}
         memory.append(Setup(base, longest, dtype, device).plan(config, **chosen))

@@ -317,7 +317,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     fit = plan.fit
     shown = plan.memory[0] if fit is None else fit.plan
     yield "", ", ".join(f"{part.name} {format_bytes(part.bytes)}" for part in shown.parts)
-    if fit is None or fit.setup.place == MACHINE:  # a machine that is too small is warned of
+    if fit is None or fit.setup.place == MACHINE:  # a warning says if the machine is too small
         if any(on == "cuda" for on in dtypes(plan.config).values()):
             yield (
                 "",
