@@ -27,11 +27,11 @@ _PLACES: list[_Place] = []
 
 @contextmanager
 def looking_in(folder: str | Path | None, *, is_code: bool = False) -> Generator[None]:
-    """Look in a folder too while the context lasts; None adds none.
+    """Search one more folder within the context; None adds no folder.
 
     Args:
         folder: The folder.
-        is_code: Whether the user gave it as --code, which commands in messages then repeat.
+        is_code: Whether --code names it; commands in messages then repeat that option.
     """
     if folder is None:
         yield
@@ -69,7 +69,7 @@ def expanded(path: str | Path) -> Path:
 def find(path: str | Path) -> Path:
     """Return the path of a file or folder, in the first of `folders` that has it.
 
-    A path that none has, and an absolute one, is returned unchanged.
+    An absolute path, and a path that no folder has, only gets ~ written out.
     """
     target = Path(path).expanduser()
     if target.is_absolute() or target.exists():
@@ -79,6 +79,6 @@ def find(path: str | Path) -> Path:
 
 
 def as_option() -> str:
-    """Return the option --code of the present command with a space in front, "" if it has none."""
+    """Return " --code FOLDER" of the command that runs, "" if it has no such option."""
     code_folders = [place.folder for place in _PLACES if place.is_code]
     return f" --code {shlex.quote(str(code_folders[-1]))}" if code_folders else ""

@@ -298,7 +298,7 @@ class GRPO:
             path: Folder to write; created if missing.
 
         Raises:
-            CheckpointError: The path, or one above it, is a file.
+            CheckpointError: The path, or a parent of it, is a file.
         """
         folder = check_folder("save: path", path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -317,7 +317,7 @@ class GRPO:
             CheckpointError: The folder is not a checkpoint, or one of another model.
         """
         folder = Path(path)
-        # Read and compare everything first: load_state_dict copies what fits before it raises.
+        # Read and compare everything first: load_state_dict copies matching tensors, then raises.
         try:
             state = load_file(folder / "model.safetensors")
             lines = (folder / "history.jsonl").read_text().splitlines()
@@ -378,7 +378,7 @@ class GRPO:
     def _logprobs(self, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the float32 log-probs (B, C) of the last C of ids (B, T), 0 outside `mask`.
 
-        After the end token, a model may forbid the padding with a logit of -inf.
+        A model may give the padding after the end token a logit of -inf.
         """
         start = ids.shape[1] - mask.shape[1]
         logits = _logits(model, ids)[:, start - 1 : -1].float() / self.sampling.temperature
