@@ -56,9 +56,9 @@ def run_problems(
     yield from below(_counts(population, evolve), "population")
     judges = [reward for reward in env.rewards if isinstance(reward, JudgeReward)]
     unpriced = not any(judge.input_price or judge.output_price for judge in judges)
-    cost = population.stop.judge_cost is not None and unpriced and not env.objects()
+    cost_unknown = population.stop.judge_cost is not None and unpriced and not env.objects()
     priced = "a judge with a price (input_price, output_price) in env.reward"
-    row = ("stop.judge_cost", cost, priced, "add the prices, or remove the rule")
+    row = ("stop.judge_cost", cost_unknown, priced, "add the prices, or remove the rule")
     yield from below(contradictions(population, row), "population")
     space = search_space(evolve.hyperparameters, algorithm.hparams())
     hparams = algorithm.first_hparams(space, model.lora.rank_alpha)
@@ -254,7 +254,7 @@ def divides_quantized(engine: EngineConfig) -> str:
 def _env(env: EnvConfig) -> Iterator[Problem]:
     data, count, weights = env.kind == "dataset", len(env.rewards), env.reward_weights
     both = env.prompt is not None and env.conversation is not None
-    unlike = isinstance(weights, list) and len(weights) != count
+    mismatched = isinstance(weights, list) and len(weights) != count
     rows, reward = "rows for kind dataset", "a reward function for kind dataset"
     styled = env.reward_style is not None and not count and not env.kind.startswith(OBJECT)
     per_function = f"one weight per function of env.reward ({count})"
@@ -263,7 +263,7 @@ def _env(env: EnvConfig) -> Iterator[Problem]:
         ("train", data and env.train is None, rows, "name a CSV, JSON, JSONL or Parquet file"),
         ("reward", data and env.reward is None, reward, 'for instance "my_rewards:exact"'),
         ("conversation", both, "null beside prompt", "remove one of them"),
-        ("reward_weights", unlike, per_function, "or a mapping such as {exact: 1}"),
+        ("reward_weights", mismatched, per_function, "or a mapping such as {exact: 1}"),
         ("reward_style", styled, "env.reward beside it", "name the functions, or leave it out"),
     )
 

@@ -22,7 +22,7 @@ class Evaluations(NamedTuple):
         whole: Evaluations on all validation prompts after each round, those of racing and of the
             archive included.
         between: Agents that answer `fitness.between` prompts after each round.
-        finalists: Candidates of the final comparison: last best, archive and a mean.
+        finalists: Candidates of the final comparison: best of the last round, archive, mean.
     """
 
     places: tuple[int, ...]
