@@ -140,7 +140,7 @@ def _cores() -> int:
 
 
 def _end_with(launcher: int) -> None:
-    """End this rank, as SIGTERM does, when its launcher ends, even if that was killed."""
+    """End this rank, as SIGTERM does, when its launcher ends, even by SIGKILL."""
     while os.getppid() == launcher:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -213,7 +213,7 @@ def from_zero(round: int | None) -> int | None:
 
 
 def weights_of(given: Sequence[str] | None) -> dict[str, float] | None:
-    """Return the weights of `--prefer tokens=0.2`, None where none is given."""
+    """Return the weights of `--prefer tokens=0.2`; None without that option."""
     if not given:
         return None
     weights: dict[str, float] = {}

@@ -59,8 +59,8 @@ def init(
     beside = path.parent / "population.schema.json"
     if force or not beside.exists():
         write_file(beside, _schema_text())
-    wrote = ", ".join(map(str, [path, *files]))
-    say(f"wrote {wrote}; next: evo-grpo check {path}, then evo-grpo run {path}")
+    paths = ", ".join(map(str, [path, *files]))
+    say(f"wrote {paths}; next: evo-grpo check {path}, then evo-grpo run {path}")
 
 
 @app.command(rich_help_panel=PANEL)

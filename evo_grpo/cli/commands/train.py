@@ -47,7 +47,7 @@ FORMS = {
     "cancel": "cancel",
 }
 _AGENTS = {"stop-agent": 1, "clone": 2, "set": 1}
-"""Agents that a request names."""
+"""Number of agents that a request names."""
 
 
 def _check_report(report: bool) -> None:

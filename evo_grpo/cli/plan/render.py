@@ -190,15 +190,15 @@ def _evaluation(plan: Plan) -> str:
         f"{plan.validation_prompts} prompts x {samples} for every agent"
     )
     between, rounds = min(fitness.in_between, plan.validation_prompts), config.population.rounds
-    every = len(plan.decisions) == rounds
-    text += " that played" if every else " at a decision"
+    always_decides = len(plan.decisions) == rounds
+    text += " that played" if always_decides else " at a decision"
     if not fitness.temperature:
         text += ", decoded greedily"
     if fitness.second_looks:
         text += f", and by racing up to {fitness.second_looks:.0%} more"
     if config.evolve.keeps_archive and len(plan.decisions) > 1:
         text += ", and for the archive and the best agent, to compare them"
-    if not every:
+    if not always_decides:
         text += (
             f"; {count(between, 'prompt')} x {samples} in other rounds"
             if between
