@@ -148,7 +148,7 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Member:
-    """One life of an agent.
+    """One life of an agent; a copy or a mutation begins its next one.
 
     Attributes:
         id: Never reused within a run.
