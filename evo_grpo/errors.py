@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from evo_grpo.escaping import printable
 
-# A library logs nothing until its user configures logging. This module is imported by all that log;
+# A library logs nothing until its user configures logging. Each module that logs imports this one;
 # `evo_grpo/__init__.py` imports nothing, so that it loads fast.
 logging.getLogger("evo_grpo").addHandler(logging.NullHandler())
 # PEFT imports bitsandbytes if it is installed, which warns about a missing CPU kernel that this
@@ -66,7 +66,7 @@ class CheckpointError(EvoGrpoError, ValueError):
 
 
 class RunDirError(EvoGrpoError, FileExistsError):
-    """A folder cannot be used as a run folder: it is finished, in use, or holds something else."""
+    """A folder cannot be a run folder: its run is finished or in use, or it has other files."""
 
 
 class RunNotFoundError(EvoGrpoError, FileNotFoundError):
@@ -85,7 +85,7 @@ class RunFailedError(EvoGrpoError, RuntimeError):
 
 
 class FailedDeviceError(RunFailedError):
-    """The GPU of this process failed in a round; what is on it is lost."""
+    """The GPU of this process failed in a round; its memory is lost."""
 
 
 class OtherRankError(RunFailedError):

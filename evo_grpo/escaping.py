@@ -10,7 +10,7 @@ MESSAGE_CHARACTERS = 300
 
 _UNSAFE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories of characters that control a terminal or are invisible: control characters,
-formats (text direction, zero width, byte order mark, tags), lone surrogates, ends of lines."""
+format characters (text direction, zero width, byte order mark, tags), surrogates, line ends."""
 
 
 def printable(text: str) -> str:
@@ -23,10 +23,10 @@ def printable(text: str) -> str:
     if text.isprintable():  # the common case
         return text
     return "".join(
-        one.encode("unicode_escape").decode("ascii")
-        if unicodedata.category(one) in _UNSAFE
-        else one
-        for one in text
+        character.encode("unicode_escape").decode("ascii")
+        if unicodedata.category(character) in _UNSAFE
+        else character
+        for character in text
     )
 
 
@@ -46,7 +46,7 @@ def shorten(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
 def redacted(text: str, secret: str | None) -> str:
     """Return a text with *** in place of a secret, also as JSON or `repr` writes it.
 
-    A text is redacted before it is cut, which could leave a part of the secret.
+    Redact before cutting: a cut could leave a part of the secret.
     """
     quoted = json.dumps(secret or "")[1:-1]
     forms = {secret or "", quoted, quoted.replace("/", "\\/"), repr(secret or "")[1:-1]} - {""}

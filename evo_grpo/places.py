@@ -27,11 +27,11 @@ _PLACES: list[_Place] = []
 
 @contextmanager
 def looking_in(folder: str | Path | None, *, is_code: bool = False) -> Generator[None]:
-    """Look in a folder too while the context lasts; None adds none.
+    """Search one more folder within the context; None adds no folder.
 
     Args:
         folder: The folder.
-        is_code: Whether the user gave it as --code, which commands in messages then repeat.
+        is_code: Whether --code names it; commands in messages then repeat that option.
     """
     if folder is None:
         yield
@@ -69,16 +69,16 @@ def expanded(path: str | Path) -> Path:
 def find(path: str | Path) -> Path:
     """Return the path of a file or folder, in the first of `folders` that has it.
 
-    A path that none has, and an absolute one, is returned unchanged.
+    An absolute path, and a path that no folder has, only gets ~ written out.
     """
-    given = Path(path).expanduser()
-    if given.is_absolute() or given.exists():
-        return given
-    there = (folder / given for folder in folders()[1:])
-    return next((one for one in there if one.exists()), given)
+    target = Path(path).expanduser()
+    if target.is_absolute() or target.exists():
+        return target
+    candidates = (folder / target for folder in folders()[1:])
+    return next((candidate for candidate in candidates if candidate.exists()), target)
 
 
 def as_option() -> str:
-    """Return the option --code of the present command with a space in front, "" if it has none."""
-    given = [place.folder for place in _PLACES if place.is_code]
-    return f" --code {shlex.quote(str(given[-1]))}" if given else ""
+    """Return " --code FOLDER" of the command that runs, "" if it has no such option."""
+    code_folders = [place.folder for place in _PLACES if place.is_code]
+    return f" --code {shlex.quote(str(code_folders[-1]))}" if code_folders else ""

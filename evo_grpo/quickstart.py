@@ -218,9 +218,9 @@ class GRPO:
                 metrics = self.step(prompts[start : start + size])
                 if on_step is not None:
                     on_step(metrics)
-                done = len(self.history)
-                if checkpoint_dir is not None and done % every == 0:
-                    self.save(Path(checkpoint_dir) / f"step_{done}")
+                steps = len(self.history)
+                if checkpoint_dir is not None and steps % every == 0:
+                    self.save(Path(checkpoint_dir) / f"step_{steps}")
         last = self.history[-1]
         return {
             "mean_reward": last.average_reward,
@@ -298,7 +298,7 @@ class GRPO:
             path: Folder to write; created if missing.
 
         Raises:
-            CheckpointError: The path, or one above it, is a file.
+            CheckpointError: The path, or a parent of it, is a file.
         """
         folder = check_folder("save: path", path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -317,7 +317,7 @@ class GRPO:
             CheckpointError: The folder is not a checkpoint, or one of another model.
         """
         folder = Path(path)
-        # Read and compare everything first: load_state_dict copies what fits before it raises.
+        # Read and compare everything first: load_state_dict copies matching tensors, then raises.
         try:
             state = load_file(folder / "model.safetensors")
             lines = (folder / "history.jsonl").read_text().splitlines()
@@ -378,12 +378,12 @@ class GRPO:
     def _logprobs(self, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the float32 log-probs (B, C) of the last C of ids (B, T), 0 outside `mask`.
 
-        After the end token, a model may forbid the padding with a logit of -inf.
+        A model may give the padding after the end token a logit of -inf.
         """
         start = ids.shape[1] - mask.shape[1]
         logits = _logits(model, ids)[:, start - 1 : -1].float() / self.sampling.temperature
-        found = torch.log_softmax(logits, -1).gather(-1, ids[:, start:, None])[..., 0]
-        return torch.where(mask, found, 0.0)
+        logprobs = torch.log_softmax(logits, -1).gather(-1, ids[:, start:, None])[..., 0]
+        return torch.where(mask, logprobs, 0.0)
 
 
 def _check_prompts(prompts: object) -> None:

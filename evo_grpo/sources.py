@@ -72,14 +72,14 @@ def embedded_models() -> dict[str, Path]:
 
 @cache
 def embedded_digests() -> dict[str, dict[str, str]]:
-    """Return the SHA-256 of each file of the models that ship inside this package, by its name."""
-    found: dict[str, dict[str, str]] = {}
-    listed = Path(__file__).parent / "assets" / "SHA256SUMS"
-    for line in listed.read_text(encoding="utf-8").splitlines():
+    """Return model -> file -> SHA-256 of the models that ship inside this package."""
+    digests: dict[str, dict[str, str]] = {}
+    sums = Path(__file__).parent / "assets" / "SHA256SUMS"
+    for line in sums.read_text(encoding="utf-8").splitlines():
         digest, path = line.split()
         model, _, file = path.partition("/")
-        found.setdefault(model, {})[file] = digest
-    return found
+        digests.setdefault(model, {})[file] = digest
+    return digests
 
 
 def resolve(name: str) -> Source:
@@ -104,7 +104,7 @@ def resolve(name: str) -> Source:
     try:
         path = find(name)
         is_folder = path.is_dir()
-    except (OSError, RuntimeError) as error:  # too long a name; the home of nobody
+    except (OSError, RuntimeError) as error:  # the name is too long, or ~user is unknown
         why = getattr(error, "strerror", error)
         raise ModelError(f"model: no model can be called {shorten(name)!r}: {why}") from None
     if name.endswith(".gguf"):
@@ -134,7 +134,7 @@ def fetched(name: str) -> Path:
 
 
 def hub_words(text: str, characters: int = 300) -> str:
-    """Return what the hub's client said, cut, after its token was redacted."""
+    """Return a message of the hub's client, cut after its token was redacted."""
     from huggingface_hub import get_token  # only a hub id needs it
 
     return shorten(redacted(text, get_token()), characters)

@@ -37,8 +37,8 @@ class Prompt:
         text: The prompt after the conversation and chat templates.
         token_ids: The prompt's token ids, not padded, at least one.
         columns: The dataset row of the prompt; reward functions receive its columns by name.
-        step: Training prompts before it, divided by the prompts of a step; 0 in an evaluation. Only
-            of a task whose reward functions read it.
+        step: Number of training prompts before this one // prompts of a step; 0 in an evaluation,
+            and in tasks whose reward functions do not read it.
     """
 
     index: int
@@ -99,8 +99,8 @@ class Trajectory:
         turns: Number of completions, >= 1 unless `error` is set.
         end: Reason for the end: "completion" for a single completion; "terminated", "truncated",
             "max_turns" or "context" for an episode; or "error".
-        error: The error of the environment because of which the trajectory was dropped, else empty.
-        answer: The right answer according to the dataset, for a reader; empty if there is none.
+        error: The environment's error, for which the trajectory was dropped; empty without one.
+        answer: The right answer in the dataset, for display; empty if there is none.
         row: The dataset row of the prompt; empty for an episode.
     """
 
@@ -148,13 +148,13 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Member:
-    """One life of an agent.
+    """One life of an agent; a copy or a mutation begins its next one.
 
     Attributes:
         id: Never reused within a run.
         agent: Slot of the agent.
-        parent: Id of the member it was copied from, of a mean the better parent; None in the first
-            population.
+        parent: Id of the member that it was copied from, or of a mean's better parent; None in the
+            first population.
         born: First round that it plays (0-based).
         mutation: How it was made.
         second_parent: Id of the other parent of a mean, else None.
@@ -170,14 +170,14 @@ class Member:
 
 @dataclass(frozen=True)
 class Objective:
-    """A further goal beside fitness, as one agent reaches it in one round.
+    """The value of a goal beside fitness, of one agent in one round.
 
     Attributes:
         name: Name of the measure: a reward function, "tokens" or "fitness".
         minimize: Whether smaller values are better.
         mean: Mean over prompts, in units of the measure.
         se: Standard error of the mean over prompts; NaN for a single sample.
-        per_prompt: Mean of each prompt, in the order of the score's; NaN where there is no value.
+        per_prompt: Mean of each prompt, ordered as `Score.per_prompt`; NaN where there is none.
     """
 
     name: str
@@ -189,15 +189,15 @@ class Objective:
     @property
     def upward(self) -> Score:
         """The objective as a score of which the larger is better: minimized values are negated."""
-        known = sum(not isnan(value) for value in self.per_prompt)
+        prompts = sum(not isnan(value) for value in self.per_prompt)
         if not self.minimize:
-            return Score(self.mean, self.se, known, self.per_prompt)
-        return Score(-self.mean, self.se, known, tuple(-value for value in self.per_prompt))
+            return Score(self.mean, self.se, prompts, self.per_prompt)
+        return Score(-self.mean, self.se, prompts, tuple(-value for value in self.per_prompt))
 
 
 @dataclass(frozen=True)
 class RewardScore:
-    """One reward function in an evaluation of one agent, without its weight.
+    """The unweighted mean of one reward function in an evaluation of one agent.
 
     Attributes:
         name: Name of the function.
@@ -225,13 +225,13 @@ class Score:
             have the same prompts in the same order, so scores can be compared in pairs.
         further: The other objectives of `evolve.fitness.objectives`, of which fitness is the first;
             empty in a run with one goal.
-        first_look: `per_prompt` of the first evaluation, where racing chose the agent for more of
-            them; empty after a single one.
-        steps: Steps of training behind the score. Of a round whose fitness is the mean reward of
-            its training, all of `n`, and `per_prompt` is empty; in a decision, the entries at the
-            end of `per_prompt` (`evolve.evidence`). 0 for an evaluation.
-        rewards: Each reward function by itself; empty without an evaluation, and where the
-            environment does not name them. After racing, those of the first look.
+        first_look: `per_prompt` of the first evaluation if racing evaluated the agent again, else
+            empty.
+        steps: Training steps behind the score, 0 for an evaluation. If fitness is the mean reward
+            of a round's training, `n` counts the same steps and `per_prompt` is empty; in a
+            decision, the steps are the last entries of `per_prompt` (`with_training`).
+        rewards: The score of each reward function in the first evaluation; empty without an
+            evaluation, or if the environment does not name its functions.
     """
 
     mean: Number
@@ -246,12 +246,12 @@ class Score:
     @property
     def goals(self) -> tuple[Score, ...]:
         """All objectives as scores of which the larger is better; fitness is the first."""
-        return (self, *(one.upward for one in self.further))
+        return (self, *(objective.upward for objective in self.further))
 
     @property
     def is_finite(self) -> bool:
         """Whether every objective is a finite number."""
-        return all(isfinite(one.mean) for one in (self, *self.further))
+        return all(isfinite(goal.mean) for goal in (self, *self.further))
 
 
 @dataclass(frozen=True)
@@ -307,9 +307,9 @@ class Request:
     def __str__(self) -> str:
         """Return the request as arguments of `evo-grpo steer`."""
         agents = [self.source, self.agent] if self.op == "clone" else [self.agent]
-        named = [str(agent) for agent in agents if agent is not None]
+        numbers = [str(agent) for agent in agents if agent is not None]
         values = [f"{name}={value}" for name, value in self.values.items()]
-        return " ".join([self.op, *named, *values])
+        return " ".join([self.op, *numbers, *values])
 
 
 @dataclass(frozen=True)

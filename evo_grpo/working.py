@@ -1,4 +1,4 @@
-"""Tells what a run spends its time on before its first result: loading, compiling, capturing."""
+"""Logs the work of a run before its first result: loading, compiling, capturing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger(LOGGER)
 
 @contextmanager
 def working(what: str) -> Generator[None]:
-    """Log work of unknown length when it begins, and when it ends with its seconds.
+    """Log the begin of the work in the body, and its end with its seconds.
 
     Args:
         what: The work, such as "load the weights".

@@ -21,7 +21,7 @@ def _leave_out_current_folder() -> None:
     except OSError:  # it was removed
         return
     if os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) != here:
-        sys.path[:] = [place for place in sys.path if os.path.abspath(place) != here]
+        sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
 
 
 def main() -> None:

@@ -30,8 +30,8 @@ METRICS = ("reward", "zero_variance", "loss", "entropy")
 class Events(Observer):
     """Writes the progress of a run as lines of JSON.
 
-    With `ends`, the end that the run reports is written; otherwise the caller calls `ended`, which
-    adds the story and the problems.
+    With `ends`, `finished` writes the end of the run; otherwise the caller calls `ended`, which
+    adds the story and the warnings.
     """
 
     def __init__(self, *, ends: bool = False) -> None:
@@ -65,8 +65,8 @@ class Events(Observer):
             evaluation_tokens=record.evaluation_tokens,
             seconds=sum(record.seconds.values()),
             decisions=[
-                {"kind": one.kind, "agent": one.agent, "sentence": one.sentence}
-                for one in record.decisions
+                {"kind": decision.kind, "agent": decision.agent, "sentence": decision.sentence}
+                for decision in record.decisions
             ],
         )
 
@@ -76,15 +76,20 @@ class Events(Observer):
             self.write("finished", summary=summary)
 
     def ended(self, run: Path, view: RunView) -> None:
-        """Write the end of the run, with its story and its problems."""
+        """Write the end of the run, with its story and its warnings."""
         self.run = str(run)
         self.write(
             "finished",
             summary=view.summary,
-            story=[asdict(one) for one in view.story],
+            story=[asdict(sentence) for sentence in view.story],
             warnings=[
-                {"kind": one.kind, "text": one.text, "remedy": one.remedy, "round": one.round}
-                for one in view.troubles
+                {
+                    "kind": trouble.kind,
+                    "text": trouble.text,
+                    "remedy": trouble.remedy,
+                    "round": trouble.round,
+                }
+                for trouble in view.troubles
             ],
         )
 

@@ -24,7 +24,7 @@ from evo_grpo.population.ranks.team import STORE, is_one_of_several
 SECONDS_TO_END = 15.0
 _POLL_SECONDS = 0.05
 _LAUNCHER = "EVO_GRPO_LAUNCHER"
-"""Environment variable with the process that started a rank, with which the rank ends."""
+"""Environment variable with the id of the process that started a rank; the rank ends with it."""
 
 
 @contextmanager
@@ -105,15 +105,15 @@ def _run_ranks(ranks: int, command: Sequence[str]) -> NoReturn:
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all ranks; return the exit code of rank 0, or of the rank that failed first."""
-    first: int | None = None
+    first_failed: int | None = None
     ends = iter((signal.SIGTERM, signal.SIGKILL))
     deadline = 0.0
     while any(process.poll() is None for process in processes):
         codes = [process.poll() for process in processes]
-        if first is None:
-            first = next((rank for rank, code in enumerate(codes) if code), None)
+        if first_failed is None:
+            first_failed = next((rank for rank, code in enumerate(codes) if code), None)
             deadline = time.monotonic() + SECONDS_TO_END
-        if first is not None and time.monotonic() > deadline:
+        if first_failed is not None and time.monotonic() > deadline:
             # A rank in the middle of a round does not notice that another rank has ended.
             number = next(ends, signal.SIGKILL)
             for process in processes:
@@ -125,7 +125,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     failed = [rank for rank, code in enumerate(codes) if code]
     if not failed:
         return 0
-    cause = failed[0] if first is None else first
+    cause = failed[0] if first_failed is None else first_failed
     if codes[cause] < 0:
         name = signal.Signals(-codes[cause]).name
         sys.stderr.write(f"rank {cause} of {len(codes)} was ended by {name}\n")
@@ -140,7 +140,7 @@ def _cores() -> int:
 
 
 def _end_with(launcher: int) -> None:
-    """End this rank, as SIGTERM does, when its launcher ends, even if that was killed."""
+    """End this rank, as SIGTERM does, when its launcher ends, even by SIGKILL."""
     while os.getppid() == launcher:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @final
 class Audience:
-    """The audience of a run's output: a person, a program that reads events, or errors only.
+    """Where the output of a run goes: to a person, as events to a program, or errors alone.
 
     `quiet` prints only errors, and the run folder as the last line; `as_json` prints one event per
     line. Both together raise typer.BadParameter.
@@ -100,7 +100,7 @@ def show_run(
 
     `play` trains the run by `training.run`, which is imported before the call; `loading` is the
     model or run folder to name first. With `compare`, a comparison follows, which `report` adds to
-    the HTML report. `folder` is that of an existing run, whose files in `allow` may have changed.
+    the HTML report. `folder` is that of a resumed run, whose files in `allow` may have changed.
     """
     from evo_grpo.readers.terminal.console import WorkLines, warnings_to
 

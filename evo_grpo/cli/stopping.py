@@ -140,17 +140,17 @@ def _watch(heard: int) -> None:
     """Read the numbers of signals; end the process on the second one or after the deadline."""
     import select
 
-    first: int | None = None
+    first_signal: int | None = None
     deadline = 0.0
     while True:
-        left = None if first is None else max(0.0, deadline - time.monotonic())
-        if not select.select([heard], [], [], left)[0] and first is not None:
-            _end(_CODES[first])
+        timeout = None if first_signal is None else max(0.0, deadline - time.monotonic())
+        if not select.select([heard], [], [], timeout)[0] and first_signal is not None:
+            _end(_CODES[first_signal])
         for number in os.read(heard, 64):
             if number not in _CODES or signal.getsignal(number) is not _handle:
                 continue  # another signal, or one with a handler of the user's code
-            if first is None and _state.raises:
-                first, deadline = number, time.monotonic() + SECONDS_TO_END
+            if first_signal is None and _state.raises:
+                first_signal, deadline = number, time.monotonic() + SECONDS_TO_END
             else:
                 _end(_CODES[number])
 

@@ -178,7 +178,7 @@ class AlgorithmConfig(LossFields, AgentFields):
         return _SCALES[hparams.adv_norm or self.adv_norm]
 
     def hparams(self) -> Hparams:
-        """Return the hyperparameters, which may differ between agents."""
+        """Return the initial hyperparameters, which may differ between agents."""
         values = {name: getattr(self, name) for name in AgentFields.model_fields}
         if self.lr is None:  # outside of a run, no model is known
             del values["lr"]
@@ -189,16 +189,15 @@ class AlgorithmConfig(LossFields, AgentFields):
     ) -> Hparams:
         """Return the hyperparameters that the first agent begins with.
 
-        Settings of the run that agents have of their own where they are searched, such as the loss,
-        are included there: the value here, if it is one of the choices or differs from the default,
-        else the first choice. Without a `max_output_tokens` here it is the largest one. Where the
-        rank or alpha is searched, they include that of `adapter`, the run's; None if it is not
-        known.
+        They include each searched setting of the run, such as the loss, with the value here if that
+        is one of the choices or not the default; else `with_first_choices` fills it in later. A
+        `max_output_tokens` of null becomes the largest of the range. A searched rank or alpha is
+        that of `adapter`, the adapter of the run; None if that is not known.
         """
-        first, schedule = self.hparams(), self.lr_schedule
+        hparams, schedule = self.hparams(), self.lr_schedule
         if adapter is not None:
-            first = first.with_scale(space.names(), adapter)
-        given = {
+            hparams = hparams.with_scale(space.names(), adapter)
+        run_values = {
             "loss_type": (self.loss_type or self.kind, "grpo"),
             "importance_sampling_level": (self.importance_sampling_level, None),
             "adv_norm": (self.adv_norm, "mean_std"),
@@ -206,12 +205,12 @@ class AlgorithmConfig(LossFields, AgentFields):
             "max_output_tokens": (self.max_output_tokens or self.longest_output(space), None),
             WARMUP: (None if schedule is None else schedule.warmup_proportion, None),
         }
-        for name, (value, default) in given.items():
+        for name, (value, default) in run_values.items():
             if name not in space.names() or value is None:
                 continue
             if value != default or space[name].allows(value):
-                first = first.with_value(name, value)
-        return first
+                hparams = hparams.with_value(name, value)
+        return hparams
 
     def loss(self, max_completion_length: int) -> LossConfig:
         """Return the settings of the loss.

@@ -41,7 +41,7 @@ MOST_STEPS = 1_000_000
 ROWS_TOLERANCE = 0.02
 """Largest relative difference between the rows of a round and its plan."""
 LEAST_PARTS = 3
-"""Fewest parts of a population some of which are in host memory with `offload_adapters`."""
+"""Fewest parts of a population of which `offload_adapters` keeps some in host memory."""
 
 
 def run_problems(
@@ -54,38 +54,43 @@ def run_problems(
     """Yield contradictions among the settings of a run, with their YAML paths."""
     yield from below(_env(env), "env")
     yield from below(_counts(population, evolve), "population")
-    judges = [one for one in env.rewards if isinstance(one, JudgeReward)]
-    free = not any(one.input_price or one.output_price for one in judges)
-    cost = population.stop.judge_cost is not None and free and not env.objects()
+    judges = [reward for reward in env.rewards if isinstance(reward, JudgeReward)]
+    unpriced = not any(judge.input_price or judge.output_price for judge in judges)
+    cost_unknown = population.stop.judge_cost is not None and unpriced and not env.objects()
     priced = "a judge with a price (input_price, output_price) in env.reward"
-    row = ("stop.judge_cost", cost, priced, "add the prices, or remove the rule")
+    row = ("stop.judge_cost", cost_unknown, priced, "add the prices, or remove the rule")
     yield from below(contradictions(population, row), "population")
     space = search_space(evolve.hyperparameters, algorithm.hparams())
-    first = algorithm.first_hparams(space, model.lora.rank_alpha)
+    hparams = algorithm.first_hparams(space, model.lora.rank_alpha)
     yield from below(fitness_problems(space, evolve.fitness), "evolve", "fitness")
     if (check := getattr(evolve.exploration, "problems", None)) is not None:
-        problems = check(with_first_choices(first, space), space)
+        problems = check(with_first_choices(hparams, space), space)
         yield from below(islice(problems, MOST_PROBLEMS + 1), "evolve", "exploration")
     yield from below(objective_problems(evolve), "evolve")
-    if not env.kind.startswith(OBJECT):  # an object may have prompts that no file can name
+    if not env.kind.startswith(OBJECT):  # the prompts of an object may have names of its own
         prompts = prompt_problems(space, list(env.prompts or ()))
         yield from below(prompts, "evolve", "hyperparameters")
-    if model.adapter is None or not model.lora.is_default:  # else it brings its own rank
+    if (
+        model.adapter is None or not model.lora.is_default
+    ):  # else the adapter's folder gives the rank
         above = ("evolve", "hyperparameters")
         for name, text in begins_outside(space, model.lora.rank_alpha, above):
             yield Problem(("model", "lora", name), text)
-    starts = start_problems(first, space, population.size, population.init)
+    starts = start_problems(hparams, space, population.size, population.init)
     yield from below(islice(starts, MOST_PROBLEMS + 1), "population", "init")
-    own, most = getattr(evolve.selection, "size", None), population.size
-    if own is not None:
-        # The default is right for fewer agents too: a tournament is then one of all of them.
-        large = 1 < most < own and own != type(evolve.selection).model_fields["size"].default
-        row = ("selection.size", large, f"at most population.size ({most})", "lower it")
+    entrants, agents = getattr(evolve.selection, "size", None), population.size
+    if entrants is not None:
+        # With the default size and fewer agents, a tournament is one of all agents.
+        large = (
+            1 < agents < entrants
+            and entrants != type(evolve.selection).model_fields["size"].default
+        )
+        row = ("selection.size", large, f"at most population.size ({agents})", "lower it")
         yield from below(contradictions(evolve, row), "evolve")
 
 
 def fitness_problems(space: HyperparameterConfig, fitness: FitnessConfig) -> Iterator[Problem]:
-    """Yield a problem if agents would be compared by the rewards whose weights they search."""
+    """Yield a problem if fitness depends on reward weights that are searched."""
     for searched in [name for name in space.names() if name.startswith(REWARD_WEIGHT)][:1]:
         expected = f"a measure that does not depend on {searched}, which is searched"
         remedy = 'name the reward function that measures success, for instance "exact"'
@@ -119,20 +124,25 @@ def objective_problems(evolve: EvolveConfig, *, own: bool = False) -> Iterator[P
 
 
 def _objectives(fitness: FitnessConfig) -> Iterator[Problem]:
-    """Yield what is wrong with a list of objectives that is not empty."""
-    given, names = fitness.objectives, [one.name for one in fitness.objectives]
-    alone = "add one, or give this one as evolve.fitness.reward"
-    yield from contradictions(fitness, ("objectives", len(given) == 1, "two or more", alone))
-    first = "a reward that is maximized as the first objective, the fitness of the run"
-    for number, one in enumerate(given):
-        unclear = one.name == TOKENS and one.direction is None
+    """Yield the problems of a list of objectives that is not empty."""
+    objectives, names = fitness.objectives, [goal.name for goal in fitness.objectives]
+    remedy = "add one, or give this one as evolve.fitness.reward"
+    yield from contradictions(fitness, ("objectives", len(objectives) == 1, "two or more", remedy))
+    expected = "a reward that is maximized as the first objective, the fitness of the run"
+    for number, goal in enumerate(objectives):
+        unclear = goal.name == TOKENS and goal.direction is None
         problems = contradictions(
-            one,
-            ("name", one.name in names[:number], "each objective once", "remove one of them"),
+            goal,
+            ("name", goal.name in names[:number], "each objective once", "remove one of them"),
             ("direction", unclear, "maximize or minimize for tokens", "say which is better"),
-            ("name", one.name == FITNESS and number, "fitness as the first objective", "move it"),
-            ("name", not number and one.name == TOKENS, first, "put it after one"),
-            ("direction", not number and one.minimize, first, "put it after one"),
+            (
+                "name",
+                goal.name == FITNESS and number,
+                "fitness as the first objective",
+                "move it",
+            ),
+            ("name", not number and goal.name == TOKENS, expected, "put it after one"),
+            ("direction", not number and goal.minimize, expected, "put it after one"),
         )
         yield from below(problems, "objectives", number)
 
@@ -161,14 +171,14 @@ def agent_problems(
     yield from _lengths(algorithm, space, above)
     yield from _levels(algorithm, ranges or {}, above)
     yield from _outside(algorithm, ranges or {}, above)
-    where, steps = dotted((*above, WARMUP)), "such as {steps: 100}, the GRPO steps of an agent"
+    where, remedy = dotted((*above, WARMUP)), "such as {steps: 100}, the GRPO steps of an agent"
     missing = WARMUP in space.names() and algorithm.lr_schedule is None
-    row = ("lr_schedule", missing, f"a schedule where {where} is searched", steps)
+    row = ("lr_schedule", missing, f"a schedule where {where} is searched", remedy)
     yield from below(contradictions(algorithm, row), "algorithm")
     yield from adapter_problems(model, space, above)
     lora = None if own_lora or model is None else model.lora.largest(space)
-    for name, own in engine.engines.items():
-        yield from below(own.problems(engine.device, lora), "engine", name)
+    for name, settings in engine.engines.items():
+        yield from below(settings.problems(engine.device, lora), "engine", name)
 
 
 def _engine(engine: EngineConfig) -> Iterator[Problem]:
@@ -244,25 +254,25 @@ def divides_quantized(engine: EngineConfig) -> str:
 def _env(env: EnvConfig) -> Iterator[Problem]:
     data, count, weights = env.kind == "dataset", len(env.rewards), env.reward_weights
     both = env.prompt is not None and env.conversation is not None
-    unlike = isinstance(weights, list) and len(weights) != count
+    mismatched = isinstance(weights, list) and len(weights) != count
     rows, reward = "rows for kind dataset", "a reward function for kind dataset"
     styled = env.reward_style is not None and not count and not env.kind.startswith(OBJECT)
-    each = f"one weight per function of env.reward ({count})"
+    per_function = f"one weight per function of env.reward ({count})"
     return contradictions(
         env,
         ("train", data and env.train is None, rows, "name a CSV, JSON, JSONL or Parquet file"),
         ("reward", data and env.reward is None, reward, 'for instance "my_rewards:exact"'),
         ("conversation", both, "null beside prompt", "remove one of them"),
-        ("reward_weights", unlike, each, "or a mapping such as {exact: 1}"),
+        ("reward_weights", mismatched, per_function, "or a mapping such as {exact: 1}"),
         ("reward_style", styled, "env.reward beside it", "name the functions, or leave it out"),
     )
 
 
 def _counts(population: PopulationConfig, evolve: EvolveConfig) -> Iterator[Problem]:
-    most = {"size": MOST_AGENTS, "rounds": MOST_ROUNDS, "steps_per_round": MOST_STEPS}
+    largest = {"size": MOST_AGENTS, "rounds": MOST_ROUNDS, "steps_per_round": MOST_STEPS}
     limits = [
         (name, getattr(population, name) > limit, f"at most {limit:,}", "lower it")
-        for name, limit in most.items()
+        for name, limit in largest.items()
     ]
     compares = hasattr(evolve.selection, "size")  # the agents of a tournament
     expected = f"at least 2 agents for selection {evolve.selection.kind}"
@@ -311,7 +321,7 @@ def _levels(
 def _outside(
     algorithm: AlgorithmConfig, ranges: Mapping[str, RLParameter], above: Path
 ) -> Iterator[Problem]:
-    """Yield initial hyperparameters outside of their range, or among no choices."""
+    """Yield initial hyperparameters outside of their range or choices."""
     space = HyperparameterConfig(**ranges)
     for value in outside(algorithm.first_hparams(space), space):
         name = "clip_coef" if value.name in CLIPS else value.name

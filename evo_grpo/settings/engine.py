@@ -13,14 +13,14 @@ from evo_grpo.settings.engines.native import NativeSettings
 from evo_grpo.settings.engines.vllm import VLLMSettings
 
 ENGINES: Mapping[str, type[RolloutSettings]] = {"native": NativeSettings, "vllm": VLLMSettings}
-"""The rollout engines. One that has settings is a field of its name in `EngineConfig` too."""
+"""The rollout engines by name. `EngineConfig` has a field for each engine with settings."""
 if TYPE_CHECKING:
     EngineName = str
 else:
     EngineName = Literal[tuple(ENGINES)]
 
 DECODE_ROWS = 1024
-"""Completions decoded at once where nothing says how many fit."""
+"""Completions decoded at once where it is not known how many fit."""
 _UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
 
 
@@ -33,7 +33,7 @@ def _overlap(value: object) -> object:
 
 
 def _switch(value: object) -> object:
-    """Accept the words that YAML reads as true and false."""
+    """Accept on and off, which YAML reads as true and false."""
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
@@ -149,12 +149,12 @@ class EngineConfig(Group):
     )
 
     def parts(self, processes: int = 1) -> int:
-        """Return the parts of a population that begins in so many processes."""
+        """Return the number of parts of a population that begins in `processes` processes."""
         return self.shards or processes * (2 if self.overlap else 1)
 
     @property
     def decode_rows(self) -> int:
-        """Most completions decoded at once, where `max_decode_rows` is null too."""
+        """Most completions decoded at once; `DECODE_ROWS` if `max_decode_rows` is null."""
         return self.max_decode_rows or DECODE_ROWS
 
     @property

@@ -48,15 +48,15 @@ class FewShot(Group):
 
 
 def without_rows(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the number and the digest of rows in place of the user's rows."""
+    """Return settings with the number and digest of the user's few-shot rows in their place."""
     env = settings.get("env")
     shots = cast("Mapping[str, Any]", env).get("few_shot") if isinstance(env, Mapping) else None
     rows = cast("Mapping[str, Any]", shots).get("rows") if isinstance(shots, Mapping) else None
     if not isinstance(rows, list):
         return dict(settings)
     digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-    told = f"{len(cast('list[object]', rows))} rows, sha256 {digest[:8]}"
-    few_shot = {**cast("dict[str, Any]", shots), "rows": told}
+    summary = f"{len(cast('list[object]', rows))} rows, sha256 {digest[:8]}"
+    few_shot = {**cast("dict[str, Any]", shots), "rows": summary}
     return {**settings, "env": {**cast("dict[str, Any]", env), "few_shot": few_shot}}
 
 
@@ -93,11 +93,11 @@ PROMPTS = "env.prompts"
 
 
 def prompt_problems(space: HyperparameterConfig, known: Sequence[str]) -> Iterator[Problem]:
-    """Yield the prompts that are searched and not known, with paths below the ranges."""
+    """Yield a problem for each searched prompt that is not declared; paths are in the ranges."""
     searched = space["prompt"].choices or () if "prompt" in space.names() else ()
-    for one in searched:
-        if one not in known:
-            yield Problem(("prompt", "choices"), unknown_name(str(one), known, PROMPTS))
+    for name in searched:
+        if name not in known:
+            yield Problem(("prompt", "choices"), unknown_name(str(name), known, PROMPTS))
 
 
 Prompts = Annotated[
@@ -280,7 +280,7 @@ class EnvConfig(Group):
     @model_validator(mode="before")
     @classmethod
     def _splits(cls, values: object) -> object:
-        """Take a `DatasetDict` given as train by its splits."""
+        """Replace a `DatasetDict` given as train by its splits."""
         return by_splits(cast("dict[str, Any]", values)) if isinstance(values, dict) else values
 
     @property
@@ -293,21 +293,21 @@ class EnvConfig(Group):
     @property
     def reward_models(self) -> list[ModelReward]:
         """The reward models among the entries of `reward`."""
-        return [one for one in self.rewards if isinstance(one, ModelReward)]
+        return [reward for reward in self.rewards if isinstance(reward, ModelReward)]
 
     def calls(self) -> RewardCalls:
-        """Return how reward functions are called."""
+        """Return the settings of calls of reward functions."""
         return RewardCalls(**{name: getattr(self, name) for name in RewardCalls.model_fields})
 
     def prompting(self) -> PromptSettings:
-        """Return what surrounds a question."""
+        """Return the settings of prompts and answers."""
         return PromptSettings(**{name: getattr(self, name) for name in PromptSettings.model_fields})
 
     def objects(self) -> list[str]:
-        """Return the settings given as objects from Python, each with a description of them."""
+        """Return the settings given as Python objects, each with a description of its object."""
         return [
             f"env.{name} ({value.description})"
-            for name, given in self
-            for value in (given if isinstance(given, list) else [given])
+            for name, field in self
+            for value in (field if isinstance(field, list) else [field])
             if isinstance(value, PythonObject)
         ]

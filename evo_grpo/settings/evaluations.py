@@ -19,10 +19,10 @@ class Evaluations(NamedTuple):
         places: Agents of each round.
         decisions: Finished rounds after which all agents answer all validation prompts: those that
             decide, and the last one.
-        whole: Evaluations on all validation prompts after each round, further looks of racing and
-            fresh draws of the archive among them.
+        whole: Evaluations on all validation prompts after each round, those of racing and of the
+            archive included.
         between: Agents that answer `fitness.between` prompts after each round.
-        finalists: Candidates of the final comparison: last best, archive and a mean.
+        finalists: Candidates of the final comparison: best of the last round, archive, mean.
     """
 
     places: tuple[int, ...]
@@ -33,7 +33,7 @@ class Evaluations(NamedTuple):
 
 
 def count_evaluations(population: PopulationConfig, evolve: EvolveConfig) -> Evaluations:
-    """Return the most evaluations of a run of so many rounds."""
+    """Return the most evaluations of a run."""
     by_round = population.places(selects=evolve.selects)
     places = tuple(by_round[min(n, len(by_round) - 1)] for n in range(population.rounds))
     always = evolve.decides_always
@@ -61,16 +61,16 @@ def count_evaluations(population: PopulationConfig, evolve: EvolveConfig) -> Eva
 
 
 def affordable(population: PopulationConfig, evolve: EvolveConfig, rows: float) -> FitnessConfig:
-    """Return the fitness with as many of its prompts as so many rows of evaluations pay for."""
+    """Return the fitness settings with as many prompts as `rows` evaluated completions allow."""
     fitness, counts = evolve.fitness, count_evaluations(population, evolve)
     samples = fitness.per_prompt(fitness.samples)
-    each = sum(counts.whole) * samples + counts.finalists * fitness.per_prompt(
+    rows_per_prompt = sum(counts.whole) * samples + counts.finalists * fitness.per_prompt(
         fitness.final_samples
     )
-    most = int((rows - sum(counts.between) * fitness.in_between * samples) / each)
-    if most < fitness.in_between:  # rounds in between take as few then
-        most = int(rows / (each + sum(counts.between) * samples))
-    return fitness.replace(prompts=min(fitness.prompts, max(LEAST_PROMPTS, most)))
+    prompts = int((rows - sum(counts.between) * fitness.in_between * samples) / rows_per_prompt)
+    if prompts < fitness.in_between:  # then rounds without decisions take as few
+        prompts = int(rows / (rows_per_prompt + sum(counts.between) * samples))
+    return fitness.replace(prompts=min(fitness.prompts, max(LEAST_PROMPTS, prompts)))
 
 
 def _finalists(population: PopulationConfig, evolve: EvolveConfig, places: tuple[int, ...]) -> int:

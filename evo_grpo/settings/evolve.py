@@ -31,18 +31,18 @@ def _weights(value: object) -> object:
     if value is None or (isinstance(value, str) and value):
         return value
     if isinstance(value, Mapping):
-        given = cast("Mapping[object, object]", value)
-        if given and all(isinstance(name, str) and name for name in given):
-            weights = {str(name): number for name, number in given.items()}
+        entries = cast("Mapping[object, object]", value)
+        if entries and all(isinstance(name, str) and name for name in entries):
+            weights = {str(name): number for name, number in entries.items()}
             if all(map(is_number, weights.values())) and any(weights.values()):
-                return {name: float(cast("float", one)) for name, one in weights.items()}
+                return {name: float(cast("float", weight)) for name, weight in weights.items()}
     raise ValueError(
         "the name of a reward function, or a mapping of names to weights of which one is not 0"
     )
 
 
 FITNESS, TOKENS = "fitness", "tokens"
-"""Names of objectives that no reward function gives."""
+"""Names of objectives that are no reward functions."""
 BETWEEN = 8
 """Validation prompts of a round without decisions, where its training does not measure fitness."""
 FitnessReward = Annotated[str | dict[str, float] | None, BeforeValidator(_weights)]
@@ -153,9 +153,9 @@ class FitnessConfig(Group):
 
     @property
     def counted(self) -> FitnessReward:
-        """What fitness measures: the first objective, without objectives `reward`."""
-        first = self.objectives[0].name if self.objectives else FITNESS
-        return self.reward if first == FITNESS else first
+        """What fitness measures: the first objective, or `reward` without objectives."""
+        objective = self.objectives[0].name if self.objectives else FITNESS
+        return self.reward if objective == FITNESS else objective
 
     @property
     def in_between(self) -> int:
@@ -233,7 +233,7 @@ class EvolveConfig(Group):
 
     @property
     def selects(self) -> bool:
-        """Whether some agents may leave or be overwritten; a selection says so itself."""
+        """Whether the selection may remove or overwrite agents."""
         return bool(getattr(self.selection, "selects", True))
 
     @property

@@ -86,7 +86,7 @@ def unknown_keyword(call: str, name: str, known: Mapping[str, object]) -> Config
 
 def _flat(path: Path) -> Path:
     """Return the keyword for a path in `AgentSettings`."""
-    for name, place in AGENT_KEYWORDS.items():
-        if path[: len(place)] == place:
-            return (name, *path[len(place) :])
+    for name, prefix in AGENT_KEYWORDS.items():
+        if path[: len(prefix)] == prefix:
+            return (name, *path[len(prefix) :])
     return path

@@ -48,18 +48,18 @@ def with_default_lr(
     ranges: Mapping[str, RLParameter] | None,
     model: ModelConfig | None,
 ) -> tuple[AlgorithmConfig, Mapping[str, RLParameter] | None]:
-    """Fill in an lr of null, and with it ranges of null.
+    """Replace an lr of null, and with it ranges of null, by the usual values for the model.
 
-    An lr that was given keeps ranges of null, which stand for a factor of ten around it: run
-    folders have recorded their lr, and resume unchanged.
+    Beside a given lr, ranges of null stay and mean a factor of ten around it: run folders record
+    their lr, and resume unchanged.
     """
     if algorithm.lr is not None:
         return algorithm, ranges
     usual = usual_lr(model)
-    if ranges is None and usual != EMBEDDED:  # theirs is a factor of ten around their lr
+    if ranges is None and usual != EMBEDDED:  # the embedded range is a factor of ten around the lr
         ranges = HyperparameterConfig(lr=RLParameter(usual.low, usual.high)).parameters
-    own = (ranges or {}).get("lr")
-    lr = usual.lr if own is None else own.clip(usual.lr)
+    span = (ranges or {}).get("lr")
+    lr = usual.lr if span is None else span.clip(usual.lr)
     return algorithm.replace(lr=lr), ranges
 
 
@@ -69,7 +69,7 @@ def unusual_lr(
     begin: Iterable[Hparams],
     ranges: Mapping[str, RLParameter] | None,
 ) -> str | None:
-    """Return one sentence about the first lr that was given and is far from usual; None for none.
+    """Return a sentence about the first given lr that is far from usual; None if there is none.
 
     Args:
         model: The model; None stands for a transformers module.
@@ -80,16 +80,18 @@ def unusual_lr(
     usual = usual_lr(model)
     if model is None:  # a module may be as small as the embedded models
         usual = usual._replace(models="modules of any size", high=EMBEDDED.high)
-    # A start far below the range of an embedded model is a lesson of the first template.
+    # No warning far below the range of embedded models: the first template teaches such a start.
     low, high = OTHERS.low / DECADE, usual.high * DECADE
-    given = {"algorithm.lr": first.lr}
-    given |= {
-        f"population.init[{i}].lr": own.lr for i, own in enumerate(begin) if own.lr != first.lr
+    rates = {"algorithm.lr": first.lr}
+    rates |= {
+        f"population.init[{i}].lr": hparams.lr
+        for i, hparams in enumerate(begin)
+        if hparams.lr != first.lr
     }
     if (span := (ranges or {}).get("lr")) is not None:
         name = "evolve.hyperparameters.lr"
-        given |= {f"{name}.min": span.min, f"{name}.max": span.max}
-    far = (f"{name} {shown_value(lr)}" for name, lr in given.items() if not low <= lr <= high)
+        rates |= {f"{name}.min": span.min, f"{name}.max": span.max}
+    far = (f"{name} {shown_value(lr)}" for name, lr in rates.items() if not low <= lr <= high)
     if (first_far := next(far, None)) is None:
         return None
     return (

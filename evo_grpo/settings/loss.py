@@ -81,7 +81,7 @@ class LossFields(Group):
 
 
 OF_AGENTS = ("loss_type", "importance_sampling_level")
-"""Settings of the loss that agents of one batch may have of their own."""
+"""Settings of the loss that may differ between the agents of a batch."""
 
 
 class LossConfig(LossFields):
@@ -108,17 +108,19 @@ class LossConfig(LossFields):
         return self
 
     def of_agent(self, hparams: Hparams) -> Self:
-        """Return the settings with those of an agent that has its own.
+        """Return the settings with the loss, ratio level and longest completion of an agent.
 
         Raises:
-            Problems: Its loss and its ratio level contradict each other.
+            Problems: The agent's loss and ratio level contradict each other.
         """
-        own = {name: value for name in OF_AGENTS if (value := getattr(hparams, name)) is not None}
+        changes = {
+            name: value for name in OF_AGENTS if (value := getattr(hparams, name)) is not None
+        }
         longest = hparams.max_output_tokens
         # Few losses read it: agents that differ in nothing else have one configuration.
-        if longest is not None and LOSS_USES[own.get("loss_type", self.loss_type)].by_longest:
-            own["max_completion_length"] = longest
-        return self.replace(**own) if own else self
+        if longest is not None and LOSS_USES[changes.get("loss_type", self.loss_type)].by_longest:
+            changes["max_completion_length"] = longest
+        return self.replace(**changes) if changes else self
 
     @property
     def clip_bounds(self) -> tuple[float, float]:

@@ -60,16 +60,16 @@ def _alphas(value: object) -> object:
 def _by_name(value: object, good: Callable[[Any], bool], expected: str) -> object:
     """Accept a mapping of regular expressions, which match the end of layer names, to numbers."""
     patterns = plain(value)
-    wrong: list[Problem] = []
+    problems: list[Problem] = []
     entries = cast("Mapping[str, object]", patterns) if isinstance(patterns, Mapping) else {}
     for name, number in entries.items():
         if why := why_no_pattern(ending(name)):
             text = f"expected a name or a regular expression as key, got {shown(name)} ({why})"
-            wrong.append(Problem((name,), text))
+            problems.append(Problem((name,), text))
         elif not good(number):
-            wrong.append(Problem((name,), f"expected {expected}, got {shown(number)}"))
-    if wrong:
-        raise Problems(*wrong)
+            problems.append(Problem((name,), f"expected {expected}, got {shown(number)}"))
+    if problems:
+        raise Problems(*problems)
     return patterns
 
 
@@ -124,19 +124,19 @@ class LoraSettings(Group):
 
     @property
     def is_default(self) -> bool:
-        """Whether no setting of the adapters themselves is given, sets of layers aside."""
+        """Whether every setting but `target_sets` has its default."""
         return self.replace(target_sets={}) == LoraSettings()
 
     def searched_sets(self, space: HyperparameterConfig) -> list[str]:
-        """Return the names of the sets of layers that an agent of a search may have."""
+        """Return the names of the sets of layers that are searched."""
         name = f"{LORA}target_modules"
-        return [str(one) for one in space[name].choices or ()] if name in space.names() else []
+        return [str(value) for value in space[name].choices or ()] if name in space.names() else []
 
     def largest(self, space: HyperparameterConfig) -> Self:
-        """Return the settings with the largest rank, and all layers, of any agent of a search."""
+        """Return the settings with the largest rank and all layers of the search."""
         name = f"{LORA}r"
-        most = int(space[name].max) if name in space.names() else self.r
-        own = self.replace(r=most) if most > self.r else self
+        rank = int(space[name].max) if name in space.names() else self.r
+        own = self.replace(r=rank) if rank > self.r else self
         names = self.searched_sets(space)
         sets = [own for name, own in self.target_sets.items() if name in names]
         return own.replace(target_modules=union(sets)) if sets else own
@@ -189,21 +189,21 @@ def adapter_problems(
 def _set_problems(
     lora: LoraSettings, space: HyperparameterConfig, above: Path
 ) -> Iterator[Problem]:
-    """Yield sets of layers that are searched and not declared, and layers that nobody has."""
+    """Yield searched sets of layers that are not declared, and `target_modules` without effect."""
     names, at = lora.searched_sets(space), f"{LORA}target_modules"
     for name in names:
         if name not in lora.target_sets:
             text = unknown_name(name, lora.target_sets, "model.lora.target_sets")
             yield Problem((*above, at, "choices"), text)
-    given, remedy = names and lora.target_modules != ALL, f"remove it, or {dotted((*above, at))}"
-    row = ("target_modules", given, f"none where {at} is searched", remedy)
+    conflict, remedy = names and lora.target_modules != ALL, f"remove it, or {dotted((*above, at))}"
+    row = ("target_modules", conflict, f"none where {at} is searched", remedy)
     yield from below(contradictions(lora, row), "model", "lora")
 
 
 def missing_layers(
     targets: str | Sequence[str], layers: Collection[str], model: str, excluded: str | Sequence[str]
 ) -> str:
-    """Return what is wrong with a set of layers of a model; empty if it has all of them.
+    """Return the problem of a set of layers; empty if the model has all of them.
 
     Args:
         targets: The set, in the form of `target_modules`.
@@ -235,21 +235,18 @@ def pattern_problems(
     lora: Any,  # noqa: ANN401 -- LoraSettings, or PEFT's LoraConfig
     above: Path,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the settings that give some layers another rank or alpha, with a sentence."""
+    """Yield (setting, sentence) for each pattern of ranks or alphas beside a search of them."""
     for searching in searched(space)[:1]:
         for name in ("rank_pattern", "alpha_pattern"):
-            if given := dict(getattr(lora, name) or {}):
-                text = f"expected none where {searching} is searched, got {given}; remove it, or"
+            if pattern := dict(getattr(lora, name) or {}):
+                text = f"expected none where {searching} is searched, got {pattern}; remove it, or"
                 yield name, f"{text} {dotted((*above, searching))}"
 
 
 def begins_outside(
     space: HyperparameterConfig, adapter: RankAlpha, above: Path
 ) -> Iterator[tuple[str, str]]:
-    """Yield the settings of a run's adapter with which the first agent cannot begin.
-
-    Each has the name of the setting, `r` or `alpha`, and a sentence.
-    """
+    """Yield (setting, sentence) if the run's `r` or `alpha` is outside of its searched range."""
     for value in outside(Hparams().with_scale(space.names(), adapter), space):
         if value.name.startswith(LORA):
             yield value.name.removeprefix(LORA), value.told(dotted((*above, value.name)))
@@ -269,7 +266,7 @@ def above_width(rank: float, layer: str, width: int) -> str:
     Args:
         rank: The rank.
         layer: The narrowest layer with an adapter.
-        width: The smaller one of its numbers of inputs and outputs.
+        width: The smaller of its numbers of inputs and outputs.
     """
     if rank <= width:
         return ""
@@ -280,5 +277,5 @@ def above_width(rank: float, layer: str, width: int) -> str:
 
 
 def searched(space: HyperparameterConfig) -> list[str]:
-    """Return the settings of adapters that are searched."""
+    """Return the names of the searched settings of adapters."""
     return [name for name in space.names() if name.startswith(LORA)]

@@ -1,4 +1,4 @@
-"""What a setting holds in place of a file or function: an object from Python, a Hub dataset."""
+"""Values in place of the name of a file or function: objects from Python, datasets of the Hub."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -18,7 +18,7 @@ from pydantic_core import (
 from evo_grpo.schema.group import Group, setting
 
 OBJECT = "object:"
-"""Begins the value that a run folder has in place of an object."""
+"""Start of the text that a run folder has in place of an object."""
 
 
 @final
@@ -53,14 +53,14 @@ class PythonObject:
     def __get_pydantic_core_schema__(
         cls, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        written = core_schema.plain_serializer_function_ser_schema(_written, when_used="json")
-        return core_schema.is_instance_schema(cls, serialization=written)
+        serializer = core_schema.plain_serializer_function_ser_schema(_written, when_used="json")
+        return core_schema.is_instance_schema(cls, serialization=serializer)
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        raise PydanticOmit  # a file cannot hold one
+        raise PydanticOmit  # a YAML file cannot hold an object
 
 
 def _written(value: object) -> str:
@@ -70,7 +70,7 @@ def _written(value: object) -> str:
 
 
 def _columns(value: object) -> object:
-    """Accept a list of columns that keep their names, or a mapping of new names to theirs."""
+    """Accept a list of columns that keep their names, or a mapping of new names to columns."""
     if isinstance(value, list | tuple):
         value = {name: name for name in cast("list[object]", value) if isinstance(name, str)}
     if isinstance(value, Mapping):
@@ -117,18 +117,18 @@ def _source(value: object) -> object:
     if value is None or isinstance(value, str | PythonObject | HubDataset):
         return value
     if isinstance(value, Mapping) or hasattr(value, "__getitem__"):
-        return PythonObject(cast("Any", value))  # `tables.read_rows` refuses what holds no rows
+        return PythonObject(cast("Any", value))  # `tables.read_rows` refuses one without rows
     raise ValueError("the name of a file, a dataset of the Hub, or rows from Python")
 
 
 def _is_plain(value: dict[object, object]) -> bool:
     """Return whether a mapping has settings of a dataset, and not its splits or columns."""
-    return "path" in value or all(isinstance(one, str) for one in value.values())
+    return "path" in value or all(isinstance(item, str) for item in value.values())
 
 
 def is_function(value: object) -> bool:
     """Return whether a value is a reward function from Python."""
-    # A RewardFunction, which has a function, cannot be imported here.
+    # RewardFunction, which has its function as `fn`, cannot be imported here.
     return callable(value) or callable(getattr(value, "fn", None))
 
 
@@ -138,13 +138,15 @@ Source = Annotated[str | HubDataset | PythonObject | None, BeforeValidator(_sour
 def by_splits(sources: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return sources in which a `DatasetDict` given as train stands for its splits.
 
-    A mapping with the key train is one. It fills in validation and test where they are missing.
+    Any mapping with the key train counts. Its splits fill in a missing validation and test.
     """
     train = sources.get("train")
     train = train.value if isinstance(train, PythonObject) else train
     if not isinstance(train, Mapping) or "train" not in train:
         return sources
     splits = cast("Mapping[str, Any]", train)
-    rest = {name: sources.get(name) for name in ("validation", "test")}
-    own = {name: splits.get(name) if one is None else one for name, one in rest.items()}
-    return {**sources, "train": splits["train"], **own}
+    others = {name: sources.get(name) for name in ("validation", "test")}
+    filled = {
+        name: splits.get(name) if source is None else source for name, source in others.items()
+    }
+    return {**sources, "train": splits["train"], **filled}

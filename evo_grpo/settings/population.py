@@ -181,9 +181,9 @@ class PopulationConfig(Group):
         return sorted(finished)
 
     def places(self, *, selects: bool) -> tuple[int, ...]:
-        """Return the places of each round; the last number holds for all later rounds.
+        """Return the number of agents of each round; the last one holds for all later rounds.
 
-        Without a list, agents leave at decisions if the selection `selects`, else none leaves.
+        With `sizes` null, agents leave at decisions if the selection `selects`, else none leaves.
         """
         keeps = self.sizes is None and not selects
         halving = self._halving
@@ -193,7 +193,7 @@ class PopulationConfig(Group):
 
     @property
     def _halving(self) -> list[int]:
-        """The finished rounds after which a population of no given sizes halves, and the end."""
+        """The finished rounds after which a population without `sizes` halves, and the last one."""
         if isinstance(self.decisions, list):
             return self.decisions
         if self.decisions == "every":

@@ -119,7 +119,7 @@ class RecordConfig(Group):
 
     @property
     def readers(self) -> list[str]:
-        """Names of the readers that follow the run: trackers, and beside them that of the trials.
+        """Names of the readers that follow the run: trackers, and optuna if the trials need one.
 
         Without readers, the run itself writes the trials into its folder at its end.
         """

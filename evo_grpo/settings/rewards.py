@@ -36,7 +36,7 @@ Bounds = Annotated[
 
 
 def _variable(value: object) -> object:
-    """Refuse what names no environment variable, without showing it: it may be the key."""
+    """Refuse a value that names no environment variable, and do not show it: it may be the key."""
     if value is None or (isinstance(value, str) and _VARIABLE.fullmatch(value)):
         return value
     raise Problems.one(
@@ -179,15 +179,20 @@ class JudgeReward(Group):
     def _fits_together(self) -> Self:
         texts, tag, (low, high) = self.prompt + (self.system or ""), f"<{self.tag}>", self.range
         end = f"add: End with your score from {low:g} to {high:g} as {tag}number</{self.tag}>"
-        answers, wrong = self.answers, [text for one in self.answers if (text := unwritable(one))]
-        few = len(answers) < 2 or not all(0 <= score <= 1 for score in answers.values())
+        answers, rules = self.answers, [text for name in self.answers if (text := unwritable(name))]
+        unfit = len(answers) < 2 or not all(0 <= score <= 1 for score in answers.values())
         alike = len({answer.strip().casefold() for answer in answers}) < len(answers)
         rows = contradictions(
             self,
             ("prompt", "{completion" not in texts, "{completion} in it", "add what is judged"),
             ("prompt", self.score == "tag" and tag not in texts, f"it to ask for {tag}", end),
-            ("answers", few, "at least two answers with scores from 0 to 1", "add or change them"),
-            ("answers", wrong, f"{' and '.join(wrong)} in its answers", "change them"),
+            (
+                "answers",
+                unfit,
+                "at least two answers with scores from 0 to 1",
+                "add or change them",
+            ),
+            ("answers", rules, f"{' and '.join(rules)} in its answers", "change them"),
             ("answers", alike, "answers that differ in more than case", "remove one"),
         )
         refuse([*_wrong_url(self.url), *rows])
@@ -198,14 +203,14 @@ def _wrong_url(url: str) -> Iterator[Problem]:
     """Yield the problem of the base URL of an API; a secret in it would be recorded."""
     try:
         parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         secret = "@" in parts.netloc or bool(parts.query or parts.fragment)
     except ValueError:  # a port that is no number
-        good, secret = False, "@" in url
+        valid, secret = False, "@" in url
     if secret:
         text = "expected a URL without user, password or query, which would be recorded; name the "
         yield Problem(("url",), f"{text}environment variable with the key in key_variable")
-    elif not good:
+    elif not valid:
         yield Problem(("url",), f"expected https://HOST/v1 or http://HOST:PORT/v1, got {url!r}")
 
 
@@ -217,7 +222,7 @@ Reward = str | PythonObject | ModelReward | JudgeReward
 
 
 def _rewards(value: object) -> object:
-    """Accept names, mappings with a kind, and lists of them; one message for all branches."""
+    """Accept names, mappings with a kind, and lists of them; one error message for all."""
     if value is None:
         return None
     if isinstance(value, list | tuple):
@@ -249,22 +254,22 @@ def _reward(item: object, path: Path) -> Reward:
         return PythonObject(item)
     if not isinstance(item, Mapping):
         raise Problems.one(f"expected {_EXPECTED}, got {shown(item)}", *path)
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         str(key): value for key, value in cast("Mapping[object, object]", item).items()
     }
-    kind = given.get("kind")
+    kind = settings.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
         near = nearest(kind, KINDS) if isinstance(kind, str) else None
         text = f"expected one of {', '.join(map(repr, KINDS))}, got {shown(kind)}"
         hint = f"; did you mean {near!r}?" if near else ""
         raise Problems.one(f"{text}{hint}", *path, "kind")
     try:
-        return KINDS[kind](**given)
+        return KINDS[kind](**settings)
     except Problems as problems:
         raise problems.below(*path) from None
 
 
-# The validator makes a list of one of a single mapping; the union is for the JSON Schema.
+# The validator puts a single mapping into a list; the union is for the JSON Schema.
 Rewards = Annotated[
     str | PythonObject | ModelReward | JudgeReward | list[Reward] | None, BeforeValidator(_rewards)
 ]

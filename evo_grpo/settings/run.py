@@ -30,9 +30,9 @@ GroupT = TypeVar("GroupT", bound=Group)
 
 
 def _filled_in(group: GroupT, **values: object) -> GroupT:
-    """Set defaults that depend on other groups, in a group that is being validated."""
+    """Set values that depend on other groups, in a group whose validation has not ended."""
     for name, value in values.items():
-        object.__setattr__(group, name, value)  # groups are frozen from here on
+        object.__setattr__(group, name, value)  # the group is frozen
     return group
 
 
@@ -145,7 +145,7 @@ class RunConfig(Group):
 
     @property
     def most_processes(self) -> int:
-        """Most processes that have agents in every round, each those of a part or more."""
+        """Most processes that each have agents in every round; a process has one part or more."""
         places = self.population.places(selects=self.evolve.selects)
         return min(self.engine.shards or 1, *places[: self.population.rounds])
 
@@ -156,8 +156,8 @@ class RunConfig(Group):
     def settled(self, output_tokens: int) -> Self:
         """Return the settings with everything that depends on the length of the run filled in.
 
-        A run records them, so that they stay when it is extended. `output_tokens` are the most
-        tokens of a completion where the settings name none.
+        A run records them, so that they stay when it is extended. `output_tokens` is the longest
+        completion in tokens, if the settings name none.
         """
         population, algorithm = self.population, self.algorithm
         output_tokens = algorithm.longest_output(self.search_space()) or output_tokens
@@ -180,7 +180,7 @@ class RunConfig(Group):
 
 
 _SAMPLED_BY = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Hyperparameters that act on what an agent samples in training, and on no evaluation."""
+"""Hyperparameters that act on sampling in training, and on no evaluation."""
 
 
 def settled(
@@ -190,10 +190,10 @@ def settled(
     space: HyperparameterConfig,
     tokens: int | None = None,
 ) -> tuple[PopulationConfig, EvolveConfig]:
-    """Return settings with the decisions, the places and the evaluations of each round filled in.
+    """Return settings with decisions, numbers of agents and evaluations of each round filled in.
 
-    Where `population.stop.tokens` may end a run before its last round, the shares are those of the
-    rounds that it surely has.
+    If `population.stop.tokens` may end a run early, its shares are those of the rounds that it
+    surely plays.
 
     Args:
         population: The agents, and the length of their training.
@@ -205,7 +205,7 @@ def settled(
     rounds, limit = population.rounds, population.stop.tokens
     if limit is not None and tokens:
         population = population.replace(rounds=max(1, min(rounds, int(limit / tokens))))
-    surely = population.rounds
+    sure_rounds = population.rounds
     selects = evolve.selects
     places = list(population.places(selects=selects))
     sizes = "constant" if len(set(places)) == 1 else places
@@ -214,15 +214,15 @@ def settled(
     fitness = evolve.fitness
     if fitness.between is None:
         stop = population.stop
-        whole = stop.fitness is not None or stop.rewards or stop.patience is not None
+        stops_by_fitness = stop.fitness is not None or stop.rewards or stop.patience is not None
         alike = _trains_as_fitness(population, evolve, algorithm, space)
-        between = fitness.prompts if whole else 0 if alike else fitness.in_between
+        between = fitness.prompts if stops_by_fitness else 0 if alike else fitness.in_between
         evolve = evolve.replace(fitness=fitness.replace(between=between))
     if evolve.fitness.share is not None:
         rows = population.size * (algorithm.prompts_per_step or DEFAULT_PROMPTS)
-        rows *= algorithm.group_size * population.steps_per_round * surely
-        shown = population.replace(rounds=surely)
-        evolve = evolve.replace(fitness=affordable(shown, evolve, evolve.fitness.share * rows))
+        rows *= algorithm.group_size * population.steps_per_round * sure_rounds
+        shortened = population.replace(rounds=sure_rounds)
+        evolve = evolve.replace(fitness=affordable(shortened, evolve, evolve.fitness.share * rows))
     return population, evolve
 
 
@@ -232,14 +232,16 @@ def _trains_as_fitness(
     algorithm: AlgorithmConfig,
     space: HyperparameterConfig,
 ) -> bool:
-    """Return whether the reward of a completion in training is that of one in an evaluation."""
-    fitness, plain = evolve.fitness, AlgorithmConfig()
-    own = {"prompt", "max_output_tokens", *_SAMPLED_BY}
+    """Return whether a completion in training is sampled and scored as one in an evaluation."""
+    fitness, defaults = evolve.fitness, AlgorithmConfig()
+    sampling = {"prompt", "max_output_tokens", *_SAMPLED_BY}
     names = set(space.names())
     if isinstance(population.init, list):
         names |= {name for values in population.init for name in values}
-    differs = bool(names & own) or any(name.startswith(REWARD_WEIGHT) for name in names)
-    as_sampled = all(getattr(algorithm, name) == getattr(plain, name) for name in _SAMPLED_BY[1:])
+    differs = bool(names & sampling) or any(name.startswith(REWARD_WEIGHT) for name in names)
+    as_sampled = all(
+        getattr(algorithm, name) == getattr(defaults, name) for name in _SAMPLED_BY[1:]
+    )
     return (
         not differs
         and as_sampled
@@ -281,15 +283,15 @@ def _unsearched(config: RunConfig) -> Iterator[str]:
 
 def doubts_of_agents(settings: AgentSettings, init: Start = "same") -> list[str]:
     """Return a sentence for each doubtful setting of agents in any environment."""
-    first = settings.algorithm.hparams()
-    begin = _begin(settings.algorithm, settings.search_space(), init, settings.lora)
-    lr = unusual_lr(settings.model, first, begin, settings.hyperparameters)
+    hparams = settings.algorithm.hparams()
+    initial = _begin(settings.algorithm, settings.search_space(), init, settings.lora)
+    lr = unusual_lr(settings.model, hparams, initial, settings.hyperparameters)
     return [] if lr is None else [lr]
 
 
 def without_effect_of_run(config: RunConfig) -> list[Finding]:
     """Return all settings of a run that were given and have no effect."""
-    seen = KnownSettings(
+    settings = KnownSettings(
         config.algorithm,
         config.search_space(),
         config.engine,
@@ -299,24 +301,24 @@ def without_effect_of_run(config: RunConfig) -> list[Finding]:
         evolve=config.evolve,
         own_exploration=isinstance(config.evolve.exploration, OwnStrategy),
     )
-    return without_effect(seen)
+    return without_effect(settings)
 
 
 def without_effect_of_agents(settings: AgentSettings, init: Start = "same") -> list[Finding]:
     """Return all settings of agents that were given and have no effect in any environment."""
-    begin = _begin(settings.algorithm, settings.search_space(), init, settings.lora)
+    initial = _begin(settings.algorithm, settings.search_space(), init, settings.lora)
     return without_effect(
-        KnownSettings(settings.algorithm, settings.search_space(), settings.engine, begin)
+        KnownSettings(settings.algorithm, settings.search_space(), settings.engine, initial)
     )
 
 
 def _begin(
     algorithm: AlgorithmConfig, space: HyperparameterConfig, init: Start, lora: LoraSettings
 ) -> list[Hparams]:
-    first = algorithm.first_hparams(space, lora.rank_alpha)
+    hparams = algorithm.first_hparams(space, lora.rank_alpha)
     if isinstance(init, str | Mapping):
-        return [first]
-    return [with_values(first, values, space.names()) for values in init]
+        return [hparams]
+    return [with_values(hparams, values, space.names()) for values in init]
 
 
 def check_comparable(config: RunConfig) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from evo_grpo.settings.population import PopulationConfig
 
 OF_ONE_LOSS = [name for name in LossFields.model_fields if name.partition("_")[0] in LOSS_USES]
-"""Settings of the one loss with which their name begins."""
+"""Settings that only the loss uses with whose name they begin."""
 RANGES = "hyperparameters"
 RATIO_IS_ONE = (
     "with update_epochs 1 and all rows of a step in one batch the probability ratio is exactly 1; "
@@ -89,14 +89,17 @@ class KnownSettings:
         """The losses that agents may have."""
         if self.mutates("loss_type"):
             return tuple(map(str, self.ranges["loss_type"].choices or ()))
-        given = (one.loss_type for one in self.begin)
+        loss_types = (hparams.loss_type for hparams in self.begin)
         return tuple(
-            dict.fromkeys(one or self.algorithm.loss_type or self.algorithm.kind for one in given)
+            dict.fromkeys(
+                loss_type or self.algorithm.loss_type or self.algorithm.kind
+                for loss_type in loss_types
+            )
         )
 
     @property
     def loss_uses(self) -> list[LossUse]:
-        """What these losses use."""
+        """The `LossUse` of each of these losses."""
         return [LOSS_USES[cast("LossType", name)] for name in self.losses]
 
     def is_set(self, name: str) -> bool:
@@ -111,8 +114,8 @@ class KnownSettings:
         """The least and the greatest value of a hyperparameter in any agent."""
         if self.own_exploration:
             return 0.0, math.inf
-        begin = (one.get(name) for one in self.begin)
-        values = [math.inf if v is None else cast("float", v) for v in begin]
+        initial = (hparams.get(name) for hparams in self.begin)
+        values = [math.inf if value is None else cast("float", value) for value in initial]
         if self.mutates(name):
             values += [self.ranges[name].min, self.ranges[name].max]
         return min(values), max(values)
@@ -165,7 +168,7 @@ class KnownSettings:
         rows = self.prompts * self.bounds("group_size")[1]
         if self.population is None:
             return rows
-        # The others take over the rows of removed agents.
+        # The remaining agents take over the rows of removed ones.
         selects = self.evolve is None or self.evolve.selects
         places = self.population.places(selects=selects)
         return rows * self.population.size / min(places[: self.population.rounds])
@@ -181,14 +184,14 @@ def _that_apply(*rows: Row) -> Iterator[Finding]:
 
 
 def _clip(seen: KnownSettings, name: str) -> str | None:
-    """Return why a clip range has no effect; None if it has one."""
+    """Return why a clip range has no effect; None if it has an effect."""
     (_, low), (high, _) = seen.clip
-    bounds = {one.bounds for one in seen.loss_uses}
-    named = f"cannot act: with loss_type {' or '.join(seen.losses)}, which"
+    bounds = {use.bounds for use in seen.loss_uses}
+    reason = f"cannot act: with loss_type {' or '.join(seen.losses)}, which"
     if bounds == {"none"}:
-        return f"{named} does not clip; leave it out"
+        return f"{reason} does not clip; leave it out"
     if name == "clip_low" and "both" not in bounds:
-        return f"{named} uses at most the upper bound; leave it out"
+        return f"{reason} uses at most the upper bound; leave it out"
     if seen.ratio_is_one and low <= 1 <= high:
         return f"cannot act: {RATIO_IS_ONE}"
     return None
@@ -203,18 +206,18 @@ def _clip_range(seen: KnownSettings) -> Iterator[Finding]:
 
 
 def algorithm_rows(seen: KnownSettings) -> tuple[Row, ...]:
-    """Return settings of the algorithm with when and why they have no effect if they are given."""
-    own, losses = seen.algorithm, set(seen.losses)
+    """Return a row for each reason for which a setting of the algorithm may have no effect."""
+    algorithm, losses = seen.algorithm, set(seen.losses)
     other_loss = f"has no effect with loss_type {' or '.join(seen.losses)}; leave it out"
-    fixed = all(one.fixed_level for one in seen.loss_uses)
-    level_of_kl = own.kl_bias_correction and seen.has_kl and False in seen.kl_shaping
-    delta, least = own.delta or math.inf, seen.clip[1][0]
+    fixed = all(use.fixed_level for use in seen.loss_uses)
+    level_of_kl = algorithm.kl_bias_correction and seen.has_kl and False in seen.kl_shaping
+    delta, least = algorithm.delta or math.inf, seen.clip[1][0]
     no_kl, no_beta = not seen.has_kl, "has no effect with beta 0, which computes no KL; give a beta"
-    exact, no_cap = seen.engine.rollout_settings.shares_base, own.sampler_correction == "none"
+    exact, no_cap = seen.engine.rollout_settings.shares_base, algorithm.sampler_correction == "none"
     engine = f"has no effect with rollout {seen.engine.rollout}, whose log-probs are the trainer's"
-    tokens, longest = own.dynamic_sampling_tokens, own.shortest_output(seen.ranges) or 0
-    few = (tokens or math.inf) < longest * seen.bounds("group_size")[0]
-    group = f"{tokens} has no effect: each completion of a group may take {longest}; raise it"
+    tokens, limit = algorithm.dynamic_sampling_tokens, algorithm.shortest_output(seen.ranges) or 0
+    too_few = (tokens or math.inf) < limit * seen.bounds("group_size")[0]
+    group = f"{tokens} has no effect: each completion of a group may take {limit}; raise it"
     below = (
         f"{delta:g} lies below the upper clip bound {least:g}: positive advantages are clipped at "
         f"{delta:g} and negative ones at {least:g}; choose one above it"
@@ -222,7 +225,7 @@ def algorithm_rows(seen: KnownSettings) -> tuple[Row, ...]:
     shaped = "has no effect with kl_shaping, which replaces the penalty; leave it out"
     return (
         ("importance_sampling_level", fixed and not level_of_kl, other_loss),
-        ("delta", all(one.bounds != "both" for one in seen.loss_uses), other_loss),
+        ("delta", all(use.bounds != "both" for use in seen.loss_uses), other_loss),
         ("delta", seen.ratio_is_one and seen.clip[0][1] <= 1, f"has no effect {RATIO_IS_ONE}"),
         ("delta", delta < least, below),
         *((name, name.partition("_")[0] not in losses, other_loss) for name in OF_ONE_LOSS),
@@ -233,15 +236,22 @@ def algorithm_rows(seen: KnownSettings) -> tuple[Row, ...]:
         ("sampler_correction", exact, engine),
         ("sampler_ratio_cap", exact, engine),
         ("sampler_ratio_cap", no_cap, "has no effect with sampler_correction none; leave it out"),
-        ("adv_filter_eps", not own.filter_zero_adv, "has no effect without filter_zero_adv"),
-        ("overlong_penalty", own.overlong_buffer is None, "has no effect without overlong_buffer"),
-        ("dynamic_sampling_tokens", few, group),
+        ("adv_filter_eps", not algorithm.filter_zero_adv, "has no effect without filter_zero_adv"),
+        (
+            "overlong_penalty",
+            algorithm.overlong_buffer is None,
+            "has no effect without overlong_buffer",
+        ),
+        ("dynamic_sampling_tokens", too_few, group),
     )
 
 
 def _algorithm(seen: KnownSettings) -> Iterator[Finding]:
-    findings = [one for one in _that_apply(*algorithm_rows(seen)) if seen.is_set(one.path)]
-    yield from {one.path: one for one in reversed(findings)}.values()  # the first reason of each
+    findings = [
+        finding for finding in _that_apply(*algorithm_rows(seen)) if seen.is_set(finding.path)
+    ]
+    # Only the first finding of each setting.
+    yield from {finding.path: finding for finding in reversed(findings)}.values()
     beta = "has no effect with beta 0, which computes no KL; give a beta"
     least, most = seen.bounds("batch_size")[0], seen.most_rows
     rows = f"has no effect: it is {least:g}, and a step of an agent has at most {most:g} rows"
@@ -256,8 +266,8 @@ def _engine(seen: KnownSettings) -> Iterator[Finding]:
     with_rollout = f"has no effect with engine.rollout {engine.rollout}"
     yield from _that_apply(
         *(
-            (f"engine.{name}", own != type(own)(), f"{with_rollout}; set that to {name}")
-            for name, own in engine.engines.items()
+            (f"engine.{name}", settings != type(settings)(), f"{with_rollout}; set that to {name}")
+            for name, settings in engine.engines.items()
             if name != engine.rollout
         ),
         *(
@@ -279,7 +289,7 @@ def _run(seen: KnownSettings) -> Iterator[Finding]:
     inherits = evolve.inherit_optimizer or copies or evolve.keeps_archive
     nobody = f"selection {evolve.selection.kind} copies no agent"
     greedy = "has no effect with evolve.fitness.temperature 0, which samples one completion"
-    drawn = isinstance(init, dict) or init in ("latin_hypercube", "sample")
+    draws_start = isinstance(init, dict) or init in ("latin_hypercube", "sample")
     yield from _that_apply(
         (
             f"evolve.exploration {exploration.kind}",
@@ -288,7 +298,7 @@ def _run(seen: KnownSettings) -> Iterator[Finding]:
         ),
         ("evolve.inherit_optimizer", not inherits, f"has no effect: {nobody}; leave it out"),
         *(
-            (f"{RANGES}.{name}.start", not drawn and seen.ranges[name].start, NOTHING_DRAWN)
+            (f"{RANGES}.{name}.start", not draws_start and seen.ranges[name].start, NOTHING_DRAWN)
             for name in seen.ranges.names()
         ),
         *(

@@ -33,13 +33,13 @@ class Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping; refuse duplicate keys."""
-        seen: dict[Any, int] = {}
+        lines: dict[Any, int] = {}
         # A tag such as !!map may precede any node; the base class refuses other nodes.
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # pyright: ignore[reportUnnecessaryIsInstance] -- see above
             key = getattr(key_node, "value", None)
             line = key_node.start_mark.line + 1
             # "<<" merges a mapping and may occur several times.
-            if isinstance(key, str) and key != "<<" and seen.setdefault(key, line) != line:
+            if isinstance(key, str) and key != "<<" and lines.setdefault(key, line) != line:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} occurs twice", key_node.start_mark
                 )
@@ -128,7 +128,7 @@ def _string(loader: Loader, node: Any) -> str:  # noqa: ANN401 -- of any kind, w
     text = loader.construct_scalar(node)
     try:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
-    except UnicodeDecodeError:  # a lone surrogate, which the setting refuses by its name
+    except UnicodeDecodeError:  # a lone surrogate; the check of the setting refuses it
         return text
 
 
@@ -139,8 +139,8 @@ def _checked(construct: Callable[[Any, Any], Any], noun: str) -> Callable[[Any, 
         try:
             return construct(loader, node)
         except (ValueError, LookupError, ArithmeticError, AttributeError):
-            given = shorten(str(node.value), _SHOWN)
-            problem = f'expected {noun}, got {given}; for a string put it in quotes: "{given}"'
+            text = shorten(str(node.value), _SHOWN)
+            problem = f'expected {noun}, got {text}; for a string put it in quotes: "{text}"'
             raise _Refused(None, None, problem, node.start_mark) from None
 
     return constructed
@@ -163,8 +163,8 @@ REMOVED: dict[tuple[str, ...], tuple[object, str]] = {
     ("engine", "vllm", "stop_sequences"): ([], "and algorithm.stop serves every engine"),
     ("engine", "vllm", "process"): ("child", "and vLLM always runs in a separate process"),
 }
-"""Settings of earlier versions, whose run folders have them -> the value that stands for what is
-done now, and why they were removed."""
+"""Removed setting, which older run folders have -> the value that means what is done now, and why
+it was removed."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -213,12 +213,12 @@ def as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
 def from_written(text: str, source: str, *, past: bool = False) -> RunConfig:
     """Build a configuration from the text of `to_yaml` in a run folder, without anchors.
 
-    With `past`, settings that asked for what was removed are left out, in place of an error.
+    With `past`, removed settings are left out, whatever their value, in place of an error.
     """
-    written = in_todays_keys(parse(text, source, WrittenOutLoader))
-    if past and isinstance(written, Mapping):
-        written, _ = without_removed(cast("Mapping[Any, Any]", written))
-    return _without_objects(_build(written, (), source), source)
+    settings = in_todays_keys(parse(text, source, WrittenOutLoader))
+    if past and isinstance(settings, Mapping):
+        settings, _ = without_removed(cast("Mapping[Any, Any]", settings))
+    return _without_objects(_build(settings, (), source), source)
 
 
 def in_todays_keys(settings: Any) -> Any:  # noqa: ANN401 -- as it was given
@@ -233,8 +233,8 @@ def in_todays_keys(settings: Any) -> Any:  # noqa: ANN401 -- as it was given
     settings["engine"] = engine
     vllm: Any = engine.get("vllm")
     if isinstance(vllm, Mapping) and "stop_sequences" in vllm:
-        engine["vllm"] = own = {**cast("dict[Any, Any]", vllm)}
-        stop = own.pop("stop_sequences")
+        engine["vllm"] = vllm_settings = {**cast("dict[Any, Any]", vllm)}
+        stop = vllm_settings.pop("stop_sequences")
         if stop and engine.get("rollout") == "vllm":
             settings["algorithm"] = {**settings.get("algorithm", {}), "stop": stop}
     if type(parts := engine.get("overlap")) is int:
@@ -265,22 +265,22 @@ def to_yaml(config: RunConfig) -> str:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of population.yaml, for completion and checks in editors."""
-    made = RunConfig.model_json_schema()
-    prompts = made["$defs"]["EnvConfig"]["properties"]["prompts"]["anyOf"][0]
+    schema = RunConfig.model_json_schema()
+    prompts = schema["$defs"]["EnvConfig"]["properties"]["prompts"]["anyOf"][0]
     prompts["additionalProperties"] = {
         "anyOf": [{"type": "string"}, prompts["additionalProperties"]]
     }
     # A group with a shorthand may also be given by one string: `model: tiny-sums`.
     for name, field in RunConfig.model_fields.items():
         if getattr(field.annotation, "shorthand", None) is not None:
-            group = made["properties"][name]
-            made["properties"][name] = {
+            group = schema["properties"][name]
+            schema["properties"][name] = {
                 "anyOf": [{"type": "string", "minLength": 1}, {"$ref": group["$ref"]}],
                 "description": group["description"],
             }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **made,
+        **schema,
         "title": "population.yaml of evo-grpo",
         "description": "A run of evo-grpo: `model` and `env` are required, the rest has defaults.",
     }
@@ -295,9 +295,9 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
     settings: dict[Any, Any] = dict(data)
     for override in overrides:
         _apply(settings, override)
-    wrong = [key for key in settings if not isinstance(key, str)]
-    if wrong:
-        raise ConfigError(f"{source}: expected strings as keys, got {shown(wrong[0])}")
+    bad_keys = [key for key in settings if not isinstance(key, str)]
+    if bad_keys:
+        raise ConfigError(f"{source}: expected strings as keys, got {shown(bad_keys[0])}")
     settings, removed = without_removed(settings)
     try:
         config = RunConfig(**settings)
@@ -309,23 +309,23 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
 
 
 def without_removed(settings: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[Problem]]:
-    """Return settings without removed ones, and a problem for each that asks for what is gone."""
-    kept, problems = dict(settings), list[Problem]()
+    """Return settings without removed ones, and a problem for each whose value is not today's."""
+    remaining, problems = dict(settings), list[Problem]()
     for path, (harmless, why) in REMOVED.items():
-        group: dict[Any, Any] = kept
+        group: dict[Any, Any] = remaining
         for name in path[:-1]:
-            inside: Any = group.get(name)
-            if not isinstance(inside, Mapping):
+            subgroup: Any = group.get(name)
+            if not isinstance(subgroup, Mapping):
                 break
-            group[name] = group = dict(cast("Mapping[Any, Any]", inside))
+            group[name] = group = dict(cast("Mapping[Any, Any]", subgroup))
         else:
-            if (given := group.pop(path[-1], harmless)) != harmless:
+            if (value := group.pop(path[-1], harmless)) != harmless:
                 text = (
-                    f"expected {harmless}, got {shown(given)}: it was removed, {why}; leave it "
+                    f"expected {harmless}, got {shown(value)}: it was removed, {why}; leave it "
                     "out, or finish a run with the version that began it"
                 )
                 problems.append(Problem(path, text))
-    return kept, problems
+    return remaining, problems
 
 
 def _without_objects(config: RunConfig, source: str) -> RunConfig:
@@ -354,10 +354,10 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
             "it out to keep the value of the file"
         )
     value = parse(text, where)
-    here = settings
+    group = settings
     for depth, name in enumerate(names[:-1], start=1):
-        here[name] = here = _opened(here.get(name), names[:depth], where)
-    here[names[-1]] = value
+        group[name] = group = _opened(group.get(name), names[:depth], where)
+    group[names[-1]] = value
 
 
 def _opened(inside: object, path: tuple[str, ...], where: str) -> dict[Any, Any]:

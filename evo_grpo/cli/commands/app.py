@@ -48,9 +48,9 @@ def complete_run(incomplete: str) -> list[str]:
 
     beside = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)
     runs: set[str] = set()
-    for place in {Path(RUNS), beside}:
+    for folder in {Path(RUNS), beside}:
         with suppress(OSError):  # a missing or unreadable folder
-            runs |= {str(path) for path in place.iterdir() if is_run(path)}
+            runs |= {str(path) for path in folder.iterdir() if is_run(path)}
     return sorted(run for run in runs if run.startswith(incomplete) and printable(run) == run)
 
 
@@ -213,7 +213,7 @@ def from_zero(round: int | None) -> int | None:
 
 
 def weights_of(given: Sequence[str] | None) -> dict[str, float] | None:
-    """Return the weights of `--prefer tokens=0.2`, None where none is given."""
+    """Return the weights of `--prefer tokens=0.2`; None without that option."""
     if not given:
         return None
     weights: dict[str, float] = {}

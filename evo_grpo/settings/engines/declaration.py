@@ -53,11 +53,11 @@ class Work:
         filtered: Whether top-k or top-p sorts the vocabulary.
         specialised: Whether the joined layers of the Llama family run instead of the modules.
         shards: Processes that divide the base's weights; 1 if each process has all of them.
-        group: Completions of one prompt, whose prompt the joined layers compute once.
+        group: Completions of one prompt, which the joined layers compute once for all of them.
         least_rows: Completions that cannot be decoded in several parts: those of one prompt of
             every agent.
         head_norms: Whether queries and keys have norms of their own.
-        kernels: Whether kernels of its own learn on a GPU in half precision; see `engine.kernels`.
+        kernels: Whether kernels of evo-grpo learn on a GPU in half precision; see `engine.kernels`.
         resident: Agents that are on the device at once; None if all are, and the archive too.
     """
 
@@ -172,7 +172,7 @@ class RolloutSettings(Group):
         return ()
 
     def shortages(self, load: EngineLoad) -> Iterator[str]:
-        """Yield a sentence for each limit of the engine's own that is too low for the base."""
+        """Yield a sentence for each limit in these settings that is too low for the base."""
         del load
         yield from ()
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 from evo_grpo.settings.engines.declaration import EngineLoad, Part, RolloutSettings
 
 DRAWN_LOGITS = 1 << 25
-"""Logits from which tokens are drawn at once: so many or those of one row, if these are more."""
+"""Most logits from which tokens are drawn at once, or those of one row if these are more."""
 SPARE_COLUMNS = 16
-"""Columns of the cache beyond the longest prompt and completion where rows hand on their places:
-rows begin at different columns, and all move to the front when the columns are used up."""
+"""Further columns of the cache if waiting rows take the places of finished ones: rows then begin at
+different columns, and all move to the front when the columns are used up."""
 _DRAW_TENSORS = 4
 """float32 tensors of that size that exist then: logits, log-probs, probabilities and one more."""
 _SORT_TENSORS = 5
@@ -37,19 +37,19 @@ class NativeSettings(RolloutSettings):
         layer = rows * columns * 2 * shape.kv_width * element
         # One layer is copied while finished rows are removed or replaced. The modules' attention
         # also repeats the keys and values of a layer for every query head.
-        more = layer
+        extra = layer
         if not work.specialised:
-            more = max(layer, rows * columns * 2 * shape.query_width * element)
-        drawn = () if load.graphs else (_drawn(load),)
+            extra = max(layer, rows * columns * 2 * shape.query_width * element)
+        draw = () if load.graphs else (_drawn(load),)
         return (
-            Part("keys and values", shape.layers * layer + more, "engine.max_decode_rows"),
-            *drawn,
+            Part("keys and values", shape.layers * layer + extra, "engine.max_decode_rows"),
+            *draw,
             Part("adapters side by side", _joined(load) * element, "population.size"),
         )
 
 
 def _drawn(load: EngineLoad) -> Part:
-    """Return the tensors from which tokens are drawn."""
+    """Return the memory of the tensors from which tokens are drawn."""
     tensors = _DRAW_TENSORS + (_SORT_TENSORS if load.work.filtered else 0)
     tensors += 0 if load.element == 4 else 0.5
     vocabulary = load.shape.vocabulary
@@ -58,10 +58,10 @@ def _drawn(load: EngineLoad) -> Part:
 
 
 def _joined(load: EngineLoad) -> int:
-    """Return the elements of all adapters as decoding joins them.
+    """Return the number of elements of all adapters, joined for decoding.
 
-    The B of joined layers is block-diagonal, so it holds zeros too; on a CPU, the blocks may stand
-    beside it. Kernels have the A below the weights, and a B of their own.
+    The B of joined layers is block-diagonal and holds zeros too; a CPU may keep the blocks beside
+    it. Kernels have A below the weights, and a second B.
     """
     shape, work = load.shape, load.work
     hidden, inner = shape.hidden, shape.inner

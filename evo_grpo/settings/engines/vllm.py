@@ -149,13 +149,13 @@ class VLLMSettings(RolloutSettings):
                 if name in type(self).model_fields:
                     text = f"use engine.vllm.{name} instead"
                 yield Problem(("options", name), text)
-        size, awake = self.tensor_parallel_size, self.sleep_level and device == "cpu"
+        size, sleeps_on_cpu = self.tensor_parallel_size, self.sleep_level and device == "cpu"
         rank = 0 if lora is None else max([lora.r, *lora.rank_pattern.values()])
         few, low = len(self.devices or range(size)) < size, (self.max_lora_rank or rank) < rank
         devices = f"at least tensor_parallel_size ({size}) devices"
         yield from contradictions(
             self,
-            ("sleep_level", awake, "0 with engine.device: cpu", "leave it out"),
+            ("sleep_level", sleeps_on_cpu, "0 with engine.device: cpu", "leave it out"),
             ("devices", few, devices, "name more of them"),
             ("max_lora_rank", low, f"at least {rank}, the largest rank of an agent", "raise it"),
         )
@@ -176,7 +176,7 @@ class VLLMSettings(RolloutSettings):
             )
 
     def held_memory(self, load: EngineLoad) -> tuple[Part, ...]:
-        """Return what vLLM holds while agents learn: everything, or its process if it sleeps."""
+        """Return vLLM's memory while agents learn: all of it, or its process if it sleeps."""
         if self._elsewhere(load):
             return ()
         awake, asleep = self._awake(load), self._asleep(load)
@@ -185,7 +185,7 @@ class VLLMSettings(RolloutSettings):
         return (Part("vLLM asleep", asleep, ""),)
 
     def sampling_memory(self, load: EngineLoad) -> tuple[Part, ...]:
-        """Return what a sleeping vLLM takes back to sample."""
+        """Return the memory that a sleeping vLLM takes again to sample."""
         if self._elsewhere(load) or not self._sleeps(load):
             return ()
         return (Part("vLLM awake", self._awake(load) - self._asleep(load), _LOWERS),)
@@ -209,21 +209,21 @@ class VLLMSettings(RolloutSettings):
         share = self._share(load)
         if share is not None and load.capacity is not None:
             # Room for the sequences that are decoded at once, or for some of them.
-            wanted = self._least(load) + min(load.rows, _SEQUENCES) * self._sequence(load)
-            part = ceil(100 * wanted / load.capacity) / 100
-            if part <= 1 and part != self.gpu_memory_utilization:
-                yield {"gpu_memory_utilization": part}
+            needed = self._least(load) + min(load.rows, _SEQUENCES) * self._sequence(load)
+            fraction = ceil(100 * needed / load.capacity) / 100
+            if fraction <= 1 and fraction != self.gpu_memory_utilization:
+                yield {"gpu_memory_utilization": fraction}
 
     def _sleeps(self, load: EngineLoad) -> bool:
         return self.sleep_level > 0 and load.device == "cuda"
 
     def _elsewhere(self, load: EngineLoad) -> bool:
-        """Return whether vLLM has devices of its own, without that of the trainer."""
+        """Return whether vLLM's devices do not include that of the trainer."""
         on_cuda, chosen = load.device == "cuda", self.devices
         return on_cuda and chosen is not None and load.number not in chosen
 
     def _share(self, load: EngineLoad) -> int | None:
-        """Return the bytes of a device that vLLM may use; None if they are not limited so."""
+        """Return the bytes of a device that vLLM may use; None without such a limit."""
         if load.device != "cuda" or load.capacity is None or self.kv_cache_memory_bytes is not None:
             return None
         return int(self.gpu_memory_utilization * load.capacity)
@@ -234,9 +234,9 @@ class VLLMSettings(RolloutSettings):
     def _sequence(self, load: EngineLoad) -> int:
         """Return the bytes of the keys and values of one sequence."""
         work, shape = load.work, load.shape
-        each = 1 if (self.kv_cache_dtype or "").startswith("fp8") else load.element
+        size = 1 if (self.kv_cache_dtype or "").startswith("fp8") else load.element
         tokens = work.prompt_tokens + work.output_tokens
-        return tokens * shape.layers * 2 * shape.kv_width * each // self.tensor_parallel_size
+        return tokens * shape.layers * 2 * shape.kv_width * size // self.tensor_parallel_size
 
     def _least(self, load: EngineLoad) -> int:
         """Return the bytes of vLLM with one sequence: process, base, adapters, logits."""

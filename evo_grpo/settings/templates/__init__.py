@@ -35,7 +35,7 @@ def template(name: str = DEFAULT, file: str = YAML) -> str:
     """
     text = (_folder(name) / YAML).read_text(encoding="utf-8")
     shown = printable(file)  # a line break would end the comment
-    return re.sub(rf"(?m)^(#.*evo-grpo \w+ ){YAML}", lambda found: found[1] + shown, text)
+    return re.sub(rf"(?m)^(#.*evo-grpo \w+ ){YAML}", lambda match: match[1] + shown, text)
 
 
 def companions(name: str, file: str = YAML) -> dict[str, str]:
@@ -45,14 +45,14 @@ def companions(name: str, file: str = YAML) -> dict[str, str]:
         name: A key of `TEMPLATES`.
         file: Name of the configuration, which a job script calls.
     """
-    found = {
-        one.name: one.read_text(encoding="utf-8")
-        for one in sorted(_folder(name).iterdir())
-        if one.is_file() and one.name != YAML
+    texts = {
+        path.name: path.read_text(encoding="utf-8")
+        for path in sorted(_folder(name).iterdir())
+        if path.is_file() and path.name != YAML
     }
-    for script in (one for one in found if one.endswith(".sbatch")):
-        found[script] = found[script].replace(f"config={YAML}", f"config={shlex.quote(file)}")
-    return found
+    for script in (file_name for file_name in texts if file_name.endswith(".sbatch")):
+        texts[script] = texts[script].replace(f"config={YAML}", f"config={shlex.quote(file)}")
+    return texts
 
 
 def _folder(name: str) -> Path:
