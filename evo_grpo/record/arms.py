@@ -78,24 +78,24 @@ class Difference:
         cls, first: str, firsts: Sequence[Score], second: str, seconds: Sequence[Score]
     ) -> Self:
         """Compare two arms on the same prompts, given one score per training (one for a winner)."""
-        one, other = pooled(firsts), pooled(seconds)
-        ahead = compare(one, other)
+        first_score, second_score = pooled(firsts), pooled(seconds)
+        gap = compare(first_score, second_score)
         groups = [[s.mean for s in scores] for scores in (firsts, seconds) if len(scores) > 1]
         freedom = sum(len(means) - 1 for means in groups)
-        seeds, half = 0.0, interval(0.0, ahead.error, ahead.prompts)[1]
+        seeds_error, half_width = 0.0, interval(0.0, gap.error, gap.prompts)[1]
         if freedom:
             squares = sum(len(means) * float(np.var(means)) for means in groups)
-            seeds = math.sqrt(squares / freedom * sum(1 / len(means) for means in groups))
-            half = math.hypot(half, around(0.0, seeds, freedom)[1])
+            seeds_error = math.sqrt(squares / freedom * sum(1 / len(means) for means in groups))
+            half_width = math.hypot(half_width, around(0.0, seeds_error, freedom)[1])
         return cls(
             first,
             second,
-            ahead.difference,
-            math.hypot(ahead.error, seeds),
-            ahead.difference - half,
-            ahead.difference + half,
-            chance(one, other),
-            ahead.prompts,
+            gap.difference,
+            math.hypot(gap.error, seeds_error),
+            gap.difference - half_width,
+            gap.difference + half_width,
+            chance(first_score, second_score),
+            gap.prompts,
             max(len(firsts), len(seconds)),
         )
 
@@ -113,7 +113,7 @@ class Difference:
 class Arm:
     """Trainings of one kind, or the run that they are compared with.
 
-    `tokens` are those sampled per training, without the test; `tests` are the mean rewards of each
+    `tokens` counts the tokens sampled per training, without the test; `tests` has the score of each
     training on the test prompts.
     """
 
@@ -123,13 +123,13 @@ class Arm:
 
     @property
     def test(self) -> Score:
-        """Mean over the trainings; NaN if one ended without a reward."""
+        """Mean over the trainings; NaN if a training ended without a reward."""
         return pooled(self.tests)
 
     @property
     def spread(self) -> float:
-        """Standard deviation between the trainings; NaN from one."""
-        means = [one.mean for one in self.tests]
+        """Standard deviation between the trainings; NaN for one training."""
+        means = [score.mean for score in self.tests]
         return float(np.std(means, ddof=1)) if len(means) > 1 else math.nan
 
 
@@ -215,8 +215,8 @@ _COMPARISON = TypeAdapter(_Comparison)
 def read_comparison(run: str | Path, file: Path | None = None) -> dict[str, Any] | None:
     """Return the content of compare.json, or of `file`; None before a comparison is finished."""
     file = file or Path(run) / COMPARISON
-    what = "the result of a comparison"
-    result = read_result(file, _COMPARISON, what, f"resume {run} --compare")
+    content = "the result of a comparison"
+    result = read_result(file, _COMPARISON, content, f"resume {run} --compare")
     return None if result is None else result[0]
 
 
@@ -229,10 +229,10 @@ def tokens_by_purpose(rounds: Sequence[RoundRecord], summary: Mapping[str, Any])
 
 
 def tokens_to_train(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -> int:
-    """Return the tokens that an arm trains with; it is evaluated only once, at its end."""
+    """Return an arm's training tokens: those of the run, less those of the arm's one evaluation."""
     evaluated = next((record for record in rounds if not record.between), rounds[0])
-    each = evaluated.evaluation_tokens / len(evaluated.agents)
-    to_evaluate = round(each * len(rounds[0].agents))
+    tokens_per_agent = evaluated.evaluation_tokens / len(evaluated.agents)
+    to_evaluate = round(tokens_per_agent * len(rounds[0].agents))
     return sum(tokens_by_purpose(rounds, summary).values()) - to_evaluate
 
 
@@ -269,8 +269,8 @@ def comparison_arms(result: Mapping[str, Any]) -> Arms:
         for arm in compared.arms
     )
     tokens_of_run = max(1, arms[-1].tokens)
-    off = max(abs(arm.tokens - tokens_of_run) for arm in arms) / tokens_of_run
-    equal = "equal tokens" if off <= EQUAL_TOKENS else f"tokens that differ by up to {off:.0%}"
+    gap = max(abs(arm.tokens - tokens_of_run) for arm in arms) / tokens_of_run
+    equal = "equal tokens" if gap <= EQUAL_TOKENS else f"tokens that differ by up to {gap:.0%}"
     spent = ", ".join(
         f"{arm.name} {arm.tokens['training']:,} + {arm.tokens['evaluation']:,}"
         for arm in compared.arms

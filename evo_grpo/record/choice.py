@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord
 
 SHOWN = 24
-"""Checkpoints that an error lists, the latest."""
+"""Number of latest checkpoints that an error lists."""
 
 
 @dataclass(frozen=True)
 class ChosenAgent:
-    """An agent of a run as it was after a round; `files` are SHA-256 by path in its checkpoint."""
+    """An agent of a run as it was after a round; `files` has SHA-256 by path in its checkpoint."""
 
     run: Path
     view: RunView
@@ -96,9 +96,9 @@ def choose_of(
             or a record is damaged.
         ConfigError: The agent, member or round does not exist, or several agents are named.
     """
-    named = {"agent": agent is not None, "member": member is not None, "best ever": best_ever}
-    named["prefer"] = prefer is not None
-    ways = [name for name, is_given in named.items() if is_given]
+    by_way = {"agent": agent is not None, "member": member is not None, "best ever": best_ever}
+    by_way["prefer"] = prefer is not None
+    ways = [name for name, is_given in by_way.items() if is_given]
     if (best_ever or prefer is not None) and round is not None:
         ways.append("round")
     if len(ways) > 1:
@@ -141,20 +141,20 @@ def _preferred(view: RunView, weights: Mapping[str, float]) -> AgentRecord:
     best = front(view.rounds)
     if problem := _wrong_weights(names if best else (), weights):
         raise ConfigError(f"prefer: expected {problem}")
-    others = [name for name in names if name not in weights]
-    rest = {name: (1 - sum(weights.values())) / len(others) for name in others}
-    goals = [[goal.mean for goal in one.score.goals] for one in best if one.score is not None]
+    unweighted = [name for name in names if name not in weights]
+    shared_weights = {name: (1 - sum(weights.values())) / len(unweighted) for name in unweighted}
+    goals = [[goal.mean for goal in agent.score.goals] for agent in best if agent.score is not None]
     sums = [0.0] * len(best)
     for name, values in zip(names, zip(*goals, strict=True), strict=True):
         span = max(values) - min(values)
         for index, value in enumerate(values if span > 0 else ()):
-            weight = weights.get(name, rest.get(name, 0.0))
+            weight = weights.get(name, shared_weights.get(name, 0.0))
             sums[index] += weight * (value - min(values)) / span
     return best[sums.index(max(sums))]
 
 
 def _wrong_weights(names: Sequence[str], weights: Mapping[str, float]) -> str:
-    """Return what is expected of the weights of objectives, and what is given; "" if they fit."""
+    """Return the expected and the given weights of objectives as text; "" if they are valid."""
     if not names:
         return (
             "a run with evolve.fitness.objectives, got one with one goal; leave prefer out, and "
@@ -194,18 +194,18 @@ def _named(
     searched = rounds if round is None else [rounds[round]]
     if agent is None and member is None:
         return best_agent(searched[-1])
-    what, number = ("agent", agent) if member is None else ("member", member)
-    records = [record for one in searched for record in one.agents]
-    played: dict[int | None, AgentRecord] = {getattr(record, what): record for record in records}
+    key, number = ("agent", agent) if member is None else ("member", member)
+    records = [record for round_record in searched for record in round_record.agents]
+    played: dict[int | None, AgentRecord] = {getattr(record, key): record for record in records}
     if number not in played:
         when = "" if round is None else f" that played round {round + 1}"
-        there = ", ".join(map(str, sorted({getattr(record, what) for record in records})))
-        raise ConfigError(f"{what}: expected one{when} of {there}, got {number}")
+        numbers = ", ".join(map(str, sorted({getattr(record, key) for record in records})))
+        raise ConfigError(f"{key}: expected one{when} of {numbers}, got {number}")
     return played[number]
 
 
 def _where_it_is(choice: ChosenAgent) -> ChosenAgent:
-    """Return a choice whose checkpoint exists: the recorded one or its copy in checkpoints/best."""
+    """Return a choice with the checkpoint that exists: the recorded one or checkpoints/best."""
     folder, record = choice.run, choice.agent.record
     if choice.checkpoint and (folder / choice.checkpoint).is_dir():
         return choice
@@ -219,13 +219,13 @@ def _where_it_is(choice: ChosenAgent) -> ChosenAgent:
 
 
 def _checkpoints_there(folder: Path, rounds: Sequence[RoundRecord]) -> str:
-    """Return a text that names the latest existing checkpoints of a run; rounds count from 1."""
-    there = [
-        f"agent {one.agent} of round {record.round + 1}"
+    """Return the latest existing checkpoints of a run as text; rounds count from 1."""
+    existing = [
+        f"agent {agent.agent} of round {record.round + 1}"
         for record in reversed(rounds)
-        for one in record.agents
-        if one.checkpoint is not None and (folder / one.checkpoint).is_dir()
+        for agent in record.agents
+        if agent.checkpoint is not None and (folder / agent.checkpoint).is_dir()
     ]
     ever = family.best_ever(rounds) if (folder / BEST).is_dir() else None
     best = [] if ever is None else [f"the best ever: agent {ever.agent} of round {ever.round + 1}"]
-    return ", ".join([*there[:SHOWN], *best]) or "none"
+    return ", ".join([*existing[:SHOWN], *best]) or "none"

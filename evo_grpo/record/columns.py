@@ -23,7 +23,7 @@ ALWAYS = ("lr", "beta", "clip_coef", "clip_low", "clip_high", "group_size")
 def hyperparameters(rounds: Sequence[RoundRecord]) -> list[str]:
     """Return the hyperparameters with a column in the tables of a run.
 
-    First come the columns of every table, then what else mutates or was set by the user.
+    First come the columns of every table, then the others that mutate or were set by the user.
     """
     moving = {name for record in rounds for name in record.mutable} | set(steered(rounds))
     return [*ALWAYS, *in_order(moving - set(ALWAYS))]
@@ -34,9 +34,9 @@ def steered(rounds: Sequence[RoundRecord]) -> list[str]:
     names = {
         name
         for record in rounds
-        for one in record.steering
-        if one.request.op == "set" and not one.refused
-        for name in one.request.values
+        for outcome in record.steering
+        if outcome.request.op == "set" and not outcome.refused
+        for name in outcome.request.values
     }
     return in_order(names)
 
@@ -59,7 +59,7 @@ def objectives(rounds: Sequence[RoundRecord]) -> dict[str, str]:
     """Return the objectives of a run other than fitness: name -> column in tables."""
     scores = (agent.score for record in rounds for agent in record.agents)
     score = next((score for score in scores if score is not None), None)
-    return {} if score is None else {one.name: objective(one.name) for one in score.further}
+    return {} if score is None else {goal.name: objective(goal.name) for goal in score.further}
 
 
 def objective(name: str) -> str:
@@ -73,7 +73,7 @@ def fitness(agent: AgentRecord) -> float:
 
 
 def fitness_se(agent: AgentRecord) -> float:
-    """Return the standard error of an agent's fitness, NaN if it failed or has one sample."""
+    """Return the standard error of an agent's fitness, NaN without one."""
     return math.nan if agent.score is None else agent.score.se
 
 
@@ -83,7 +83,7 @@ def was_evaluated(agent: AgentRecord) -> bool:
 
 
 def kl(agent: AgentRecord) -> float | None:
-    """Return an agent's KL divergence from the reference in nats per token, None if it has none."""
+    """Return an agent's KL divergence from the reference in nats per token, None without one."""
     return agent.metrics.get("kl")
 
 

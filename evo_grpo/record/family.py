@@ -25,7 +25,7 @@ class FamilyMember:
 
     Attributes:
         agent: The number of its agent; None for the mean of two members.
-        parent, second_parent: Member ids; None in the first population, the second for a mean.
+        parent, second_parent: Member ids; both None in the first population; a mean has both.
         born: First round (0-based); for a mean, the number of finished rounds.
         fitness: Mean evaluation reward in each round from `born` on, None if the agent failed; for
             a mean, the mean reward in the final comparison.
@@ -50,22 +50,22 @@ def tree(rounds: Sequence[RoundRecord]) -> tuple[FamilyMember, ...]:
     for record in rounds:
         for agent in record.agents:
             lives[agent.member].append(agent)
-    last = {agent.member for agent in rounds[-1].agents} if rounds else set[int]()
+    living = {agent.member for agent in rounds[-1].agents} if rounds else set[int]()
     children: dict[int | None, list[FamilyMember]] = defaultdict(list)
     # Ids grow with time: from youngest to oldest, children come before their parents.
     for member in sorted(lives, reverse=True):
         life = lives[member]
-        first = life[0]
-        children[first.parent].append(
+        birth = life[0]
+        children[birth.parent].append(
             FamilyMember(
                 id=member,
-                agent=first.agent,
-                parent=first.parent,
-                born=first.round,
-                mutation=first.mutation,
-                hparams=first.hparams,
-                fitness=tuple(None if one.score is None else one.score.mean for one in life),
-                alive=member in last,
+                agent=birth.agent,
+                parent=birth.parent,
+                born=birth.round,
+                mutation=birth.mutation,
+                hparams=birth.hparams,
+                fitness=tuple(None if entry.score is None else entry.score.mean for entry in life),
+                alive=member in living,
                 children=tuple(reversed(children.pop(member, []))),
             )
         )
@@ -73,9 +73,9 @@ def tree(rounds: Sequence[RoundRecord]) -> tuple[FamilyMember, ...]:
 
 
 def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
-    """Return the records that led to a member, one per round, or raise RunNotFoundError if unknown.
+    """Return the records of a member and of its ancestors, one per round, first to last.
 
-    Rounds before the member's birth have the records of its ancestors.
+    RunNotFoundError if the member finished no round.
     """
     path: list[AgentRecord] = []
     searched: int | None = member
@@ -113,8 +113,8 @@ def order(agent: AgentRecord) -> tuple[float, ...]:
 
 def best_agent(record: RoundRecord) -> AgentRecord | None:
     """Return the agent with the greatest fitness of a round (ties: lowest number), or None."""
-    ranked = [agent for agent in record.agents if math.isfinite(fitness(agent))]
-    return min(ranked, key=order, default=None)
+    candidates = [agent for agent in record.agents if math.isfinite(fitness(agent))]
+    return min(candidates, key=order, default=None)
 
 
 def leading_agent(record: RoundRecord) -> AgentRecord | None:
@@ -123,13 +123,13 @@ def leading_agent(record: RoundRecord) -> AgentRecord | None:
         return best_agent(record)
     playing = playing_on(record)
     return best_agent(
-        replace(record, agents=tuple(one for one in record.agents if one.agent in playing))
+        replace(record, agents=tuple(agent for agent in record.agents if agent.agent in playing))
     )
 
 
 def playing_on(record: RoundRecord) -> set[Slot]:
-    """Return the agents that continue after a round; after the last, all that were not given up."""
-    collapsed = {one.agent for one in record.decisions if one.kind == "collapsed"}
+    """Return the slots of the agents that train on after a round; a collapsed agent does not."""
+    collapsed = {decision.agent for decision in record.decisions if decision.kind == "collapsed"}
     return {member.agent for member in record.members} - collapsed
 
 
@@ -146,33 +146,33 @@ def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
     """
     if rounds and rounds[-1].archived is not None:
         number, member = rounds[-1].archived
-        held = next(record for record in rounds if record.round == number)
-        return next(agent for agent in held.agents if agent.member == member)
+        archived_in = next(record for record in rounds if record.round == number)
+        return next(agent for agent in archived_in.agents if agent.member == member)
     decided = [record for record in rounds if not record.between] or rounds
-    best = [one for record in decided if (one := best_agent(record)) is not None]
-    return min(best, key=lambda one: order(one)[:-1], default=None)
+    best = [agent for record in decided if (agent := best_agent(record)) is not None]
+    return min(best, key=lambda agent: order(agent)[:-1], default=None)
 
 
 def front(rounds: Sequence[RoundRecord]) -> tuple[AgentRecord, ...]:
     """Return the Pareto front of a run, ordered by fitness: agents that no other agent dominates.
 
     An agent dominates another if its means are better in one objective and worse in none. The front
-    keeps as many agents as play the first round: those with the greatest crowding distance
-    (`evolve.goals`), first the best of each objective; of equal ones the first. In a run with one
-    objective it is empty. Once the run has decided after a round, only such rounds count.
+    has at most as many agents as the first round: those with the greatest crowding distance
+    (`evolve.goals`), first the best of each objective; of equal agents the earliest. In a run with
+    one objective it is empty. Rounds without a decision count only before the first decision.
     """
-    kept: list[AgentRecord] = []
-    for record in [one for one in rounds if not one.between] or rounds:
+    agents: list[AgentRecord] = []
+    for record in [finished for finished in rounds if not finished.between] or rounds:
         for agent in record.agents:
-            several = agent.score is not None and agent.score.is_finite and agent.score.further
-            if several and all(_means(agent) != _means(one) for one in kept):
-                kept.append(agent)
-        scores = [agent.score for agent in kept]
-        order_of_kept = ranked(scores, None)
-        first = [score for score in scores if score is not None]
-        size = len(fronts(first, None)[0]) if first else 0
-        kept = [kept[index] for index in sorted(order_of_kept[: min(size, len(rounds[0].agents))])]
-    return tuple(sorted(kept, key=order))
+            has_goals = agent.score is not None and agent.score.is_finite and agent.score.further
+            if has_goals and all(_means(agent) != _means(other) for other in agents):
+                agents.append(agent)
+        scores = [agent.score for agent in agents]
+        ranking = ranked(scores, None)
+        ranked_scores = [score for score in scores if score is not None]
+        size = len(fronts(ranked_scores, None)[0]) if ranked_scores else 0
+        agents = [agents[index] for index in sorted(ranking[: min(size, len(rounds[0].agents))])]
+    return tuple(sorted(agents, key=order))
 
 
 def _means(agent: AgentRecord) -> tuple[float, ...]:
@@ -180,14 +180,14 @@ def _means(agent: AgentRecord) -> tuple[float, ...]:
 
 
 def founders(rounds: Sequence[RoundRecord]) -> dict[int, int]:
-    """Return the ancestor in the first population of each member."""
-    first: dict[int, int] = {}
+    """Return, by member, the ancestor in the first population."""
+    founder_ids: dict[int, int] = {}
     for record in rounds:
         for agent in record.agents:
             # Ids grow with time, so a parent comes before its children or plays no round.
             parent = agent.member if agent.parent is None else agent.parent
-            first.setdefault(agent.member, first.get(parent, parent))
-    return first
+            founder_ids.setdefault(agent.member, founder_ids.get(parent, parent))
+    return founder_ids
 
 
 def founder_of(rounds: Sequence[RoundRecord], member: int) -> int:
@@ -197,7 +197,7 @@ def founder_of(rounds: Sequence[RoundRecord], member: int) -> int:
 
 def next_member_id(rounds: Sequence[RoundRecord]) -> int:
     """Return the first member id that is neither used nor assigned to the next round."""
-    used = [agent.member for record in rounds for agent in record.agents]
-    used += [member.id for record in rounds for member in record.members]
-    used += [record.next_member - 1 for record in rounds]
-    return max(used, default=-1) + 1
+    ids = [agent.member for record in rounds for agent in record.agents]
+    ids += [member.id for record in rounds for member in record.members]
+    ids += [record.next_member - 1 for record in rounds]
+    return max(ids, default=-1) + 1

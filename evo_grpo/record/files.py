@@ -42,9 +42,9 @@ _SEARCH_EVERY = 16
 _LOOKS, _MOMENT = 5, 0.01
 _CHECKSUM = "sha256"
 _TEMPORARY = ".tmp"
-#: How a sealed line ends, all but its line end.
+#: The end of a sealed line, without its line break.
 _END = re.compile(rb'"[0-9a-f]{64}"\}\s*\Z')
-#: Bytes of that end that the checksum does not cover: itself, a quote and a brace.
+#: Bytes of that end that the checksum does not cover: the checksum, a quote and a brace.
 _UNCOVERED = 66
 #: Bytes that hold the first two keys of a sealed line.
 _HEAD = 64
@@ -54,17 +54,17 @@ _HEAD = 64
 def many_objects() -> Generator[None]:
     """Pause Python's garbage collector while many objects are created, which halves the time.
 
-    Objects created during the pause do not make it due, so every few calls this function collects
-    the objects of ended runs itself.
+    Objects created during the pause trigger no collection later, so every few calls this function
+    collects the objects of ended runs itself.
     """
-    searches = gc.isenabled()
-    if searches and next(_calls) % _SEARCH_EVERY == 0:
+    was_enabled = gc.isenabled()
+    if was_enabled and next(_calls) % _SEARCH_EVERY == 0:
         gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        if searches:
+        if was_enabled:
             if not gc.get_freeze_count():  # else a user's program has frozen its own objects
                 gc.freeze()
                 gc.unfreeze()  # into the oldest generation
@@ -76,7 +76,7 @@ def writing(path: Path, command: str = "resume") -> Generator[None]:
     """Turn an OSError of a write (disk full, no permission) into a RunFailedError.
 
     The message names `command`, which continues after the cause is removed. RunDirError if this
-    process is a fork of the one that locked the folder.
+    process is a fork of the process that locked the folder.
     """
     for lock in list(_held):
         lock.check(path)
@@ -117,8 +117,8 @@ def atomic_write(path: Path, text: str | bytes, command: str = "resume") -> str:
     with writing(path, command):
         create_one(path.parent)
         temporary.unlink(missing_ok=True)
-        created = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        with os.fdopen(created, "wb") as file:
+        descriptor = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -139,10 +139,10 @@ def append(path: Path, text: str, *, durable: bool = True) -> None:
         try:
             _end_last_line(descriptor, path)
             length = os.fstat(descriptor).st_size
-            rest = memoryview(text.encode("utf-8", errors="replace"))
+            unwritten = memoryview(text.encode("utf-8", errors="replace"))
             try:
-                while rest:
-                    rest = rest[os.write(descriptor, rest) :]
+                while unwritten:
+                    unwritten = unwritten[os.write(descriptor, unwritten) :]
                 if durable:
                     os.fsync(descriptor)
             except BaseException:  # including Ctrl-C: no part of a line may stay in the file
@@ -159,10 +159,10 @@ def _end_last_line(descriptor: int, path: Path) -> None:
     length = os.fstat(descriptor).st_size
     if not length or os.pread(descriptor, 1, length - 1) == b"\n":
         return
-    last = os.pread(descriptor, length, 0).rpartition(b"\n")[2]
-    if is_truncated(last):
-        _log.warning("%s: removed a truncated last line of %d bytes", path, len(last))
-        os.ftruncate(descriptor, length - len(last))
+    line = os.pread(descriptor, length, 0).rpartition(b"\n")[2]
+    if is_truncated(line):
+        _log.warning("%s: removed a truncated last line of %d bytes", path, len(line))
+        os.ftruncate(descriptor, length - len(line))
     else:
         os.write(descriptor, b"\n")
 
@@ -262,7 +262,7 @@ def seal(data: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def unseal_result(data: bytes) -> dict[str, Any]:
-    """Return the mapping in a file of `seal` or of an early version, or raise ValueError."""
+    """Return the mapping in a file that `seal` or an early version wrote, or raise ValueError."""
     result = load_json(data)
     if not isinstance(result, dict):
         raise ValueError(f"expected a mapping, got {result!r:.60}")
@@ -284,7 +284,7 @@ def unseal(line: bytes) -> dict[str, Any]:
 
 
 def unsealed_head(line: bytes) -> Mapping[str, Any]:
-    """Return at least the first keys of a line that `seal` wrote, whose checksum is checked."""
+    """Check the checksum of a line that `seal` wrote; return at least its first keys."""
     if _is_as_written(line):
         return from_json(line[:_HEAD], allow_partial=True)
     return unseal(line)
@@ -298,9 +298,9 @@ def _is_as_written(line: bytes) -> bool:
 
 
 def is_truncated(line: bytes) -> bool:
-    """Return whether a last line is the start of a line of `seal`, truncated by a kill.
+    """Return whether the last line of a file is a sealed line that a kill truncated.
 
-    Complete JSON, and what ends as sealed lines end, is not; it may have been damaged later.
+    Complete JSON is not, nor is a line with the end of a sealed line: it was damaged later.
     """
     if line.endswith(b"\n") or _END.search(line):
         return False
@@ -331,7 +331,7 @@ def plain_value(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
 class FolderLock:
     """An flock on a file, held until `release` or the end of the process.
 
-    The file is never removed, because the next holder may just be opening it. RunDirError if
+    The file is never removed: another process may just be opening it. RunDirError if
     another process, or another object of this process, holds the lock.
     """
 
@@ -362,9 +362,9 @@ class FolderLock:
         )
 
     def write_round(self, *numbers: int) -> None:
-        """Write the id of this process into the file, and the round that it plays, if any.
+        """Write the id of this process into the lock file, and the round that is played, if any.
 
-        A request waits for the end of that round. Later rounds have as many digits or more.
+        A request waits for the end of that round. Later rounds have at least as many digits.
         """
         if self._descriptor is not None:
             lines = "".join(f"{number}\n" for number in (os.getpid(), *numbers))

@@ -114,7 +114,7 @@ def read_result(
 ) -> tuple[dict[str, Any], T] | None:
     """Return the content of a result file, as JSON and as the schema's type; None if it is missing.
 
-    Of a damaged file, CheckpointError names the content (`what`) and the `command` that writes it.
+    For a damaged file, a CheckpointError names its content (`what`) and the `command` to write it.
     """
     if not os.path.lexists(file):
         return None
@@ -133,7 +133,7 @@ def config_text(folder: Path) -> str:
 def read_config(folder: Path, *, past: bool = False) -> RunConfig:
     """Return the settings of a run; with `past`, drop settings that enabled removed features.
 
-    ConfigError if they name a program, or a model with code, inside a run folder.
+    ConfigError if the settings name a program, or a model with code, inside a run folder.
     """
     file = folder / CONFIG
     config = from_written(config_text(folder), str(file), past=past)
@@ -217,9 +217,9 @@ def with_objects(text: str, objects: Iterable[str]) -> str:
 
 def listed_objects(folder: Path) -> list[str]:
     """Return the Python objects that a run was given, each with its keyword first."""
-    first = config_text(folder).partition("\n")[0]
-    line = first.removeprefix(RECORDED_IN_PYTHON)
-    return [] if line == first else line.strip().split(", ")
+    first_line = config_text(folder).partition("\n")[0]
+    line = first_line.removeprefix(RECORDED_IN_PYTHON)
+    return [] if line == first_line else line.strip().split(", ")
 
 
 def recorded_objects(folder: Path) -> dict[str, str]:
@@ -227,7 +227,7 @@ def recorded_objects(folder: Path) -> dict[str, str]:
 
     "agents" stands for agents that had trained before.
     """
-    return {one.partition(" ")[0]: one for one in listed_objects(folder)}
+    return {description.partition(" ")[0]: description for description in listed_objects(folder)}
 
 
 def continuing(folder: Path) -> str:
@@ -276,7 +276,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
         for number, line in enumerate(file, start=1):
             try:
                 head = unsealed_head(line)
-                # Its RunDirError is no ValueError and passes: a whole line of another version.
+                # A whole line of another version raises RunDirError, no ValueError: it passes.
                 check_format(head, f"{path}, line {first + number}")
                 if "amends" in head:
                     _amend(records, amendment_from_json(line), first)
@@ -288,7 +288,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
                         f"it is round {record.round + 1}, expected {first + len(records) + 1}"
                     )
             except ValueError as error:
-                if is_truncated(line):  # the last one: others have their line end
+                if is_truncated(line):  # the last line: all others have a line break
                     break
                 if line.startswith(b'{"round"'):  # evo-grpo 0.2 wrote no format
                     check_format({}, f"{path}, line {first + number}")
@@ -303,7 +303,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
 
 
 def _amend(records: list[RoundRecord], amendment: Amendment, first: int) -> None:
-    """Add the requests made after the last round to its record, unless an earlier call read it."""
+    """Apply an amendment to the record of the last round, unless an earlier call read the round."""
     if amendment.amends != first + len(records) - 1:
         raise ValueError(
             f"it amends round {amendment.amends}, expected round {first + len(records) - 1}"

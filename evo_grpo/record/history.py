@@ -70,14 +70,14 @@ def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
     rounds = read_rounds(run) if isinstance(run, str | Path) else run
     names = columns.hyperparameters(rounds)
     rows: list[dict[str, object]] = []
-    before: set[int] = set()
+    members: set[int] = set()
     for record in rounds:
         agents = sorted(record.agents, key=lambda agent: agent.agent)
         rows += [
-            {**_row(agent, names, continues=agent.member in before), "between": record.between}
+            {**_row(agent, names, continues=agent.member in members), "between": record.between}
             for agent in agents
         ]
-        before = {agent.member for agent in agents}
+        members = {agent.member for agent in agents}
     types = {
         **dict.fromkeys(("round", "agent", "member", "parent"), "Int64"),
         "state": "string",
@@ -177,7 +177,7 @@ def resolved_start(
     """Return `population.init`; folders of runs in it are replaced by the settings of their agents.
 
     The best agent of each run comes first, then the second of each, as on the leaderboards. `first`
-    has the hyperparameters of this run's first agent, `hp_config` its ranges.
+    has the hyperparameters of this run's first agent, `hp_config` this run's ranges.
     """
     if not isinstance(init, Mapping):
         return init
@@ -188,12 +188,14 @@ def resolved_start(
             "evo-grpo recipe RUN"
         )
     runs = [list(_settings(find(run), first, hp_config)) for run in init["from"]]
-    values = [one for rank in zip_longest(*runs) for one in rank if one is not None]
+    values = [
+        hparams for same_rank in zip_longest(*runs) for hparams in same_rank if hparams is not None
+    ]
     return starts_with(first, hp_config, size, values, seed)
 
 
 def _settings(run: Path, first: Hparams, hp_config: HyperparameterConfig) -> Iterator[Hparams]:
-    """Yield the hyperparameters of a run's agents, limited to the ranges of another; best first."""
+    """Yield the hyperparameters of an earlier run's agents, best first, limited to these ranges."""
     try:
         rounds = read_rounds(run)
     except RunNotFoundError as error:
@@ -219,7 +221,7 @@ def _in_order(
     rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None
 ) -> Iterator[Hparams]:
     """Yield the hyperparameters of the agents that did not fail, ordered as on the leaderboard."""
-    by_round = {(one.agent, one.round): one for record in rounds for one in record.agents}
+    by_round = {(agent.agent, agent.round): agent for record in rounds for agent in record.agents}
     for row in leaderboard_rows(rounds, summary):
         if row["agent"] is None:  # the mean of two agents won
             winner = winner_of(rounds, summary)

@@ -109,34 +109,34 @@ def leaderboard_rows(
             latest[agent.agent] = agent
             tokens, seconds = spent.get(agent.agent, (0, 0.0))
             spent[agent.agent] = tokens + agent.tokens, seconds + agent.wall_seconds
-    winner, last = winner_of(rounds, summary), rounds[-1]
+    winner, last_round = winner_of(rounds, summary), rounds[-1]
     won = None if winner is None else winner.agent
     if winner is not None and winner.agent is not None:
         latest[winner.agent] = winner.record
-    best, tied = {(one.agent, one.round): one for one in front(rounds)}, ties(rounds, winner)
-    playing = {one.agent for one in last.members or last.agents}
+    front_agents, tied = {(a.agent, a.round): a for a in front(rounds)}, ties(rounds, winner)
+    playing = {player.agent for player in last_round.members or last_round.agents}
 
     def on_front(agent: AgentRecord) -> bool:
-        return (agent.agent, agent.round) in best
+        return (agent.agent, agent.round) in front_agents
 
     def left(agent: AgentRecord) -> bool:
-        gone = agent.round < last.round or agent.agent not in playing
-        return gone and agent.agent != won and not (on_front(agent) and agent.agent in playing)
+        has_left = agent.round < last_round.round or agent.agent not in playing
+        return has_left and agent.agent != won and not (on_front(agent) and agent.agent in playing)
 
     def place(agent: AgentRecord) -> tuple[Any, ...]:
-        if best:  # the first of the front is the winner
+        if front_agents:  # the first of the front is the winner
             return not on_front(agent), not on_front(agent) and left(agent), order(agent)
         return agent.agent != won, left(agent), -agent.round, order(agent)
 
     names, goals = columns.hyperparameters(rounds), columns.objectives(rounds)
-    rows = [] if winner is None or winner.agent is not None else [_mean(winner, last, names)]
+    rows = [] if winner is None or winner.agent is not None else [_mean(winner, last_round, names)]
     finalists = {
-        (one.agent, one.record.round): one
-        for one in (*rivals_of(rounds, summary), *([] if winner is None else [winner]))
+        (finalist.agent, finalist.record.round): finalist
+        for finalist in (*rivals_of(rounds, summary), *([] if winner is None else [winner]))
     }
-    shown = [*latest.values(), *(one for one in best.values() if one is not latest[one.agent])]
-    for agent in sorted(shown, key=place):
-        one = finalists.get((agent.agent, agent.round))
+    agents = [*latest.values(), *(a for a in front_agents.values() if a is not latest[a.agent])]
+    for agent in sorted(agents, key=place):
+        finalist = finalists.get((agent.agent, agent.round))
         rows.append(
             {
                 "agent": agent.agent,
@@ -147,9 +147,11 @@ def leaderboard_rows(
                 **_score("fitness", agent.score if agent.state == "ok" else None),
                 **_goals(agent, goals),
                 **({"front": on_front(agent)} if goals else {}),
-                "tie": tied.get((agent.agent, agent.round)) if one in (None, winner) else one.tie,
-                **_score("final", None if one is None else one.final),
-                **_score("test", None if one is None else one.test),
+                "tie": tied.get((agent.agent, agent.round))
+                if finalist in (None, winner)
+                else finalist.tie,
+                **_score("final", None if finalist is None else finalist.final),
+                **_score("test", None if finalist is None else finalist.test),
                 **_values(agent.hparams, names),
                 "tokens": spent[agent.agent][0],
                 "wall_seconds": spent[agent.agent][1],
@@ -174,8 +176,8 @@ def order_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def fitness_text(rounds: Sequence[RoundRecord]) -> str:
     """Return where the fitness of a leaderboard comes from if not from an evaluation, else ""."""
-    last = rounds[-1].agents if rounds else ()
-    if not any(agent.score is not None and agent.score.steps for agent in last):
+    agents = rounds[-1].agents if rounds else ()
+    if not any(agent.score is not None and agent.score.steps for agent in agents):
         return ""
     return (
         f"Fitness after round {rounds[-1].round + 1} is the mean reward of its training: agents "
@@ -211,7 +213,7 @@ def _score(name: str, score: Score | None) -> dict[str, float | None]:
 
 def _goals(agent: AgentRecord, goals: Mapping[str, str]) -> dict[str, float | None]:
     """Return the further objectives of an agent by column, with their standard errors."""
-    scores = {} if agent.score is None else {one.name: one for one in agent.score.further}
+    scores = {} if agent.score is None else {goal.name: goal for goal in agent.score.further}
     cells: dict[str, float | None] = {}
     for name, column in goals.items():
         score = scores.get(name)
@@ -236,15 +238,15 @@ def ties(
 
     The agents are those of the winner's round with a finite fitness; none if the winner is a mean.
     The level is `TIE_LEVEL`, corrected for all pairs of agents because the winner was chosen as the
-    best, and for the number of rounds where the winner's round was chosen too.
+    best, and, if the winner's round was chosen too, for the number of rounds.
     """
     if winner is None or winner.fitness is None:
         return {}
     played = rounds[winner.record.round].agents
     scored = [(a, a.score) for a in played if a.score and math.isfinite(a.score.mean)]
-    won = [agent.agent for agent, _ in scored].index(winner.record.agent)
+    winner_index = [agent.agent for agent, _ in scored].index(winner.record.agent)
     level = TIE_LEVEL / (len(rounds) if winner.kind == "archive" else 1)
-    signs = zip(scored, claims([score for _, score in scored], won, level), strict=True)
+    signs = zip(scored, claims([score for _, score in scored], winner_index, level), strict=True)
     return {(a.agent, a.round): sign < 1 for (a, _), sign in signs if a.agent != winner.agent}
 
 

@@ -82,7 +82,7 @@ class Lineage:
     def record_mean(self, summary: Mapping[str, Any], last: RoundRecord) -> None:
         """Add the trial of the mean of two survivors if it won a run that ended with `last`."""
         best = summary["best"]
-        scores = [one["validation"] for one in summary["candidates"] if one["kind"] == "mean"]
+        scores = [entry["validation"] for entry in summary["candidates"] if entry["kind"] == "mean"]
         self._update()
         ended = summary["rounds"] == last.round + 1 and last.round + 1 not in self._means
         if ended and best["kind"] == "mean" and scores and scores[0] is not None:
@@ -117,12 +117,12 @@ class Lineage:
         return _trial_of(agent, record, self._parent(agent), self._space)
 
     def _parent(self, agent: AgentRecord) -> FrozenTrial | None:
-        before = self._by_member[agent.member].get(agent.round - 1)
-        if before is not None:
-            return before
+        previous = self._by_member[agent.member].get(agent.round - 1)
+        if previous is not None:
+            return previous
         if agent.mutation.restores:  # from the best agent of the rounds before
-            held = best_ever([one for n, one in self._rounds.items() if n < agent.round])
-            parent = None if held is None else self._by_agent.get((held.agent, held.round))
+            best = best_ever([record for n, record in self._rounds.items() if n < agent.round])
+            parent = None if best is None else self._by_agent.get((best.agent, best.round))
         else:
             parent = self._by_member[agent.parent].get(agent.round - 1)
         if parent is None and (agent.parent is not None or agent.round > 0):
@@ -226,7 +226,7 @@ def _trial_of(
     """Return the trial of an agent in a round; `parent` is its parent trial, None in round 0."""
     continues = parent is not None and parent.user_attrs["member"] == agent.member
     scores = () if agent.score is None else (agent.score, *agent.score.further)
-    errors = ("fitness_se", *(f"{one.name}_se" for one in scores[1:]))
+    errors = ("fitness_se", *(f"{score.name}_se" for score in scores[1:]))
     metrics = {**agent.metrics, "tokens": agent.tokens}
     attributes = {
         "agent": agent.agent,
@@ -244,8 +244,8 @@ def _trial_of(
         "hparams": agent.hparams.to_dict(),
         "fitness_se": None,
         **{
-            name: one.se if math.isfinite(one.se) else None
-            for name, one in zip(errors, scores, strict=False)
+            name: score.se if math.isfinite(score.se) else None
+            for name, score in zip(errors, scores, strict=False)
         },
         "reason": agent.reason,
         **{f"train/{name}": n for name, n in metrics.items() if math.isfinite(n)},
@@ -253,7 +253,7 @@ def _trial_of(
     ranked = agent.score is not None and agent.state == "ok" and agent.score.is_finite
     first_step = agent.round * len(agent.step_rewards)
     return _finished(
-        [one.mean for one in scores] if ranked else None,
+        [score.mean for score in scores] if ranked else None,
         space.parameters(agent.hparams),
         attributes,
         (record.started, record.ended),
@@ -273,14 +273,14 @@ def _mean_trial(
     last: RoundRecord,
     space: Space,
 ) -> FrozenTrial:
-    """Return the trial of the mean of two survivors; `parent` is the first one's last trial."""
-    first, second = best["parents"]
-    hparams = next(agent for agent in last.agents if agent.member == first).hparams
+    """Return the trial of the mean of two survivors; `parent` is the last trial of the first."""
+    first_id, second_id = best["parents"]
+    hparams = next(agent for agent in last.agents if agent.member == first_id).hparams
     attributes = {
         "agent": None,
         "member": best["member"],
-        "parent": first,
-        "second_parent": second,
+        "parent": first_id,
+        "second_parent": second_id,
         "round": last.round + 1,
         "parent_trial": parent.number,
         "op": "mean",
@@ -297,9 +297,9 @@ def _mean_trial(
 def _same_result(trial: FrozenTrial, other: FrozenTrial) -> bool:
     """Return whether two trials have the same agent and result; other attributes may differ."""
     names = ("agent", "member", "parent", "round", "adapter_sha256", "hparams")
-    own, theirs = trial.user_attrs, other.user_attrs
+    attributes, other_attributes = trial.user_attrs, other.user_attrs
     return (trial.state, trial.values) == (other.state, other.values) and all(
-        own.get(name) == theirs.get(name) for name in names
+        attributes.get(name) == other_attributes.get(name) for name in names
     )
 
 
@@ -314,7 +314,7 @@ def _finished(
 ) -> FrozenTrial:
     """Return a finished trial: FAIL if `values` is None, PRUNED for a round in between.
 
-    `times` are start and end in seconds since 1970; with an unknown one, both are now.
+    `times` are start and end in seconds since 1970; if either is None, both are the present time.
     """
     from optuna.trial import TrialState, create_trial
 

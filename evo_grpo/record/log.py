@@ -63,7 +63,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class RoundDone:
-    """A round finished, or a request changed its plan; `number` are the GRPO steps at its end."""
+    """A round finished, or a request changed its plan, after `number` GRPO steps of the run."""
 
     number: int
     record: RoundRecord
@@ -128,13 +128,13 @@ def entries(
     folder = expect_run(run)
     with reading(folder, ""):
         begin = RunStarted(folder, read_config(folder))
-    seen: tuple[int, ...] | None = ()
+    last_stamp: tuple[int, ...] | None = ()
     while True:
         # Checked before the files are read, so that the last entries of a run are not missed.
-        trained, now = follow and is_trained(folder), stamp_of(folder / ROUNDS)
-        for after, entry in _new(begin, after, rounds=now != seen):  # noqa: B020
+        trained, stamp = follow and is_trained(folder), stamp_of(folder / ROUNDS)
+        for after, entry in _new(begin, after, rounds=stamp != last_stamp):  # noqa: B020
             yield after, entry
-        seen = now
+        last_stamp = stamp
         if not trained:
             return
         time.sleep(POLL_SECONDS)
@@ -180,12 +180,12 @@ def _rounds(folder: Path, at: Cursor) -> tuple[Cursor, list[tuple[int, RoundReco
     read again after it has been played again.
     """
     path = folder / ROUNDS
-    first = max(0, at.rounds - 1)
+    last_read = max(0, at.rounds - 1)
     with reading(path, ""):
         if at.rounds:
-            # An error: no line begins there since the file was replaced, or the line is damaged.
+            # An error: the file was replaced, so that no line begins there, or the line is damaged.
             with suppress(CheckpointError, RunDirError):
-                if placed := _placed(path, start=at.place, first=first):
+                if placed := _placed(path, start=at.place, first=last_read):
                     return at, placed
         placed = _placed(path)
     if len(placed) < at.rounds:

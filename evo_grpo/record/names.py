@@ -18,7 +18,7 @@ REPORT = "report.html"
 REPORT_READER = "report"
 """Name of the reader that updates the page."""
 EARLIER = re.compile(r"(?:summary|compare|replay)\.rounds-(\d+)(?:\.json)?")
-"""Names of the results of a run before it got more rounds, with the number of rounds until then."""
+"""Names of a run's results from before an extension, with the number of rounds until then."""
 LOCK = ".lock"
 COMPLETIONS = "completions"
 METRICS = "metrics"
@@ -26,7 +26,7 @@ METRICS = "metrics"
 NOTES = "notes.jsonl"
 """Events outside of rounds, such as a pause or a refused request."""
 FILES = (CONFIG, ROUNDS, INPUTS, JOURNAL, STUDY, *STUDY_ASIDES, LEADERBOARD, SUMMARY, REPORT, NOTES)
-"""Files directly in the folder, those by which a run is recognised first."""
+"""Files directly in the folder; the first two mark it as a run folder."""
 CHECKPOINTS = "checkpoints"
 BEST = f"{CHECKPOINTS}/best"
 """The best agent so far, with its weights at that time."""
@@ -69,7 +69,7 @@ REPLAYED = ("schedule-run", "constant-run")
 """The trainings of a replay at the rows of the whole run, each in a folder below `REPLAY`."""
 
 REPLAY_PARTS = (REPLAY_RESULT, *(f"{REPLAY}/{name}" for name in REPLAYED))
-"""Those files and folders, the result first."""
+"""Files and folders of a replay, the result first."""
 
 PARTS = (*FILES[2:], BEST, MEAN, *ASIDES, *OF_READERS, JUDGED, COMPARISON, *REPLAY_PARTS)
 """Files and folders with one name in every run, except those by which a run is recognised."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Base class of observers of a run. All methods do nothing; override the ones you need.
+    """Base class of observers of a run. All methods do nothing; override those you need.
 
     The methods run in the training thread, so training waits for them. An observer cannot change a
     run; an exception that it raises ends the run, which can be resumed. Rounds are 0-based, as in
@@ -90,7 +90,7 @@ class ObserverList(Observer):
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         for name in _METHODS:
-            setattr(self, name, partial(_call, [getattr(one, name) for one in observers]))
+            setattr(self, name, partial(_call, [getattr(observer, name) for observer in observers]))
 
 
 def _call(methods: Sequence[Callable[..., None]], *values: object, **named: object) -> None:

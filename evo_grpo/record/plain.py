@@ -68,7 +68,7 @@ def open_plain(path: Path, flags: int) -> int:
 def read_plain(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
     """Return the contents of a regular file, never through a link, of at most `most` bytes.
 
-    RunDirError if it is anything else, OSError as `open` raises it.
+    RunDirError if the path is anything else, OSError as `open` raises it.
     """
     with opened_plain(path, most) as file:
         # Use the present size, even if the file grows: `read(most)` would allocate `most` bytes.

@@ -34,12 +34,12 @@ def _shared(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
     """Return one shared object for equal hyperparameters, which are slow to build."""
     try:
         return _built(**value)
-    except (TypeError, ConfigError):  # a pair or weights, which have no hash; or wrong
+    except (TypeError, ConfigError):  # a clip pair or weights have no hash, or a value is invalid
         return value
 
 
 SharedHparams = Annotated[Hparams, BeforeValidator(_shared)]
-"""Hyperparameters of an agent; most agents have those that it had in the round before."""
+"""Hyperparameters of an agent; most agents keep those of the round before."""
 
 #: Version of the format of rounds.jsonl.
 FORMAT = 4
@@ -108,8 +108,8 @@ class RoundRecord:
         evaluation_tokens: Tokens sampled to evaluate the agents after the round.
         files: SHA-256 of each file of the round, by its path in the run folder.
         reduced: Engine settings that were lowered because the device ran out of memory, with their
-            present values; with several processes, the least of them.
-        decodes_by: The implementation that sampled; another one rounds differently.
+            present values; with several processes, the least values.
+        decodes_by: The implementation that sampled; another implementation rounds differently.
         started, ended: Times in seconds since 1970 (UTC); None if unknown.
         steering: Requests of the user between this round and the next one, in order, with their
             outcomes; they are applied in `members`, `next_hparams` and `decisions`.
@@ -165,7 +165,8 @@ class RoundRecord:
     def ends_process(self) -> bool:
         """Whether the user requested that the process ends after the round."""
         return any(
-            one.request.op == "stop-after-round" and not one.refused for one in self.steering
+            outcome.request.op == "stop-after-round" and not outcome.refused
+            for outcome in self.steering
         )
 
     @property
@@ -174,7 +175,7 @@ class RoundRecord:
         return all(agent.checkpoint is None for agent in self.agents)
 
     def extended(self) -> RoundRecord:
-        """Return the record of a last round with its plan as the next round, for an extension."""
+        """Return the record of a last round with its plan applied, for an extension of the run."""
         if self.plan is None:
             return self
         plan = self.plan
@@ -244,7 +245,7 @@ def outline(record: RoundRecord) -> RoundRecord:
 
 
 def _without_prompts(score: Score) -> Score:
-    further = tuple(replace(one, per_prompt=()) for one in score.further)
+    further = tuple(replace(goal, per_prompt=()) for goal in score.further)
     return replace(score, per_prompt=(), further=further, first_look=(), rewards=())
 
 

@@ -90,12 +90,12 @@ class Schedule:
     @property
     def rows(self) -> int:
         """Completions of the whole line."""
-        return sum(one.rows for one in self.rounds)
+        return sum(scheduled.rows for scheduled in self.rounds)
 
     @property
     def tokens(self) -> int:
         """Tokens of the whole line."""
-        return sum(one.tokens for one in self.rounds)
+        return sum(scheduled.tokens for scheduled in self.rounds)
 
     @property
     def last(self) -> Hparams:
@@ -105,7 +105,7 @@ class Schedule:
     @property
     def moves(self) -> bool:
         """Whether a hyperparameter changes from one round to another."""
-        return any(one.hparams != self.last for one in self.rounds)
+        return any(scheduled.hparams != self.last for scheduled in self.rounds)
 
     def prompts_per_step(self, one: ScheduledRound) -> float:
         """Return the mean number of prompts per GRPO step in a round of the schedule."""
@@ -113,8 +113,8 @@ class Schedule:
 
     def hyperparameters(self) -> tuple[str, ...]:
         """Return the names of the hyperparameters that a table shows, in order."""
-        also = [name for name in self.mutable if name not in columns.ALWAYS]
-        return ("lr", "beta", "clip_coef", "group_size", *also)
+        further = [name for name in self.mutable if name not in columns.ALWAYS]
+        return ("lr", "beta", "clip_coef", "group_size", *further)
 
     def frame(self) -> pd.DataFrame:
         """Return the schedule as a typed frame with one row per round.
@@ -125,14 +125,14 @@ class Schedule:
         names = [*columns.ALWAYS, *(n for n in self.mutable if n not in columns.ALWAYS)]
         rows = [
             {
-                "round": one.round,
-                "member": one.member,
-                **columns.values(one.hparams, names),
-                "prompts_per_step": self.prompts_per_step(one),
-                "rows": one.rows,
-                "tokens": one.tokens,
+                "round": scheduled.round,
+                "member": scheduled.member,
+                **columns.values(scheduled.hparams, names),
+                "prompts_per_step": self.prompts_per_step(scheduled),
+                "rows": scheduled.rows,
+                "tokens": scheduled.tokens,
             }
-            for one in self.rounds
+            for scheduled in self.rounds
         ]
         types = {
             **dict.fromkeys(("round", "member"), "Int64"),
@@ -145,7 +145,8 @@ class Schedule:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able mapping."""
         rounds = [
-            {**asdict(one), "prompts_per_step": self.prompts_per_step(one)} for one in self.rounds
+            {**asdict(scheduled), "prompts_per_step": self.prompts_per_step(scheduled)}
+            for scheduled in self.rounds
         ]
         return plain_value({**asdict(self), "rounds": rounds})
 
@@ -154,7 +155,7 @@ class Schedule:
 class Training:
     """The plan of one kind of training of a replay, one of `REPLAYED`.
 
-    `hparams` are those of each round, `prompts` the prompts by round and GRPO step, each P >= 1.
+    `hparams` has those of each round, `prompts` the prompts (at least 1) by round and GRPO step.
     """
 
     name: str
@@ -170,9 +171,9 @@ class Training:
 
 @dataclass(frozen=True)
 class Replayed(Arm):
-    """The result of one kind of training, of which each sampled `rows`.
+    """The result of the trainings of one kind, each of which sampled `rows` completions.
 
-    `failed_steps` are the skipped steps of all trainings, whose gradients were not finite.
+    `failed_steps` counts the skipped steps of all trainings, whose gradients were not finite.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -203,7 +204,7 @@ class Replay:
 
     def training(self, name: str) -> Replayed:
         """Return one kind of training by its name."""
-        return next(one for one in self.trained if one.name == name)
+        return next(replayed for replayed in self.trained if replayed.name == name)
 
     def difference(self, first: str, second: str) -> Difference:
         """Return a difference by the names of its two arms."""
@@ -256,17 +257,17 @@ class Replay:
         }
         missing = dict.fromkeys(types)
         rows: list[dict[str, object]] = []
-        for one in self.trained:
-            ahead = self.difference(one.name, WINNER)
+        for replayed in self.trained:
+            ahead = self.difference(replayed.name, WINNER)
             rows.append(
                 {
                     **missing,
-                    "training": one.name,
-                    "rows": one.rows,
-                    "tokens": one.tokens,
-                    "failed_steps": one.failed_steps,
-                    "spread": one.spread,
-                    **_test(one.test),
+                    "training": replayed.name,
+                    "rows": replayed.rows,
+                    "tokens": replayed.tokens,
+                    "failed_steps": replayed.failed_steps,
+                    "spread": replayed.spread,
+                    **_test(replayed.test),
                     "ahead": ahead.difference,
                     "ahead_se": ahead.error,
                     "p": ahead.p,
@@ -334,9 +335,14 @@ def winner_schedule(
         mutable=tuple(dict.fromkeys(mutable)),
         rounds=tuple(
             ScheduledRound(
-                one.round, one.member, one.hparams, _rows(one), one.tokens, all_rows[one.round]
+                ancestor.round,
+                ancestor.member,
+                ancestor.hparams,
+                _rows(ancestor),
+                ancestor.tokens,
+                all_rows[ancestor.round],
             )
-            for one in winning_lines(rounds, winner)[0]
+            for ancestor in winning_lines(rounds, winner)[0]
         ),
         run_rows=sum(all_rows.values()),
         run_tokens=sum(agent.tokens for record in rounds for agent in record.agents),
@@ -353,13 +359,13 @@ def trainings(schedule: Schedule) -> tuple[Training, Training]:
     samples the rows of the run up to one group, and at least one prompt per step.
     """
     rounds, steps = schedule.rounds, schedule.steps
-    scale = schedule.run_rows / sum(one.run_rows for one in rounds)
-    rows = [one.run_rows * scale for one in rounds]
-    values, last = tuple(one.hparams for one in rounds), (schedule.last,) * len(rounds)
+    scale = schedule.run_rows / sum(scheduled.run_rows for scheduled in rounds)
+    rows = [scheduled.run_rows * scale for scheduled in rounds]
+    values, fixed = tuple(scheduled.hparams for scheduled in rounds), (schedule.last,) * len(rounds)
     counts = _evenly(round(sum(rows) / schedule.last.group_size), len(rounds) * steps)
     evenly = tuple(counts[i * steps : (i + 1) * steps] for i in range(len(rounds)))
     prompts = (_prompts(rows, values, steps), evenly)
-    moving, constant = map(Training, REPLAYED, (values, last), prompts)
+    moving, constant = map(Training, REPLAYED, (values, fixed), prompts)
     return moving, constant
 
 
@@ -375,16 +381,16 @@ def unmoved(schedule: Schedule) -> str:
 
 
 def read_replay(run: str | Path, file: Path | None = None) -> Replay | None:
-    """Return the result in replay.json or `file`, None if it is missing or was interrupted."""
+    """Return the result in replay.json or `file`, None before a replay is finished."""
     file = file or expect_run(run) / REPLAY_RESULT
-    what = f"the result of a replay in format {FORMAT}"
-    result = read_result(file, _REPLAY, what, f"replay {run} --force")
+    content = f"the result of a replay in format {FORMAT}"
+    result = read_result(file, _REPLAY, content, f"replay {run} --force")
     if result is None:
         return None
     data, replay = result
     if data.get("format") != FORMAT:
         raise RunDirError(
-            f"{file}: expected {what}, got format {data.get('format')!r}; read it with the "
+            f"{file}: expected {content}, got format {data.get('format')!r}; read it with the "
             f"evo-grpo that wrote it, or replay the run again with: evo-grpo replay {run} --force"
         )
     return replay
@@ -398,19 +404,23 @@ def write_replay(run: Path, replay: Replay) -> None:
 def _equal_prompts(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> bool:
     """Return whether two trainings have equal prompts in every step, up to one prompt."""
     pairs = zip(first, second, strict=True)
-    return all(abs(a - b) <= 1 for one, other in pairs for a, b in zip(one, other, strict=True))
+    return all(
+        abs(a - b) <= 1
+        for first_prompts, second_prompts in pairs
+        for a, b in zip(first_prompts, second_prompts, strict=True)
+    )
 
 
 def _prompts(
     rows: Sequence[float], hparams: Sequence[Hparams], steps: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return the prompts of each round and step; the rounding remainder carries over."""
-    left = 0.0
+    remainder = 0.0
     prompts: list[tuple[int, ...]] = []
-    for of_round, values in zip(rows, hparams, strict=True):
-        left += of_round
-        counts = _evenly(round(left / values.group_size), steps)
-        left -= sum(counts) * values.group_size
+    for round_rows, values in zip(rows, hparams, strict=True):
+        remainder += round_rows
+        counts = _evenly(round(remainder / values.group_size), steps)
+        remainder -= sum(counts) * values.group_size
         prompts.append(counts)
     return tuple(prompts)
 

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 
 Retention = Literal["all", "last", "best"] | int
 """Checkpoints to keep: of all rounds ("all"); of the last round ("last"); of the last round and of
-each earlier round's best agent ("best"); of the last n rounds (n). Those for a resume, of the best
-ever and of the front stay."""
+each earlier round's best agent ("best"); of the last n rounds (n). Those that a resume
+needs, of the best ever and of the front stay."""
 
 
 @final
@@ -72,7 +72,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     """A run folder that this process has locked until `close`; `create` and `open` construct it.
 
     Attributes:
-        lock: Lock of the folder; its file names the round that is played.
+        lock: Lock of the folder; the lock file has the number of the round that is played.
         earlier_requests: Ids of the requests to the run when this process locked the folder.
     """
 
@@ -156,7 +156,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         assert record.round == len(self._rounds), "each round is recorded once, in order"
         sync_into(self.path, self.path / names.CHECKPOINTS / round_name(record.round))
         append(self.path / names.ROUNDS, seal(to_json(record)))
-        self._rounds[-1:] = [outline(last) for last in self._rounds[-1:]]
+        self._rounds[-1:] = [outline(previous) for previous in self._rounds[-1:]]
         self._rounds.append(record)
 
     def amend_round(self, record: RoundRecord) -> None:
@@ -198,7 +198,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     def reopen(self) -> None:
         """Turn a finished run into an unfinished one, whose last round's plan is to be played.
 
-        The names of its results get the number of rounds. A second call has no further effect.
+        Its results are renamed, with the number of rounds as suffix. A second call does nothing.
         """
         number = len(self._rounds)
         if not number or self._rounds[-1].plan is None:
@@ -226,13 +226,13 @@ class RunDir(AbstractContextManager["RunDir"]):
                     remove(entry)  # it may be gone: another process may have renamed its request
 
     def keep_best(self) -> None:
-        """Copy the checkpoint of the best agent to checkpoints/best, unless that holds it."""
+        """Copy the checkpoint of the best agent to checkpoints/best, unless it is there."""
         best = best_ever(self._rounds)
         if best is None or best.checkpoint is None:
             return
         source, target = self.path / best.checkpoint, self.path / names.BEST
-        ours, theirs = target / names.ATTRIBUTES, source / names.ATTRIBUTES
-        if not theirs.is_file():
+        copied, original = target / names.ATTRIBUTES, source / names.ATTRIBUTES
+        if not original.is_file():
             return  # deleted, or partly deleted before a kill, after it had been copied
         # Copied to another name, then renamed. After a kill there is the old folder, the new one,
         # or neither; a resume then repeats the copy from the checkpoint, which still exists.
@@ -240,7 +240,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         with writing(target):
             for aside in (new, old):
                 remove(aside)
-            if ours.is_file() and ours.read_bytes() == theirs.read_bytes():
+            if copied.is_file() and copied.read_bytes() == original.read_bytes():
                 return
             shutil.copytree(source, new)
             sync_tree(new)
@@ -253,12 +253,12 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def drop_checkpoints(self, policy: Retention) -> None:
         """Remove the checkpoints of finished rounds that a policy does not keep."""
-        kept = kept_checkpoints(self._rounds, policy)
+        keep = kept_checkpoints(self._rounds, policy)
         for number, folder in round_entries(self.path / names.CHECKPOINTS):
             if number >= len(self._rounds):
                 continue
             paths = list(folder.iterdir())
-            dropped = [path for path in paths if path.relative_to(self.path).as_posix() not in kept]
+            dropped = [path for path in paths if path.relative_to(self.path).as_posix() not in keep]
             for path in [folder] if dropped == paths else dropped:
                 remove(path)
             if dropped:
@@ -289,7 +289,7 @@ def _numbered(parent: Path, name: str) -> Path:
 def refuse_taken(folder: Path, *, force: bool = False) -> None:
     """Raise RunDirError for a folder that a new run may not use.
 
-    With `force`, the folder may have a run, or files that are not named as those of a run.
+    With `force`, the folder may have a run, or files with names that no run uses.
     """
     if is_run(folder):
         if force:
@@ -298,14 +298,14 @@ def refuse_taken(folder: Path, *, force: bool = False) -> None:
         if not (folder / names.SUMMARY).is_file():
             state, remedy = "an unfinished run", f"continue with: {continuing(folder)}, {remedy}"
     else:
-        others = sorted(
+        entries = sorted(
             path.name
             for path in (folder.iterdir() if folder.is_dir() else ())
             if not _left_by_setup(path) and (not force or path.name in names.OWN)
         )
-        if not others:
+        if not entries:
             return
-        state = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        state = ", ".join(entries[:3]) + (", ..." if len(entries) > 3 else "")
         beside = "" if force else ", or write the run beside them with --force"
         remedy = f"choose another --out{beside}"
     raise RunDirError(f"{folder}: expected a new or empty folder, found {state}; {remedy}")
@@ -324,17 +324,17 @@ def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
     """Refuse a run whose rounds.jsonl has lost lines, because a resume would drop those rounds.
 
     A stopped run has files of at most one round after its last line, or of two if the disk of the
-    first rank is slow. A resume plays these rounds again.
+    first process is slow. A resume plays these rounds again.
     """
     saved = {number for number, _ in round_entries(folder / names.CHECKPOINTS)}
     finished = len(rounds)
-    kept = not finished or finished - 1 in saved or rounds[-1].unsaved
-    if (last := max(saved, default=-1)) < finished or (last <= finished + 1 and kept):
+    intact = not finished or finished - 1 in saved or rounds[-1].unsaved
+    if (latest := max(saved, default=-1)) < finished or (latest <= finished + 1 and intact):
         return
-    again = f", or, to play them again, remove round {finished + 1} and later from checkpoints/"
+    remedy = f", or, to play them again, remove round {finished + 1} and later from checkpoints/"
     raise CheckpointError(
-        f"{folder / names.ROUNDS}: expected the line of round {last + 1}, whose checkpoints are "
-        f"there, got {finished} whole lines; put it back as it was, from a copy{again * kept}"
+        f"{folder / names.ROUNDS}: expected the line of round {latest + 1}, whose checkpoints are "
+        f"there, got {finished} whole lines; put it back as it was, from a copy{remedy * intact}"
     )
 
 
@@ -354,7 +354,7 @@ def clear_run(folder: Path) -> None:
 
 
 def _parts(folder: Path) -> Iterator[Path]:
-    """Yield the paths of a run without the files that mark it as a run, and the arms beside it."""
+    """Yield the paths of a run, but not the files that mark it as a run, nor compared arms."""
     yield from (folder / name for name in names.PARTS)
     yield from (path for path in folder.iterdir() if names.EARLIER.fullmatch(path.name))
     for name in names.OF_ROUNDS:
@@ -367,11 +367,11 @@ def _parts(folder: Path) -> Iterator[Path]:
 def kept_checkpoints(rounds: Sequence[RoundRecord], policy: Retention) -> set[str]:
     """Return the recorded paths of the checkpoints that a policy keeps."""
     number = len(rounds) if policy == "all" else policy if isinstance(policy, int) else 1
-    kept = {a.checkpoint for record in rounds[-number:] for a in record.agents}
-    kept |= {agent.checkpoint for agent in front(rounds)}
+    paths = {a.checkpoint for record in rounds[-number:] for a in record.agents}
+    paths |= {agent.checkpoint for agent in front(rounds)}
     if policy == "best":
-        kept |= {best.checkpoint for record in rounds if (best := best_agent(record)) is not None}
-    return {path for path in kept if path is not None}
+        paths |= {best.checkpoint for record in rounds if (best := best_agent(record)) is not None}
+    return {path for path in paths if path is not None}
 
 
 def kept_throughout(
@@ -381,8 +381,8 @@ def kept_throughout(
 
     Each policy comes with the number of finished rounds when it was last applied.
     """
-    kept = kept_checkpoints(rounds, "all")
+    paths = kept_checkpoints(rounds, "all")
     for until, policy in policies:
         played = rounds[:until]
-        kept -= kept_checkpoints(played, "all") - kept_checkpoints(played, policy)
-    return kept
+        paths -= kept_checkpoints(played, "all") - kept_checkpoints(played, policy)
+    return paths

@@ -47,7 +47,7 @@ _SCHEMA = TypeAdapter(Request)
 class PendingRequests:
     """The pending requests of a run, oldest first.
 
-    `unread` has an error by name of each file that is truncated, unrecognised or a link.
+    `unread` maps the name of each truncated or unrecognised file, or link, to an error.
     """
 
     requests: tuple[Request, ...]
@@ -55,7 +55,7 @@ class PendingRequests:
 
 
 def write_request(folder: Path, request: Request) -> Request:
-    """Write a request and return it with its id, which follows the pending ones.
+    """Write a request and return it with its id, which sorts after those of pending requests.
 
     Raises:
         RunDirError: The folder of requests is a link or a file.
@@ -64,9 +64,9 @@ def write_request(folder: Path, request: Request) -> Request:
     refuse_links(place)
     if os.path.lexists(place) and not is_folder(place):
         raise RunDirError(f"{place}: expected a folder of the run, got a file; remove it")
-    waiting = (int(one.partition("-")[0]) for one in ids_of_requests(folder))
-    now = max(time.time_ns(), 1 + max(waiting, default=0))
-    request = replace(request, id=f"{now:020d}-{uuid4().hex[:8]}")
+    waiting = (int(request_id.partition("-")[0]) for request_id in ids_of_requests(folder))
+    number = max(time.time_ns(), 1 + max(waiting, default=0))
+    request = replace(request, id=f"{number:020d}-{uuid4().hex[:8]}")
     text = seal({"format": FORMAT, **asdict(request)})
     atomic_write(place / f"{request.id}.json", text, "steer")
     return request
@@ -102,7 +102,7 @@ def read_requests(folder: Path) -> PendingRequests:
 
 def carried_out(rounds: Iterable[RoundRecord]) -> set[str]:
     """Return the ids of the requests whose outcome is recorded in rounds."""
-    return {one.request.id for record in rounds for one in record.steering}
+    return {outcome.request.id for record in rounds for outcome in record.steering}
 
 
 def remove_requests(folder: Path, ids: Collection[str]) -> None:
@@ -110,8 +110,8 @@ def remove_requests(folder: Path, ids: Collection[str]) -> None:
     place = folder / STEERING
     if not is_folder(place):
         return
-    for one in sorted(ids):
-        remove(place / f"{one}.json")
+    for request_id in sorted(ids):
+        remove(place / f"{request_id}.json")
 
 
 def _read(file: Path) -> Request:
@@ -134,7 +134,7 @@ class RunState:
         finished: Whether the run has a summary.
         waiting: Pending requests, in order.
         unread: A message for each file in steering/ that is not a valid request.
-        became: Earlier requests with their outcomes, each with the round (0-based) before.
+        became: Outcomes of earlier requests, each with the round (0-based) that it follows.
     """
 
     folder: Path
@@ -155,8 +155,8 @@ class RunState:
     @property
     def between(self) -> bool:
         """Whether no round is being played or about to start."""
-        requested = (one.op for one in self.waiting)
-        return not self.trains or (self.paused and "continue" not in requested)
+        ops = (request.op for request in self.waiting)
+        return not self.trains or (self.paused and "continue" not in ops)
 
     @property
     def in_last_round(self) -> bool:
@@ -173,10 +173,10 @@ class RunState:
 def state_of(run: str | Path) -> RunState:
     """Return the state of a run and of the requests to it."""
     folder = expect_run(run)
-    # Read before the rounds: a request that is carried out meanwhile is then in one of these.
+    # Requests first: one that is carried out meanwhile is then found here or in the rounds.
     pending = read_requests(folder)
     rounds = read_rounds(folder)
-    done, trains = carried_out(rounds), is_trained(folder)
+    recorded_ids, trains = carried_out(rounds), is_trained(folder)
     return RunState(
         folder=folder,
         config=read_config(folder),
@@ -184,9 +184,9 @@ def state_of(run: str | Path) -> RunState:
         trains=trains,
         playing=max(_round_in_lock(folder) if trains else 0, len(rounds)),
         finished=read_summary(folder) is not None,
-        waiting=tuple(one for one in pending.requests if one.id not in done),
+        waiting=tuple(request for request in pending.requests if request.id not in recorded_ids),
         unread=tuple(pending.unread.values()),
-        became=tuple((record.round, one) for record in rounds for one in record.steering),
+        became=tuple((record.round, outcome) for record in rounds for outcome in record.steering),
     )
 
 
@@ -207,42 +207,42 @@ def ask(
     """Write a request to a run, which carries it out between two rounds.
 
     The arguments are the fields of `evo_grpo.types.Request`. Returns the request as written, and
-    the state of the run before it.
+    the state of the run before the request.
 
     Raises:
         ConfigError: The request cannot be carried out.
         RunDirError: The run belongs to a comparison, cannot be resumed, or has a link in place of
             a file.
     """
-    now = state_of(run)
-    _check_folder(now)
+    state = state_of(run)
+    _check_folder(state)
     request = Request(
         id="",  # `write_request` assigns it
         op=op,
         agent=agent,
         source=source,
         values=dict(values or {}),
-        after=now.playing - int(now.between),
+        after=state.playing - int(state.between),
         asked=time.time(),
     )
-    if now.over:
-        problem = _over(now)
+    if state.over:
+        problem = _over(state)
     elif op in ON_RUN:
-        problem = _process_problem(now, op)
+        problem = _process_problem(state, op)
     elif op in ON_AGENTS:
-        problem = _agents_problem(now, request)
+        problem = _agents_problem(state, request)
     else:
         problem = f"steer: expected one of {', '.join((*ON_AGENTS, *ON_RUN))}, got {op!r}"
     if problem:
         raise ConfigError(problem)
-    return write_request(now.folder, request), now
+    return write_request(state.folder, request), state
 
 
 def cancel(run: str | Path) -> int:
     """Withdraw the waiting requests to a run; return their number."""
     folder = expect_run(run)
-    now = read_requests(folder)
-    ids = {one.id for one in now.requests} | {Path(name).stem for name in now.unread}
+    pending = read_requests(folder)
+    ids = {request.id for request in pending.requests} | {Path(n).stem for n in pending.unread}
     ids -= carried_out(read_rounds(folder))
     remove_requests(folder, ids)
     return len(ids)
@@ -261,7 +261,7 @@ def _check_folder(now: RunState) -> None:
 
 
 def _over(now: RunState) -> str:
-    """Return what a user can do whose run has no round left."""
+    """Return the message for a request to a run without a round left."""
     state, when = "has played all of its", "now"
     if now.trains and not now.finished:
         state, when = "judges its winner after", "once it has ended"
@@ -274,9 +274,9 @@ def _over(now: RunState) -> str:
 def _process_problem(now: RunState, op: str) -> str:
     """Return why a request to a training process cannot be carried out; empty if it can."""
     folder = now.folder
-    requested = [one.op for one in now.waiting if one.op in ON_RUN]
-    last = requested[-1] if requested else ""
-    paused = last == "pause" or (now.paused and "continue" not in requested)
+    ops = [request.op for request in now.waiting if request.op in ON_RUN]
+    last_op = ops[-1] if ops else ""
+    paused = last_op == "pause" or (now.paused and "continue" not in ops)
     if not now.trains:
         problem = (
             f"expected a run that a process trains, got {folder}, which no process trains at the "
@@ -314,11 +314,11 @@ def _next_plan(now: RunState, after: int) -> tuple[Membership, Boundary]:
     space, next_id = now.config.search_space(), next_member_id(now.rounds)
     if not now.rounds:
         size, adapter = now.config.population.size, adapter_of(now.config.model)
-        first = now.config.algorithm.first_hparams(space, adapter)
-        plan = Membership(tuple(Member(n, Slot(n)) for n in range(size)), (first,) * size, ())
+        hparams = now.config.algorithm.first_hparams(space, adapter)
+        plan = Membership(tuple(Member(n, Slot(n)) for n in range(size)), (hparams,) * size, ())
     else:
-        last = now.rounds[-1].extended()
-        plan = Membership(last.members, last.next_hparams, ())
+        record = now.rounds[-1].extended()
+        plan = Membership(record.members, record.next_hparams, ())
     if now.rounds and after == now.rounds[-1].round:
         played = {agent.member: agent.agent for agent in now.rounds[-1].agents}
     else:  # selection is still to come: assume that all agents stay

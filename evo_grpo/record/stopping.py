@@ -31,7 +31,7 @@ class Played:
     """The values of a round that the rules of population.stop read.
 
     `tokens` counts training and evaluation, `signal` says whether any agent had a group with
-    different rewards, and `judge_cost` is that since the start of the run.
+    different rewards, and `judge_cost` counts from the start of the run.
     """
 
     scores: Sequence[Score | None]
@@ -43,11 +43,11 @@ class Played:
     @classmethod
     def of(cls, record: RoundRecord) -> Played:
         """Return the values of a recorded round."""
-        known = record.started is not None and record.ended is not None
+        has_times = record.started is not None and record.ended is not None
         return cls(
             [agent.score for agent in record.agents],
             sum(agent.tokens for agent in record.agents) + record.evaluation_tokens,
-            (record.ended or 0.0) - (record.started or 0.0) if known else 0.0,
+            (record.ended or 0.0) - (record.started or 0.0) if has_times else 0.0,
             has_signal([agent.metrics for agent in record.agents]),
         )
 
@@ -59,8 +59,8 @@ class Played:
 
 
 def has_signal(metrics: Sequence[Mapping[str, float]]) -> bool:
-    """Return whether any agent had a group with different rewards; `metrics` are one per agent."""
-    return any(one.get("zero_variance", 0.0) < 1 for one in metrics)
+    """Return whether any agent had a group with different rewards, given the metrics by agent."""
+    return any(agent_metrics.get("zero_variance", 0.0) < 1 for agent_metrics in metrics)
 
 
 def rules_that_hold(stop: StopConfig, past: Sequence[RoundRecord], last: Played) -> tuple[str, ...]:
@@ -74,16 +74,16 @@ def rules_that_hold(stop: StopConfig, past: Sequence[RoundRecord], last: Played)
 
 
 def _holding(stop: StopConfig, rounds: Sequence[Played]) -> Iterator[str]:
-    evaluated = [one for one in rounds[-1].scores if one is not None and not one.steps]
-    if stop.fitness is not None and any(_surely(one, stop.fitness) for one in evaluated):
+    evaluated = [score for score in rounds[-1].scores if score is not None and not score.steps]
+    if stop.fitness is not None and any(_surely(score, stop.fitness) for score in evaluated):
         yield "fitness"
-    if stop.rewards and any(_reaches(one, stop.rewards) for one in evaluated):
+    if stop.rewards and any(_reaches(score, stop.rewards) for score in evaluated):
         yield "rewards"
     if stop.patience is not None and _since_best(rounds) >= stop.patience:
         yield "patience"
-    if stop.minutes is not None and sum(one.seconds for one in rounds) >= 60 * stop.minutes:
+    if stop.minutes is not None and sum(played.seconds for played in rounds) >= 60 * stop.minutes:
         yield "minutes"
-    if stop.tokens is not None and sum(one.tokens for one in rounds) >= stop.tokens:
+    if stop.tokens is not None and sum(played.tokens for played in rounds) >= stop.tokens:
         yield "tokens"
     if stop.judge_cost is not None and rounds[-1].judge_cost >= stop.judge_cost:
         yield "judge_cost"
@@ -98,13 +98,13 @@ def _surely(score: Score | RewardScore, least: float) -> bool:
 
 def _reaches(score: Score, least: Mapping[str, float]) -> bool:
     """Return whether each reward function in `least` has surely reached its value for an agent."""
-    scores = {one.name: one for one in score.rewards}
+    scores = {reward_score.name: reward_score for reward_score in score.rewards}
     return all(name in scores and _surely(scores[name], value) for name, value in least.items())
 
 
 def _without_signal(rounds: Sequence[Played]) -> int:
     """Return the number of rounds since the last one in which rewards of a group differed."""
-    return next((n for n, one in enumerate(reversed(rounds)) if one.signal), len(rounds))
+    return next((n for n, played in enumerate(reversed(rounds)) if played.signal), len(rounds))
 
 
 def _since_best(rounds: Sequence[Played]) -> int:
@@ -131,6 +131,6 @@ def rules_in_words(stop: StopConfig) -> str:
 
 def _number(value: object) -> str:
     if isinstance(value, Mapping):
-        named = cast("Mapping[str, object]", value).items()
-        return " and ".join(f"{_number(least)} in {name}" for name, least in named)
+        rewards = cast("Mapping[str, object]", value).items()
+        return " and ".join(f"{_number(least)} in {name}" for name, least in rewards)
     return f"{value:,.12g}" if isinstance(value, int | float) else "?"

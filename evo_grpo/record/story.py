@@ -40,7 +40,7 @@ class Sentence:
     `kind` is "ended" (by a rule, before the last round), "result" (of the winner on test prompts;
     also by "rewards" and as "passes"), "leader" (before the end), "winner" (and its ancestor),
     "schedule" (how its hyperparameters moved), "choice" (the final comparison), "validation" (why
-    that score differs), "share" (of the training tokens), "judge" (its cost), "guess" (the result
+    its score differs), "share" (of the training tokens), "judge" (its cost), "guess" (the result
     without evolution) or "missing" (a missing fact, and why).
     """
 
@@ -86,7 +86,7 @@ def rivals_text(winner: SelectedAgent, rivals: Sequence[SelectedAgent]) -> str:
         mean = math.nan if rival.final is None else rival.final.mean
         note = ", a tie" if rival.tie else ""
         if winner.final is not None and mean > winner.final.mean:
-            note = ", not significantly ahead"  # the archive must be, to win
+            note = ", not significantly ahead"  # the archive wins only if it is
         score = "no finite score" if math.isnan(mean) else number(mean, 2)
         parts.append(f"{score} ({rival.name}{note})")
     return " and ".join(parts)
@@ -100,8 +100,8 @@ def _finished(
     comparison: Mapping[str, Any] | None,
 ) -> Iterator[Sentence]:
     alone = len(rounds[0].agents) == 1
-    if why := why_it_ended(summary):
-        yield Sentence("ended", f"Ended early: {why}.")
+    if reason := why_it_ended(summary):
+        yield Sentence("ended", f"Ended early: {reason}.")
     yield _result(summary)
     if parts := _by_reward(summary):
         yield Sentence("rewards", f"By reward: {listed(parts)}.")
@@ -172,10 +172,10 @@ def _result(summary: Mapping[str, Any]) -> Sentence:
     if None in (best["mean"], base["mean"]):
         scores = {"the winner": best, "the base model": base}
         parts = [
-            f"{name} has {with_error(one['mean'], one['se'])}"
-            if one["mean"] is not None
+            f"{name} has {with_error(score['mean'], score['se'])}"
+            if score["mean"] is not None
             else f"{name} has no finite score"
-            for name, one in scores.items()
+            for name, score in scores.items()
         ]
         return Sentence("missing", f"On {prompts} {listed(parts)}.")
     sign = "" if gain is None or gain < 0 else "+"
@@ -198,20 +198,20 @@ def _by_reward(summary: Mapping[str, Any]) -> list[str]:
     base, best = (summary[name].get("rewards", {}) for name in ("base", "best"))
     return [
         f"{name} {with_error(base[name]['mean'], base[name]['se'])} → "
-        f"{with_error(one['mean'], one['se'])}"
-        for name, one in best.items()
-        if len(best) > 1 and name in base and None not in (one["mean"], base[name]["mean"])
+        f"{with_error(score['mean'], score['se'])}"
+        for name, score in best.items()
+        if len(best) > 1 and name in base and None not in (score["mean"], base[name]["mean"])
     ]
 
 
 def _passes(passes: Sequence[Mapping[str, Any]]) -> str:
     parts: list[str] = []
-    for one in passes:
-        base, best = (with_error(one[name]["mean"], one[name]["se"]) for name in ("base", "best"))
-        gain = one["gain"]
+    for row in passes:
+        base, best = (with_error(row[name]["mean"], row[name]["se"]) for name in ("base", "best"))
+        gain = row["gain"]
         sign = "" if gain is None or gain < 0 else "+"
         parts.append(
-            f"pass@{one['k']} went from {base} to {best} ({sign}{with_error(gain, one['gain_se'])})"
+            f"pass@{row['k']} went from {base} to {best} ({sign}{with_error(gain, row['gain_se'])})"
         )
     return f"With a reward of at least {passes[0]['correct']:g} as correct, {listed(parts)}."
 
@@ -225,30 +225,30 @@ def _winner(rounds: Sequence[RoundRecord], winner: SelectedAgent, *, alone: bool
             f"The winner is {winner.name}, weight by weight; both descend from agent {founder} of "
             "the first round."
         )
-    where = ", the best of the last round"
+    clause = ", the best of the last round"
     if winner.kind == "archive":
         later = len(rounds) - 1 - winner.record.round
-        where = ", which no later round has beaten" if later else ""
-    return f"The winner is {winner.name}{where}. It {_descent(rounds, winner.lines[0])}."
+        clause = ", which no later round has beaten" if later else ""
+    return f"The winner is {winner.name}{clause}. It {_descent(rounds, winner.lines[0])}."
 
 
 def _descent(rounds: Sequence[RoundRecord], line: Sequence[AgentRecord]) -> str:
-    last, founder = line[-1].agent, _founder(rounds, line[-1].member)
+    slot, founder = line[-1].agent, _founder(rounds, line[-1].member)
     agents = [agent for agent, _ in groupby(record.agent for record in line)]
-    if agents == [last]:
+    if agents == [slot]:
         return "has trained on weights of its own since the first round"
-    through = dict.fromkeys(agent for agent in agents[1:-1] if agent not in (last, founder))
-    by = f", by way of agent {listed(list(through))}" if through else ""
-    if founder == last:
-        return f"goes back to its own weights of the first round{by}"
-    return f"descends from agent {founder} of the first round{by}"
+    intermediate = dict.fromkeys(agent for agent in agents[1:-1] if agent not in (slot, founder))
+    detour = f", by way of agent {listed(list(intermediate))}" if intermediate else ""
+    if founder == slot:
+        return f"goes back to its own weights of the first round{detour}"
+    return f"descends from agent {founder} of the first round{detour}"
 
 
 def _founder(rounds: Sequence[RoundRecord], member: int) -> int:
     """Return the agent of the first round that a member descends from."""
-    first = founder_of(rounds, member)
-    agents = {one.member: one.agent for record in rounds for one in record.agents}
-    return agents[first]
+    founder = founder_of(rounds, member)
+    agents = {agent.member: agent.agent for record in rounds for agent in record.agents}
+    return agents[founder]
 
 
 def _schedules(
@@ -259,30 +259,32 @@ def _schedules(
         whose = "Its" if len(lines) == 1 else f"Agent {line[-1].agent}'s"
         yield Sentence("schedule", f"{whose} {_moves(line, mutable)}.")
         by_hand = [
-            one.round + 1
-            for one in line
-            if one.mutation.changes and one.mutation.op.startswith("steer-")
+            record.round + 1
+            for record in line
+            if record.mutation.changes and record.mutation.op.startswith("steer-")
         ]
         if by_hand:
-            which = "round" if len(by_hand) == 1 else "rounds"
-            text = f"{whose} values were changed by hand before {which} {listed(by_hand)}."
+            noun = "round" if len(by_hand) == 1 else "rounds"
+            text = f"{whose} values were changed by hand before {noun} {listed(by_hand)}."
             yield Sentence("schedule", text)
 
 
 def _moves(line: Sequence[AgentRecord], mutable: Sequence[str]) -> str:
     """Return the hyperparameters that moved along a line of ancestors, then those that did not."""
-    changed = (name for one in line for name in one.mutation.changes)
+    changed = (name for agent in line for name in agent.mutation.changes)
     moved: list[str] = []
-    still: list[str] = []
+    unchanged: list[str] = []
     for name in combined([*changed, *mutable]):
-        values = [value for value, _ in groupby(hyperparameter(one.hparams, name) for one in line)]
+        values = [
+            value for value, _ in groupby(hyperparameter(agent.hparams, name) for agent in line)
+        ]
         if len(values) == 1:
-            still.append(f"{short_name(name)} {'at' if still else 'stayed at'} {values[0]}")
+            unchanged.append(f"{short_name(name)} {'at' if unchanged else 'stayed at'} {values[0]}")
             continue
         if len(values) > VALUES_SHOWN:
             values = [*values[: VALUES_SHOWN - 2], "…", values[-1]]
         moved.append(f"{short_name(name)} went {' → '.join(values)}")
-    return ", its ".join([*moved, *still]) or "values were fixed: no hyperparameter may mutate"
+    return ", its ".join([*moved, *unchanged]) or "values were fixed: no hyperparameter may mutate"
 
 
 def _validation(winner: SelectedAgent, *, alone: bool) -> Iterator[Sentence]:
@@ -307,7 +309,7 @@ def _validation(winner: SelectedAgent, *, alone: bool) -> Iterator[Sentence]:
 
 
 def _share(rounds: Sequence[RoundRecord], lines: Sequence[Sequence[AgentRecord]]) -> str:
-    by_agent = {(one.round, one.agent): one.tokens for line in lines for one in line}
+    by_agent = {(record.round, record.agent): record.tokens for line in lines for record in line}
     tokens = sum(by_agent.values())
     total = sum(agent.tokens for record in rounds for agent in record.agents)
     return (

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 OPTUNA = "optuna"
 """Name of the reader; its cursor is in `readers/optuna.json`."""
 SHARE = 10
-"""The file is written again after at least this many times the seconds that it last took."""
+"""Least pause between two writes of the file, as a multiple of the time of the first."""
 _NAME_CHARACTERS = 400
-"""Optuna keeps names of at most 512 characters."""
+"""Characters of the run's name in the study's name, of which Optuna keeps at most 512."""
 
 
 @final
@@ -188,7 +188,7 @@ def open_study(
     """
     import optuna
 
-    names = [one.name for one in further]
+    names = [objective.name for objective in further]
     with _quiet():
         # Load an existing study by name: after a kill while tables were created, the database may
         # not keep names unique.
@@ -196,7 +196,7 @@ def open_study(
         if tables and name in optuna.get_all_study_names(storage):
             study = optuna.load_study(study_name=name, storage=storage)
         else:
-            directions = [one.minimize for one in further]
+            directions = [objective.minimize for objective in further]
             study = optuna.create_study(
                 storage=storage,
                 study_name=name,
@@ -245,7 +245,7 @@ def study_name(run: str, id: str) -> str:
 @contextmanager
 def _quiet() -> Generator[None]:
     """Suppress Optuna's message about a new study, then restore its log levels."""
-    handlers = {one: one.level for one in logging.getLogger("optuna").handlers}
+    handlers = {handler: handler.level for handler in logging.getLogger("optuna").handlers}
     for handler, level in handlers.items():
         handler.setLevel(max(level, logging.WARNING))
     try:

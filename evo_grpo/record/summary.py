@@ -146,7 +146,7 @@ def earlier_ends(folder: Path) -> list[dict[str, Any]]:
         for path in folder.glob("summary.rounds-*.json")
         if (match := EARLIER.fullmatch(path.name))
     }
-    names = [one.name for one in fields(_Earlier)]
+    names = [attribute.name for attribute in fields(_Earlier)]
     ends = [end for _, end in sorted(by_rounds.items()) if end is not None]
     return [{name: end[name] for name in names} for end in ends]
 
@@ -213,7 +213,7 @@ class SelectedAgent:
 
     @property
     def fitness(self) -> Score | None:
-        """The agent's score on the validation prompts of that round; None if failed or a mean."""
+        """The score in `record`, on validation prompts; None if the agent failed or is a mean."""
         return None if self.agent is None else self.record.score
 
     @property
@@ -238,13 +238,15 @@ def winner_of(
     if not rounds:
         return None
     if summary is None:
-        several = front(rounds)
-        best = several[0] if several else leading_agent(rounds[-1])
+        front_agents = front(rounds)
+        best = front_agents[0] if front_agents else leading_agent(rounds[-1])
         if best is None:
             return None
         return select("last" if best.round == rounds[-1].round else "archive", rounds, best)
     best = summary["best"]
-    entry = next((one for one in summary["candidates"] if one["kind"] == best["kind"]), {})
+    entry = next(
+        (candidate for candidate in summary["candidates"] if candidate["kind"] == best["kind"]), {}
+    )
     winner = _finalist(rounds, {**entry, **best})
     return replace(winner, checkpoint=best["checkpoint"] or "", test=score_of(best))
 
@@ -257,9 +259,9 @@ def rivals_of(
         return ()
     # By kind: the best of the last round and the best ever may be one member at two times.
     return tuple(
-        _finalist(rounds, one)
-        for one in summary["candidates"]
-        if one["validation"] is not None and one["kind"] != summary["best"]["kind"]
+        _finalist(rounds, candidate)
+        for candidate in summary["candidates"]
+        if candidate["validation"] is not None and candidate["kind"] != summary["best"]["kind"]
     )
 
 
@@ -291,13 +293,13 @@ def winning_lines(
     """Return the records that led to a winner ("best" of summary.json).
 
     A mean has two lists, first that of the better parent; all others have one. The list of the best
-    ever ends in the round in which it was the best.
+    agent ever ends in its best round.
     """
     if best["kind"] == "mean":
         return [ancestry(rounds, parent) for parent in best["parents"]]
     line = ancestry(rounds, best["member"])
     ever = best_ever(rounds) if best["kind"] == "archive" else None
-    return [[one for one in line if ever is None or one.round <= ever.round] or line]
+    return [[record for record in line if ever is None or record.round <= ever.round] or line]
 
 
 def winner_files(

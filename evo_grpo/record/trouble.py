@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FEW_ENDED = 0.5
 """Share of completions that sample the end token, below which the limit of tokens is too low."""
 MOSTLY_EQUAL = 0.9
-"""Share of groups with equal rewards from which a round has little to learn from."""
+"""Share of groups with equal rewards above which a round teaches little."""
 GOOD = 0.95
 """Mean reward from which equal rewards mean that a task with rewards of 0 and 1 is solved."""
 LOW_ENTROPY = 0.05
@@ -47,7 +47,7 @@ _BOUNDS = {
         "{value:.0%} of the tokens of agent {agent} were clipped in round {round}",
         "lower its lr or algorithm.update_epochs, or raise clip_coef",
     ),
-    # Nats per token; different rounding of engines gives a hundredth of it.
+    # Nats per token; different rounding of engines gives a hundredth of this bound.
     "sampler_gap": (
         0.05,
         "the log-probs with which agent {agent} was sampled were {value:.2g} nats per token off "
@@ -95,10 +95,10 @@ def find_trouble(
     troubles = [trouble for check in checks for trouble in check(rounds)]
     if dropout:
         # Dropout is on in training and off in sampling: a gap is no fault of the engine.
-        troubles = [one for one in troubles if one.kind != "sampler_gap"]
+        troubles = [trouble for trouble in troubles if trouble.kind != "sampler_gap"]
     if space is not None and winner is not None:
         troubles += _at_bounds(winner.record, space)
-    return sorted(troubles, key=lambda one: one.round)
+    return sorted(troubles, key=lambda trouble: trouble.round)
 
 
 def _failed(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
@@ -109,8 +109,8 @@ def _failed(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
             if agent.state != "ok":
                 failures.setdefault(agent.agent, []).append(agent)
     for slot, failed in failures.items():
-        where = [one.round + 1 for one in failed]
-        rounds_of = f"round {where[0]}" if len(where) == 1 else f"rounds {listed(where)}"
+        numbers = [failure.round + 1 for failure in failed]
+        rounds_of = f"round {numbers[0]}" if len(numbers) == 1 else f"rounds {listed(numbers)}"
         reason = f" ({failed[0].reason})" if failed[0].reason else ""
         yield Trouble(
             "failed",
@@ -136,17 +136,17 @@ def _collapsed(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
 
 def _equal_rewards(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
     """Yield a problem if nearly all groups had equal rewards in each of the last rounds."""
-    since: RoundRecord | None = None
+    start: RoundRecord | None = None
     for record in reversed(rounds):
         share = _mean(record.agents, "zero_variance")
         if share is None or share < MOSTLY_EQUAL:
             break
-        since = record
-    if since is None:
+        start = record
+    if start is None:
         return
-    share, reward = (_mean(since.agents, name) for name in ("zero_variance", "reward"))
+    share, reward = (_mean(start.agents, name) for name in ("zero_variance", "reward"))
     text = (
-        f"from round {since.round + 1} on the completions of {share:.0%} of the groups had equal "
+        f"from round {start.round + 1} on the completions of {share:.0%} of the groups had equal "
         "rewards, which teach nothing"
     )
     remedy = (
@@ -155,11 +155,11 @@ def _equal_rewards(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
         else "take prompts that are sometimes answered right, give rewards for partial success, or "
         "raise algorithm.group_size or algorithm.temperature"
     )
-    yield Trouble("equal_rewards", text, remedy, since.round)
+    yield Trouble("equal_rewards", text, remedy, start.round)
 
 
 def _left_out(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    for kind, noun, what, remedy in (
+    for kind, noun, event, remedy in (
         ("dropped", "episode", "dropped, the first in round {}: the environment raised an error",
          "see the errors in completions/ and fix the environment"),
         ("set_aside", "group", "set aside, the first in round {}: they had no finite rewards",
@@ -167,9 +167,9 @@ def _left_out(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
     ):  # fmt: skip
         amounts = [sum(a.metrics.get(kind, 0.0) for a in r.agents) for r in rounds]
         if any(amounts):
-            first = rounds[next(i for i, amount in enumerate(amounts) if amount)].round
-            text = f"{count(int(sum(amounts)), noun)} had to be {what.format(first + 1)}"
-            yield Trouble(kind, text, remedy, first)
+            first_round = rounds[next(i for i, amount in enumerate(amounts) if amount)].round
+            text = f"{count(int(sum(amounts)), noun)} had to be {event.format(first_round + 1)}"
+            yield Trouble(kind, text, remedy, first_round)
 
 
 def _beyond_bounds(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
@@ -177,8 +177,10 @@ def _beyond_bounds(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
 
     The KL divergence of a collapsed agent is reported by `_collapsed`.
     """
-    decisions = (one for record in rounds for one in record.decisions)
-    reported = {("kl", int(one.agent)) for one in decisions if one.kind == "collapsed"}
+    decisions = (decision for record in rounds for decision in record.decisions)
+    reported = {
+        ("kl", int(decision.agent)) for decision in decisions if decision.kind == "collapsed"
+    }
     for record in rounds:
         for agent in record.agents:
             for kind, (bound, text, remedy) in _BOUNDS.items():
@@ -193,24 +195,24 @@ def _last_round(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
     """Yield the problems of the completions of the last round."""
     if not rounds:
         return
-    last = rounds[-1]
-    before, now = (_mean(record.agents, "entropy") for record in (rounds[0], last))
-    if before is not None and now is not None and now < LOW_ENTROPY * before:
+    final = rounds[-1]
+    early, late = (_mean(record.agents, "entropy") for record in (rounds[0], final))
+    if early is not None and late is not None and late < LOW_ENTROPY * early:
         yield Trouble(
             "entropy",
-            f"entropy fell from {before:.2g} to {now:.2g} nats per token: completions hardly vary "
+            f"entropy fell from {early:.2g} to {late:.2g} nats per token: completions hardly vary "
             "any more",
             "raise algorithm.beta or temperature, or lower lr, if rewards have stopped rising",
-            last.round,
+            final.round,
         )
-    ended = _mean(last.agents, "ended")
+    ended = _mean(final.agents, "ended")
     if ended is not None and ended < FEW_ENDED:
         yield Trouble(
             "cut",
-            f"in round {last.round + 1} {1 - ended:.0%} of the completions were cut at the limit "
+            f"in round {final.round + 1} {1 - ended:.0%} of the completions were cut at the limit "
             "of tokens",
             "raise algorithm.max_output_tokens, or reward short answers",
-            last.round,
+            final.round,
         )
 
 

@@ -146,17 +146,17 @@ class RunView:
     def _mean(self) -> Iterator[FamilyMember]:
         winner = self.winner
         if winner is not None and winner.kind == "mean":
-            first, second = (line[-1] for line in winner.lines)
+            better, other = (line[-1] for line in winner.lines)
             yield FamilyMember(
                 id=winner.member,
                 agent=None,
-                parent=first.member,
+                parent=better.member,
                 born=len(self.rounds),
                 mutation=Mutation("mean"),
-                hparams=first.hparams,
+                hparams=better.hparams,
                 fitness=(None if winner.final is None else winner.final.mean,),
                 alive=True,
-                second_parent=second.member,
+                second_parent=other.member,
             )
 
     @cached_property
@@ -179,7 +179,7 @@ class RunView:
     @property
     def missing(self) -> list[str]:
         """The sentences of the story about facts that this run does not have."""
-        return [one.text for one in self.story if one.kind == "missing"]
+        return [sentence.text for sentence in self.story if sentence.kind == "missing"]
 
     @cached_property
     def troubles(self) -> list[Trouble]:
@@ -225,26 +225,26 @@ class RunView:
         """Return the family tree as plain values for JSON, and "best" of summary.json or None."""
 
         def flat(member: FamilyMember) -> list[FamilyMember]:
-            return [member, *(one for child in member.children for one in flat(child))]
+            return [member, *(below for child in member.children for below in flat(child))]
 
-        members = [one for founder in self.family for one in flat(founder)]
+        members = [member for founder in self.family for member in flat(founder)]
         return {
             "rounds": len(self.rounds),
             "best": None if self.summary is None else self.summary["best"],
             "members": [
                 {
-                    "id": one.id,
-                    "agent": one.agent,
-                    "parent": one.parent,
-                    "second_parent": one.second_parent,
-                    "born": one.born,
-                    "alive": one.alive,
-                    "op": one.mutation.op,
-                    "changes": {name: list(ends) for name, ends in one.mutation.changes.items()},
-                    "hparams": one.hparams.to_dict(),
-                    "fitness": list(one.fitness),
+                    "id": member.id,
+                    "agent": member.agent,
+                    "parent": member.parent,
+                    "second_parent": member.second_parent,
+                    "born": member.born,
+                    "alive": member.alive,
+                    "op": member.mutation.op,
+                    "changes": {name: list(ends) for name, ends in member.mutation.changes.items()},
+                    "hparams": member.hparams.to_dict(),
+                    "fitness": list(member.fitness),
                 }
-                for one in sorted(members, key=lambda one: one.id)
+                for member in sorted(members, key=lambda member: member.id)
             ],
         }
 
@@ -303,9 +303,9 @@ def _json_lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
         lines = read_plain(inside(folder, name), MAX_LOG_BYTES).splitlines()
     except FileNotFoundError:
         return
-    what = "a JSON object with integers as round, agent and tokens"
+    content = "a JSON object with integers as round, agent and tokens"
     for number, line in enumerate(lines, start=1):
-        with expecting(f"{folder / name}, line {number}", what):
+        with expecting(f"{folder / name}, line {number}", content):
             row = load_json(line)
             numbers = ("round", "agent", "tokens")
             if not isinstance(row, dict) or any(type(row.get(n, 0)) is not int for n in numbers):

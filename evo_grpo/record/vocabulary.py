@@ -10,13 +10,13 @@ Summed = Literal["mean", "sum", "max", "none"]
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
+    """A metric of a run.
 
     Attributes:
         name: The name; `<...>` is replaced by a name from the run.
         per: Whether there is one value per GRPO step of an agent ("step"), per round of an agent
             ("round") or per round of the population ("population").
-        over: How the round's value is computed from those of its steps; "none" if it has none.
+        over: How the round's value is computed from the values of its steps; "none" if not at all.
     """
 
     name: str
@@ -31,7 +31,7 @@ REWARD_OF = "reward/"
 VALIDATION = "validation/"
 """Prefix of the metric of one of several reward functions on validation prompts."""
 LOGGED = "logged/"
-"""Prefix of what a reward function in TRL's style logged with `log_metric`."""
+"""Prefix of a metric that a reward function in TRL's style logged with `log_metric`."""
 HYPERPARAMETER = "hyperparameters/"
 """Prefix of the metric of a hyperparameter."""
 OBJECTIVE = "objective_"

@@ -1,1 +1,1 @@
-"""How a setting is declared; an agent's hyperparameters, and which of them may mutate; no torch."""
+"""How settings are declared, and the hyperparameters of an agent with their ranges; no torch."""

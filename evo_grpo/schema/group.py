@@ -1,6 +1,6 @@
-"""Groups of settings, in which each setting is declared once: type, bounds, default and meaning.
+"""Groups of settings. Each setting is declared once: type, bounds, default and meaning.
 
-Errors, signatures, mutation ranges, checkpoints, docs and the JSON Schema are derived from it.
+Errors, signatures, mutation ranges, checkpoints, docs and the JSON Schema follow from that.
 """
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
@@ -73,7 +73,7 @@ class Group(BaseModel):
 
 def _plain_values(settings: dict[str, object]) -> dict[str, object]:
     """Return settings with numpy's numbers as Python's; reject keys that are not strings."""
-    wrong: list[Problem] = []
+    problems: list[Problem] = []
     plain = dict[str, object]()
     for name, value in settings.items():
         # A fast path: hyperparameters are copied thousands of times.
@@ -81,16 +81,16 @@ def _plain_values(settings: dict[str, object]) -> dict[str, object]:
         if kind in _PLAIN_TYPES or isinstance(value, BaseModel):
             plain[name] = value
             if (kind is int or kind is str) and (expected := unwritable(cast("str | int", value))):
-                wrong.append(Problem((name,), f"expected {expected}, got {shown(value)}"))
+                problems.append(Problem((name,), f"expected {expected}, got {shown(value)}"))
             continue
-        wrong += wrong_keys(value, (name,))
+        problems += wrong_keys(value, (name,))
         plain[name] = plain_number(value)
-    refuse(wrong)
+    refuse(problems)
     return plain
 
 
 def wrong_keys(value: object, path: Path) -> Iterator[Problem]:
-    """Yield the keys, at any depth, that are not strings: pydantic fails on some of them."""
+    """Yield a problem for each key that is not a string, at any depth: pydantic fails on some."""
     if isinstance(value, Mapping):
         for key, inner in cast("Mapping[Any, object]", value).items():
             if isinstance(key, str):
@@ -117,7 +117,7 @@ def setting(
         default: Default value; without one the setting is required.
         meaning: One or two sentences for the docs and for editors.
         factory: Function that returns the default, for a list or a mapping.
-        mutates: Whether evolution may change it; it then differs between agents.
+        mutates: Whether evolution may change the setting, which then differs between agents.
         remedy: Advice for messages about a wrong value.
         **bounds: Constraints of pydantic: gt, ge, lt, le, min_length, pattern, ...
     """
@@ -129,11 +129,11 @@ def setting(
 
 
 def contradictions(group: object, *rows: tuple[str, object, str, str]) -> Iterator[Problem]:
-    """Yield a problem for each row: dotted key, whether the value is wrong, expectation, remedy."""
+    """Yield a problem for each row (dotted key, is wrong, expectation, remedy) that is wrong."""
     for key, wrong, expected, remedy in rows:
         if wrong:
-            given = shown(attrgetter(key)(group))
-            yield Problem(tuple(key.split(".")), f"expected {expected}, got {given}; {remedy}")
+            value = shown(attrgetter(key)(group))
+            yield Problem(tuple(key.split(".")), f"expected {expected}, got {value}; {remedy}")
 
 
 def computable(least: float, most: float = math.inf) -> AfterValidator:
@@ -150,7 +150,7 @@ def computable(least: float, most: float = math.inf) -> AfterValidator:
 
 
 def same_as(group: type[Group], name: str) -> Any:  # noqa: ANN401 -- stands for the value of the field
-    """Declare a setting with the type, bounds, default and meaning it has in another group."""
+    """Declare a setting exactly as another group declares it."""
     return group.model_fields[name]
 
 
@@ -189,7 +189,7 @@ def only(good: Callable[[Any], object], expected: str) -> BeforeValidator:
 def pair(
     good: Callable[[float, float], bool], expected: str, *, or_none: bool = False
 ) -> BeforeValidator:
-    """Return a validator that accepts two numbers, as a list or a tuple, for which `good` holds."""
+    """Return a validator of a list or tuple of two numbers for which `good` holds."""
 
     def check(value: object) -> object:
         items = cast("list[Any]", list(value)) if isinstance(value, list | tuple) else []
@@ -234,7 +234,7 @@ def plain(value: object, *, levels: int = 0) -> object:
 
 
 def recorded(value: object) -> object:
-    """Accept values that JSON can hold too: all numbers are finite."""
+    """Accept plain values whose numbers are all finite, as JSON requires."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("finite numbers (JSON, in which runs are recorded, has no others)")
     if isinstance(value, list | dict):

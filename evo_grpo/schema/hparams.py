@@ -21,14 +21,14 @@ RatioLevel = Literal["token", "sequence"]
 
 
 class LossUse(NamedTuple):
-    """The shared settings that a loss uses.
+    """The effect of shared settings on a loss.
 
     Attributes:
-        bounds: The ends of the clip range that act; `delta` acts beside both.
-        level: The ratio of its paper: one per token or one per sequence.
-        fixed_level: Whether it computes its own ratio, whatever `importance_sampling_level` is.
-        at_token: The loss that it is with one ratio per token, which is refused; empty if none.
-        by_longest: Whether it divides by the most tokens of a completion.
+        bounds: The ends of the clip range that act; with "both", `delta` acts too.
+        level: The ratio in the paper of the loss: one per token or one per sequence.
+        fixed_level: Whether the loss has a ratio that `importance_sampling_level` does not change.
+        at_token: The loss that it becomes with one ratio per token, which is refused; else empty.
+        by_longest: Whether the loss divides by `max_completion_length`.
     """
 
     bounds: Literal["both", "upper", "none"] = "both"
@@ -61,13 +61,13 @@ BETAS = ("adam_beta1", "adam_beta2")
 """The two decay rates of AdamW, which are searched by their distance from 1."""
 
 REWARD_WEIGHT = "reward_weights."
-"""Start of the name of a searched reward weight: `reward_weights.<reward function>`."""
+"""Prefix of the name of a searched reward weight: `reward_weights.<reward function>`."""
 
 LORA = "lora."
-"""Start of the names of the settings of an agent's adapter."""
+"""Prefix of the settings of an agent's adapter."""
 
 SCHEDULE = "lr_schedule."
-"""Start of the name of a setting of an agent's learning-rate schedule."""
+"""Prefix of the settings of an agent's learning-rate schedule."""
 
 WARMUP = f"{SCHEDULE}warmup_proportion"
 
@@ -77,11 +77,11 @@ PATHS = {
     "lora_target_modules": f"{LORA}target_modules",
     "warmup_proportion": WARMUP,
 }
-"""Fields whose name in a search is a path of population.yaml, with that name."""
+"""Field -> its name in a search, where that is a path of population.yaml."""
 
 DRAWN_AT_START = frozenset({WARMUP})
-"""Hyperparameters that are drawn for the first population and do not mutate: a copy has those of
-its parent."""
+"""Hyperparameters that are drawn for the first population and do not mutate: a copy keeps its
+parent's values."""
 
 LARGEST_DECAY = 1 - 1e-6
 """Largest decay rate of AdamW. Nearer to 1, a step divides by the moments of a single gradient."""
@@ -373,12 +373,12 @@ class Hparams(AgentFields):
 
 
 def of_mean(parents: Sequence[Hparams]) -> Hparams:
-    """Return the hyperparameters of the mean of agents, the better one first.
+    """Return the hyperparameters of the mean of agents; `parents` has the better agent first.
 
-    They are those of the better one, with the largest rank and its alpha and the layers of all.
+    They are those of the better agent, with the largest rank, its alpha, and the layers of all.
     """
-    widest = max(parents, key=lambda one: one.lora_r or 0)
-    layers = {one.lora_target_modules for one in parents}
+    widest = max(parents, key=lambda hparams: hparams.lora_r or 0)
+    layers = {hparams.lora_target_modules for hparams in parents}
     return parents[0].replace(
         lora_r=widest.lora_r,
         lora_alpha=widest.lora_alpha,

@@ -61,7 +61,7 @@ OTHER_NAMES: dict[str, str] = {
     "population_size": "population.size",
     "pop_size": "population.size",
 }
-"""Names of settings in other libraries -> the paths in population.yaml here."""
+"""Name of a setting in another library -> its path in population.yaml."""
 
 _NOUNS: dict[str, str] = {
     "bool_type": "true or false",
@@ -100,7 +100,7 @@ _NUMERIC = frozenset(
 
 
 def describe(error: ValidationError, root: type[BaseModel]) -> list[Problem]:
-    """Return the problems that pydantic found in a group, with their paths below it."""
+    """Return the problems that pydantic found in a group, with paths below the group."""
     errors = error.errors(include_url=False)[: MOST_PROBLEMS + 1]
     return [problem for details in errors for problem in _problems(details, root)]
 
@@ -126,12 +126,12 @@ def group_at(root: type[BaseModel], path: Path) -> type[BaseModel] | None:
 
 
 def unknown_key(root: type[BaseModel], group: type[BaseModel] | None, path: Path) -> str:
-    """Return the message for an unknown key, with the nearest key or the right place."""
+    """Return the message for an unknown key, with the nearest valid key or the key's path."""
     names = list(group.model_fields) if group is not None else []
     key = str(path[-1])
     elsewhere = dict.fromkeys(p for p in leaves(root) if p[-1] == key)
-    if (other := other_name(key, names)) is not None:
-        return f"unknown key; here it is {other}."
+    if (name_here := other_name(key, names)) is not None:
+        return f"unknown key; here it is {name_here}."
     if near := nearest(key, names):
         hint = f"did you mean {near!r}?"
     elif elsewhere:
@@ -142,9 +142,9 @@ def unknown_key(root: type[BaseModel], group: type[BaseModel] | None, path: Path
 
 
 def other_name(key: str, names: Collection[str]) -> str | None:
-    """Return the name here of a setting of another library; None if the name is unknown.
+    """Translate the name of a setting of another library; None if the name is unknown.
 
-    A setting that is not among `names`, the names in the same place, is returned with its path.
+    The translation is a name if it is among `names`, the keys of the same group, else a path.
     """
     path = OTHER_NAMES.get(key)
     if path is None:
@@ -168,8 +168,8 @@ def leaves(group: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple
         groups = list(groups_in(field.annotation, values=False))
         if not groups:
             yield (*path, name)
-        for one in groups:
-            yield from leaves(one, (*path, name))
+        for member in groups:
+            yield from leaves(member, (*path, name))
 
 
 def _problems(details: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
@@ -197,17 +197,17 @@ def _problems(details: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]
 
 
 def _resolved(root: type[BaseModel], path: Path) -> tuple[Path, type[BaseModel] | None]:
-    """Return a path without the tags of a union of groups, and the group of its last part."""
-    kept: list[str | int] = []
+    """Return a path without the tags of unions, and the group that has the path's last key."""
+    keys: list[str | int] = []
     group: type[BaseModel] | None = root
     above = group
     inside_mapping = False
     for part in path:
-        tagged = [member for member in _members(above, kept) if _tag_of(member) == part]
+        tagged = [member for member in _members(above, keys) if _tag_of(member) == part]
         if tagged:
             group = tagged[0]
             continue
-        kept.append(part)
+        keys.append(part)
         above = group
         if inside_mapping or isinstance(part, int):
             inside_mapping = False
@@ -217,7 +217,7 @@ def _resolved(root: type[BaseModel], path: Path) -> tuple[Path, type[BaseModel] 
             group = next(groups_in(annotation), None)
         else:
             group = None
-    return tuple(kept), above
+    return tuple(keys), above
 
 
 def _members(above: type[BaseModel] | None, kept: list[str | int]) -> list[type[BaseModel]]:
@@ -299,8 +299,8 @@ def _number_expected(kind: str, details: ErrorDetails, field: FieldInfo | None) 
     low, high = (next((key for key in keys if key in bounds), "") for keys in (_LOW, _HIGH))
     end = ", or null" if type(None) in parts else ""
     if low and high:
-        left, right = "(" if low == "gt" else "[", ")" if high == "lt" else "]"
-        return f"{noun} in {left}{bounds[low]:g}, {bounds[high]:g}{right}{end}"
+        opening, closing = "(" if low == "gt" else "[", ")" if high == "lt" else "]"
+        return f"{noun} in {opening}{bounds[low]:g}, {bounds[high]:g}{closing}{end}"
     limit = f" {_SIGNS[low or high]} {bounds[low or high]:g}" if low or high else ""
     return f"{noun}{limit}{end}"
 

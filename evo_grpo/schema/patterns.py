@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 ALL = "all-linear"
-"""Value of `target_modules` that is not a pattern."""
+"""Value of `target_modules` for all linear layers; not a pattern."""
 LONGEST = 10_000
 """Largest number of characters of a pattern."""
 
 
 def module_patterns(lora: Any) -> dict[str, str]:  # noqa: ANN401 -- LoraSettings, or PEFT's LoraConfig
-    """Return setting -> pattern that PEFT matches with whole names; lists of names are left out."""
+    """Return, by setting, the patterns that PEFT matches with whole names; lists are left out."""
     patterns = {
         name: value
         for name in ("target_modules", "exclude_modules")
@@ -47,11 +47,14 @@ def union(sets: Sequence[str | list[str]]) -> str | list[str]:
     """Return `target_modules` that match every layer that any of several sets matches."""
     if ALL in sets:
         return ALL
-    lists = [one for one in sets if not isinstance(one, str)]
+    lists = [targets for targets in sets if not isinstance(targets, str)]
     if len(lists) == len(sets):
-        return list(dict.fromkeys(name for one in lists for name in one))
-    ends = (rf"(?:.*\.)?(?:{'|'.join(map(re.escape, one))})" for one in lists)
-    return "|".join(f"(?:{one})" for one in (*(one for one in sets if isinstance(one, str)), *ends))
+        return list(dict.fromkeys(name for targets in lists for name in targets))
+    ends = (rf"(?:.*\.)?(?:{'|'.join(map(re.escape, targets))})" for targets in lists)
+    return "|".join(
+        f"(?:{pattern})"
+        for pattern in (*(pattern for pattern in sets if isinstance(pattern, str)), *ends)
+    )
 
 
 def why_no_pattern(text: str) -> str | None:

@@ -31,7 +31,7 @@ class Problem(NamedTuple):
     """One problem of a setting.
 
     Attributes:
-        path: Path below the group that found it, one name or list index per part.
+        path: Path below the group that reports the problem: names and list indices.
         text: The expectation, the given value, and the remedy.
     """
 
@@ -42,7 +42,7 @@ class Problem(NamedTuple):
 class Problems(ConfigError):
     """Several problems found by one check, one line each.
 
-    The problems of a group inside another group get the path of the inner group.
+    Problems of a group inside another group get the path of the inner group.
 
     Args:
         *found: The problems.
@@ -70,7 +70,7 @@ class Problems(ConfigError):
         return partial(Problems, source=self.source), self.found
 
     def below(self, *path: str | int) -> Problems:
-        """Return the same problems with a path in front of theirs."""
+        """Return the same problems with `path` in front of their paths."""
         return Problems(*below(self.found, *path))
 
     @classmethod
@@ -84,7 +84,7 @@ class Problems(ConfigError):
 
 
 def below(found: Iterable[Problem], *path: str | int) -> Iterator[Problem]:
-    """Yield problems with a path in front of theirs."""
+    """Yield problems with `path` in front of their paths."""
     for problem in found:
         yield problem._replace(path=(*path, *problem.path))
 
@@ -120,7 +120,7 @@ def nearest(name: str, choices: Iterable[str]) -> str | None:
 
 
 def unknown_name(name: str, names: Collection[str], setting: str) -> str:
-    """Return what is wrong with a name that a mapping of the settings does not have."""
+    """Return the message for a name that is missing in a mapping of the settings."""
     near = nearest(name, names)
     hint = f"did you mean {near!r}?" if near else "add it there, or name another one"
     return f"expected one of {setting}: {', '.join(names) or 'none'}, got {name!r}; {hint}"
@@ -172,16 +172,16 @@ def validated(schema: TypeAdapter[T], data: Mapping[str, Any] | bytes) -> T:
         text = data if isinstance(data, bytes) else json.dumps(data)
         return schema.validate_json(text, strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        what = first["msg"][:1].lower() + first["msg"][1:]
-        if first["type"] == "value_error":  # a validator's message is complete
-            what = what.removeprefix("value error, ")
+        details = error.errors(include_url=False)[0]
+        message = details["msg"][:1].lower() + details["msg"][1:]
+        if details["type"] == "value_error":  # a validator's message is complete
+            message = message.removeprefix("value error, ")
         else:
-            what += f", got {shorten(repr(first['input']), 80)}"
+            message += f", got {shorten(repr(details['input']), 80)}"
         # Older releases of pydantic include the branch of a Mapping's schema in the path.
         path = tuple(
             part
-            for part in first["loc"]
+            for part in details["loc"]
             if not str(part).startswith("json-or-python") and part != "[key]"
         )
-        raise ValueError(f"{dotted(path)}: {what}") from None
+        raise ValueError(f"{dotted(path)}: {message}") from None

@@ -1,4 +1,4 @@
-"""Ranges of the hyperparameters that may mutate, and values of an agent outside of them."""
+"""Ranges of the hyperparameters that may mutate, and an agent's values outside of its ranges."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -57,8 +57,8 @@ def _choices(value: object) -> object:
         return None
     if isinstance(value, list | tuple) and value:
         items = cast("list[object]", list(value))
-        names = all(isinstance(one, str) and one for one in items)
-        if names or all(isinstance(one, bool) for one in items):
+        names = all(isinstance(item, str) and item for item in items)
+        if names or all(isinstance(item, bool) for item in items):
             values = cast("list[float | str]", items)
         elif all(map(is_number, items)):
             values = sorted(cast("list[float]", items))
@@ -85,8 +85,8 @@ class RLParameter(Group):
     fair coin would drift down, by a third in twenty mutations. A value of 0 moves to a hundredth of
     the range. Integers are rounded and move by at least 1.
 
-    Of `choices`, a mutation takes another one: of numbers the next smaller or greater, of names any
-    other, all with the same probability, and of true and false the other one.
+    With `choices`, a mutation takes the next smaller or greater number, any other name, or the
+    other one of true and false, each with the same probability.
     """
 
     model_config = ConfigDict(
@@ -135,19 +135,19 @@ class RLParameter(Group):
         return self
 
     def _problems(self, ends: tuple[float, float]) -> Iterator[Problem]:
-        """Yield what contradicts the choices, whose ends are given, or is wrong in the range."""
-        given = [name for name in ("min", "max") if name in self.model_fields_set]
+        """Yield the problems of the range, or of choices with `ends` as extreme numbers."""
+        given_ends = [name for name in ("min", "max") if name in self.model_fields_set]
         if self.choices is not None:
             for name, end in zip(("min", "max"), ends, strict=True):
-                if name in given and getattr(self, name) != end:
+                if name in given_ends and getattr(self, name) != end:
                     text = f"expected choices, or min and max, got both; remove {name} or choices"
                     yield Problem((name,), text)
             if self.start is not None:
                 text = "expected none beside choices, all of which the first population has"
                 yield Problem(("start",), f"{text}; remove it")
             return
-        if len(given) < 2:
-            for name in sorted({"min", "max"} - set(given), reverse=True):
+        if len(given_ends) < 2:
+            for name in sorted({"min", "max"} - set(given_ends), reverse=True):
                 text = f"missing; expected {name}imum, or choices in place of min and max"
                 yield Problem((name,), text)
             return
@@ -185,7 +185,7 @@ class RLParameter(Group):
 
     @model_serializer(mode="wrap")
     def _without_what_choices_say(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # In a file, choices stand alone, so that one may be added by hand.
+        # In a file, choices stand alone, so that a choice may be added by hand.
         values = dump(self)
         for name in ("choices",) if self.choices is None else ("min", "max", "start"):
             values.pop(name, None)
@@ -207,17 +207,17 @@ class RLParameter(Group):
         return down / (down + up)
 
     def clip(self, value: float) -> float:
-        """Return the value clamped to [min, max], rounded for an integer; the nearest choice."""
+        """Return the value clamped to [min, max], rounded for an integer, or the nearest choice."""
         if self.choices is not None:
-            return min(_numbers(self.choices), key=lambda one: abs(one - value))
+            return min(_numbers(self.choices), key=lambda choice: abs(choice - value))
         inside = min(max(value, self.min), self.max)
         return round(inside) if self.dtype == "int" else float(inside)
 
     def step(self, value: Value, draw: float) -> Value:
         """Return the mutated value, a different one if possible; `draw` is uniform in [0, 1)."""
         if self.choices is not None:
-            others = _beside(value, self.choices)
-            return others[int(draw * len(others))] if others else value
+            candidates = _beside(value, self.choices)
+            return candidates[int(draw * len(candidates))] if candidates else value
         if isinstance(value, str | bool):
             raise TypeError(f"expected a number, which a range moves, got {value!r}")
         grow = draw < self.grow_probability
@@ -237,7 +237,7 @@ class RLParameter(Group):
 
 
 def _numbers(choices: Choices) -> list[float]:
-    return [one for one in choices if not isinstance(one, str | bool)]
+    return [choice for choice in choices if not isinstance(choice, str | bool)]
 
 
 def plain_choice(choice: Value) -> str:
@@ -248,7 +248,7 @@ def plain_choice(choice: Value) -> str:
 def _beside(value: Value, choices: Choices) -> list[Value]:
     """Return the choices that a mutation may take: other names, or the numbers next to a number."""
     if isinstance(value, str | bool):
-        return [one for one in choices if one != value]
+        return [choice for choice in choices if choice != value]
     numbers = _numbers(choices)
     lower, higher = [n for n in numbers if n < value], [n for n in numbers if n > value]
     return [*lower[-1:], *higher[:1]]
@@ -271,11 +271,11 @@ class HyperparameterConfig:
     def __init__(self, **parameters: RLParameter | Mapping[str, Any]) -> None:
         wrong: list[Problem] = []
         ranges: dict[str, RLParameter] = {}
-        for name, given in _one_by_one(parameters).items():
+        for name, parameter in _one_by_one(parameters).items():
             if len(wrong) > MOST_PROBLEMS:
                 break
             try:
-                ranges[name] = _typed(name, given)
+                ranges[name] = _typed(name, parameter)
             except Problems as problems:
                 wrong += problems.below(name).found
         if "clip_coef" in parameters and set(CLIP_ENDS) & set(parameters):
@@ -313,21 +313,21 @@ class HyperparameterConfig:
         return hash(tuple(self.parameters.items()))
 
     def __repr__(self) -> str:
-        ranges = ", ".join(f"{name}={one!r}" for name, one in self.parameters.items())
+        ranges = ", ".join(f"{name}={parameter!r}" for name, parameter in self.parameters.items())
         return f"HyperparameterConfig({ranges})"
 
 
 def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ranges by name, with dotted names for the groups `lora` and `reward_weights`."""
+    """Return ranges by name; the names of a group's settings are dotted, such as `lora.r`."""
     flat: dict[str, Any] = {}
-    for name, given in parameters.items():
-        ranges: dict[str, Any] = {name: given}
-        if f"{name}." in (REWARD_WEIGHT, LORA, SCHEDULE) and isinstance(given, Mapping):
-            group = cast("Mapping[object, Any]", given)
+    for name, value in parameters.items():
+        ranges: dict[str, Any] = {name: value}
+        if f"{name}." in (REWARD_WEIGHT, LORA, SCHEDULE) and isinstance(value, Mapping):
+            group = cast("Mapping[object, Any]", value)
             ranges = {f"{name}.{key}": inner for key, inner in group.items()}
         for key, inner in ranges.items():
-            both = isinstance(inner, Mapping) and isinstance(flat.get(key), Mapping)
-            flat[key] = {**flat[key], **inner} if both else inner
+            are_mappings = isinstance(inner, Mapping) and isinstance(flat.get(key), Mapping)
+            flat[key] = {**flat[key], **inner} if are_mappings else inner
     return flat
 
 
@@ -338,11 +338,11 @@ def default_ranges(lr: float) -> dict[str, RLParameter]:
 
 
 def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
-    """Return a range with the type of its hyperparameter; both ends are valid values."""
+    """Return a checked range, with the type of its hyperparameter."""
     if not is_mutable(name):
-        near, other = nearest(name, MUTABLE), other_name(name, MUTABLE)
+        near, name_here = nearest(name, MUTABLE), other_name(name, MUTABLE)
         hint = f" Did you mean {near!r}?" if near else ""
-        hint = f" Here it is {other}." if other in MUTABLE else hint
+        hint = f" Here it is {name_here}." if name_here in MUTABLE else hint
         raise Problems.one(
             f"nothing of that name can mutate.{hint} Expected one of: {', '.join(MUTABLE)}, "
             f"{REWARD_WEIGHT}<name of a reward function>"
@@ -359,7 +359,7 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
     kind = type_of(name)
     if parameter.choices is None:
         return parameter.replace(dtype=kind.__name__)
-    choices = tuple(kind(one) for one in parameter.choices)
+    choices = tuple(kind(choice) for choice in parameter.choices)
     return parameter.replace(choices=choices, dtype=None if has_no_order(name) else kind.__name__)
 
 
@@ -369,19 +369,19 @@ def _misfits(name: str, parameter: RLParameter) -> Iterator[Problem]:
     values: list[tuple[str, Value]] = []
     if parameter.choices is not None:
         yield from _choice_misfits(name, parameter, parameter.choices)
-        values = [("choices", kind(one)) for one in parameter.choices]
+        values = [("choices", kind(choice)) for choice in parameter.choices]
     elif has_no_order(name):
         text = "expected choices, a list of possible values, got min and max; it is no number"
         yield Problem((), text)
     else:
         yield from _range_misfits(name, parameter)
-        if name not in CLIP_ENDS:  # whether a bound is valid depends on the other one
+        if name not in CLIP_ENDS:  # whether a bound is valid depends on the other bound
             values = [("min", kind(parameter.min)), ("max", kind(parameter.max))]
-    for key, value in values:  # before a mutation reaches one in a run
+    for key, value in values:  # refused here, before a mutation in a run reaches it
         try:
             Hparams().with_value(name, value)
         except Problems as problems:
-            yield from (Problem((key,), one.text) for one in problems.found)
+            yield from (Problem((key,), problem.text) for problem in problems.found)
 
 
 def _choice_misfits(name: str, parameter: RLParameter, choices: Choices) -> Iterator[Problem]:
@@ -392,7 +392,7 @@ def _choice_misfits(name: str, parameter: RLParameter, choices: Choices) -> Iter
     if has_no_order(name) and parameter.dtype is not None:
         yield Problem(("dtype",), f"expected none, since {name} is no number; remove it")
     fits = isinstance(choices[0], kind) if has_no_order(name) else bool(_numbers(choices))
-    if not fits or (kind is int and not all(float(one).is_integer() for one in choices)):
+    if not fits or (kind is int and not all(float(choice).is_integer() for choice in choices)):
         expected = f"{_PLURALS[kind]}, which values of {name} are"
         yield Problem(("choices",), f"expected {expected}, got {shown(list(choices))}")
 
@@ -425,19 +425,21 @@ def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> No
 
 
 class Outside(NamedTuple):
-    """An agent's initial value that is outside its range; a distance from 1 for a clip pair."""
+    """An agent's initial value outside its range; for a clip pair, a bound's distance from 1."""
 
     name: str
     value: Value
     parameter: RLParameter
 
     def told(self, where: str = "of its range", remedy: str | None = None) -> str:
-        """Return the expected values, and what a user can do."""
-        named = isinstance(self.value, str | bool)
-        shown = plain_choice(self.value) if named else f"{self.value:g}"
-        ranged = self.parameter.choices is None
-        usual = "move it, or widen the range" if ranged else "take one of them, or add it to them"
-        return f"expected {self.parameter.expected(where)}, got {shown}; {remedy or usual}"
+        """Return the message: the expected values, the value and the remedy."""
+        is_name = isinstance(self.value, str | bool)
+        text = plain_choice(self.value) if is_name else f"{self.value:g}"
+        is_range = self.parameter.choices is None
+        advice = (
+            "move it, or widen the range" if is_range else "take one of them, or add it to them"
+        )
+        return f"expected {self.parameter.expected(where)}, got {text}; {remedy or advice}"
 
 
 def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[Outside]:

@@ -34,7 +34,7 @@ class Rule(NamedTuple):
     """A rule for a value.
 
     Attributes:
-        good: Returns whether any object satisfies the rule; never raises.
+        good: Returns whether an object of any type satisfies the rule; never raises.
         expected: The rule in words, for "expected ..., got ...".
         remedy: Advice for the message; None if the expectation is enough.
     """
@@ -145,7 +145,7 @@ def flag() -> Rule:
 
 
 def check_all(rules: Mapping[str, Rule], values: Mapping[str, object]) -> None:
-    """Raise a ConfigError for the first value that breaks the rule of its name, if it has one."""
+    """Raise a ConfigError for the first value that breaks the rule of its name."""
     for name, rule in rules.items():
         if name in values:
             rule.check(name, values[name])
@@ -155,8 +155,8 @@ def check_folder(name: str, path: object) -> Path:
     """Return the path of a checkpoint folder, which need not exist yet.
 
     Raises:
-        ConfigError: It is not a path.
-        CheckpointError: It or a path above it is a file, or it is not a valid path.
+        ConfigError: `path` is not a path.
+        CheckpointError: `path` or a path above it is a file, or `path` has a null character.
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"{name}: expected the path of a folder, got {shown(path)}")
@@ -167,8 +167,8 @@ def check_folder(name: str, path: object) -> Path:
         nearest = next((p for p in (folder, *folder.parents) if os.path.lexists(p)), Path())
         if nearest.is_dir():
             return folder
-        where = "a file" if nearest == folder else f"a path below {str(nearest)!r}, a file"
-        problem = f"{where}; choose another path, or move the file away"
+        obstacle = "a file" if nearest == folder else f"a path below {str(nearest)!r}, a file"
+        problem = f"{obstacle}; choose another path, or move the file away"
     raise CheckpointError(
         f"{name}: expected a folder or a place for one, got {str(folder)!r}, {problem}"
     )
