@@ -31,8 +31,8 @@ def holds_messages(value: object) -> bool:
 
 def is_conversation(value: object) -> bool:
     """Return whether a value is one message, also with the keys of other datasets, or a list."""
-    first = next(iter(_as_list(value) or ()), value)
-    return isinstance(first, Mapping) and bool({"role", "content", "from"} & first.keys())
+    message = next(iter(_as_list(value) or ()), value)
+    return isinstance(message, Mapping) and bool({"role", "content", "from"} & message.keys())
 
 
 def parts_of(row: DatasetRow, column: str) -> dict[str, Any]:
@@ -73,10 +73,10 @@ def messages_of(value: object, where: str) -> list[dict[str, Any]]:
             f"{excerpt(str(value))}; JSON lines and Parquet hold messages themselves"
         )
     return [
-        cast("dict[str, Any]", one)
-        if _is_plain(one)
-        else _message(one, f"{where}, message {number}")
-        for number, one in enumerate(messages)
+        cast("dict[str, Any]", message)
+        if _is_plain(message)
+        else _message(message, f"{where}, message {number}")
+        for number, message in enumerate(messages)
     ]
 
 
@@ -85,7 +85,7 @@ def _is_plain(value: object) -> bool:
         return False
     message = cast("dict[Any, Any]", value)
     is_text = message.get("role") in ROLES and type(message.get("content")) is str
-    return is_text and (len(message) == 2 or all(one is not None for one in message.values()))
+    return is_text and (len(message) == 2 or all(field is not None for field in message.values()))
 
 
 def _message(value: object, where: str) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _message(value: object, where: str) -> dict[str, Any]:
             f"got {excerpt(repr(value))}; rename them, as in {_FORM}"
         )
     # Tables fill missing keys of a message with None.
-    message = {str(key): one for key, one in fields.items() if one is not None}
+    message = {str(key): field for key, field in fields.items() if field is not None}
     if "content" not in message and message.get("tool_calls"):
         message["content"] = ""
     return {**message, "content": text_of(message.get("content"), where)}

@@ -43,11 +43,11 @@ def rewards_of(
     Each is a function, its name, a `ModelReward`, a `JudgeReward`, or a mapping as in `env.reward`.
     """
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
-    several = cast("Sequence[object]", given) if is_list else [given]
-    for one in several:
-        if isinstance(one, str):
-            split_name(one, REWARD)  # before any of them is imported
-    return as_rewards([_reward(one, load) for one in several], weights, style)
+    rewards = cast("Sequence[object]", given) if is_list else [given]
+    for reward in rewards:
+        if isinstance(reward, str):
+            split_name(reward, REWARD)  # before any of them is imported
+    return as_rewards([_reward(reward, load) for reward in rewards], weights, style)
 
 
 def _reward(given: object, load: Loader) -> Any:  # noqa: ANN401 -- what `as_rewards` takes

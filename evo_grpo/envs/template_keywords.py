@@ -25,8 +25,8 @@ def ignored_keywords(chat_template: object, keywords: Collection[str]) -> list[s
     if chat_template is None or not keywords:
         return []
     texts = chat_template.values() if isinstance(chat_template, Mapping) else [chat_template]
-    read = {name for text in texts if isinstance(text, str) for name in _variables(text)}
-    if not (ignored := [name for name in keywords if name not in read]):
+    variables = {name for text in texts if isinstance(text, str) for name in _variables(text)}
+    if not (ignored := [name for name in keywords if name not in variables]):
         return []
     return [
         f"env.chat_template_kwargs: the model's chat template does not read {listed(ignored)}, so "
@@ -40,9 +40,9 @@ def dropped_sentence(
     """Return a sentence about messages of `rows` that the chat template leaves out, if any."""
     if template.conversation is None:
         return []
-    few = rows[:LOOKED_AT] if template.conversations else rows[:1]
-    fullest = max(map(template.messages, few), key=lambda one: len({m["role"] for m in one}))
-    marked = [{**message, "content": f"@{n}@"} for n, message in enumerate(fullest)]
+    sample = rows[:LOOKED_AT] if template.conversations else rows[:1]
+    messages = max(map(template.messages, sample), key=lambda one: len({m["role"] for m in one}))
+    marked = [{**message, "content": f"@{n}@"} for n, message in enumerate(messages)]
     try:
         text = chat(marked, tokenizer, template.keywords)
     except ConfigError:  # rendering the first prompt reports it

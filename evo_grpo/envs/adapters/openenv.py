@@ -78,8 +78,8 @@ class OpenEnv:
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode; the server decides what a seed means."""
-        small = self._seeds.randrange(_SEEDS) if seed is None else seed % _SEEDS
-        result = self._session.reset(seed=small, **self._begin)
+        episode_seed = self._seeds.randrange(_SEEDS) if seed is None else seed % _SEEDS
+        result = self._session.reset(seed=episode_seed, **self._begin)
         return self._text(result.observation), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -94,10 +94,10 @@ class OpenEnv:
         self._session.close()
 
     def _text(self, observation: Mapping[str, Any]) -> str:
-        shown: Any = {key: observation[key] for key in observation if key not in _NOT_TEXT}
+        content: Any = {key: observation[key] for key in observation if key not in _NOT_TEXT}
         if self._observation is not None:
-            shown = shown.get(self._observation, "")
-        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+            content = content.get(self._observation, "")
+        return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
 def _schema(kind: str, url: str) -> dict[str, dict[str, Any]]:

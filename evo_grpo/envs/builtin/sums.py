@@ -27,13 +27,13 @@ def digits(completion: str, answer: str) -> float:
 
     A shaping reward beside `exact`, which can be exploited by digits in a wrong order.
     """
-    left = list(completion)
-    count = 0
+    unmatched = list(completion)
+    matches = 0
     for digit in answer:
-        if digit in left:
-            left.remove(digit)
-            count += 1
-    return count / len(answer)
+        if digit in unmatched:
+            unmatched.remove(digit)
+            matches += 1
+    return matches / len(answer)
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Task:

@@ -146,10 +146,10 @@ class _Asking:
             tasks = [
                 asyncio.ensure_future(self._work(client, pending, failed)) for _ in range(workers)
             ]
-            done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            done, unfinished = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             # After an error, no request begins, and those under way end: they may be paid for.
             self.stopped.set()
-            ended = await asyncio.gather(*done, *rest, return_exceptions=True)
+            ended = await asyncio.gather(*done, *unfinished, return_exceptions=True)
         for error in ended:
             if isinstance(error, BaseException):
                 raise error
@@ -212,8 +212,8 @@ class _Asking:
 
     async def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while not self.stopped.is_set() and (left := end - time.monotonic()) > 0:
-            await asyncio.sleep(min(left, 0.2))
+        while not self.stopped.is_set() and (remaining := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(remaining, 0.2))
 
     async def _attempt(self, client: httpx2.AsyncClient, body: Body) -> Mapping[str, Any]:
         import httpx2
@@ -399,9 +399,9 @@ def answer_files(folder: Path) -> list[Path]:
 
 def read_answers(file: Path) -> ReadAnswers:
     """Read a file of answers, as far as its lines are whole."""
-    *lines, last = read_plain(file, MAX_LOG_BYTES).split(b"\n")
+    *lines, cut_off = read_plain(file, MAX_LOG_BYTES).split(b"\n")
     answers = [answer for line in lines if (answer := _answer(line)) is not None]
-    return ReadAnswers(answers, len(lines) - len(answers), len(last))
+    return ReadAnswers(answers, len(lines) - len(answers), len(cut_off))
 
 
 def _answer(line: bytes) -> tuple[str, Answer] | None:
