@@ -1,7 +1,7 @@
 """The prompt template and answer length of a task, from its settings alone.
 
-A model is also asked on machines without the task's data and reward functions. So no user code is
-imported, and rows are read only if no setting gives the template.
+A model may be sampled on a machine without the task's data and reward functions. So no user code
+is imported, and rows are read only if no setting gives the template.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Hidden(str):
 def asking(
     env: EnvConfig, seed: int, prompt: str | None = None, *, show_rows: bool = True
 ) -> Asking:
-    """Return how the task of a configuration asks; `prompt` is a name in `env.prompts`.
+    """Return the prompt template and answer length of a task; `prompt` names one of `env.prompts`.
 
     Without `show_rows`, the examples of `env.few_shot` have "..." in place of the user's values.
     """
@@ -79,7 +79,7 @@ def asking(
         rows = [dict.fromkeys(row, _Hidden()) for row in few_shot.rows]
         env, hidden = env.replace(few_shot=few_shot.replace(rows=rows)), len(rows)
     examples = [] if env.few_shot is None else env.few_shot.rows
-    # Examples that are shown, and are a number of rows, depend on the rows of train.
+    # Examples that are shown, and given as a number of rows, are drawn from train.
     if is_user_task and not (show_rows and isinstance(examples, int)):
         template = configured_template(env)
         if is_object and template is None:

@@ -1,4 +1,4 @@
-"""Columns that hold messages: the conversation of a row, as datasets of chat models have it."""
+"""Read the conversation in a column of a row, as datasets of chat models have it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError
 
 MESSAGES = "messages"
-"""Role of a message of a template in whose place the messages of a column stand; and the usual
-column of whole conversations, whose last message of the assistant is the target."""
+"""Role of a template's message that stands for the messages in a column; and the usual name of that
+column, in which the assistant's last message is the target."""
 TARGET = "target"
-"""Column that a row gets with the target of its conversation."""
+"""Column that `with_parts` adds to a row: the target of its conversation."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-#: JSON, or what Python prints, of a list of messages.
+#: The beginning of a list of messages, as JSON or as Python prints it.
 _LOOKS = re.compile(r"""\s*\[\s*\{[^{}]{0,500}?["'](role|content)["']\s*:""")
 _FORM = '[{"role": "user", "content": "..."}]'
 
 
 def holds_messages(value: object) -> bool:
-    """Return whether a value is a list, or JSON, as a column of conversations has it."""
+    """Return whether a value is a list, or text that begins like a list of messages."""
     return _as_list(value) is not None or (isinstance(value, str) and bool(_LOOKS.match(value)))
 
 
 def is_conversation(value: object) -> bool:
-    """Return whether a value is one message, also with the keys of other datasets, or a list."""
+    """Return whether a value is a message, also with the key "from", or a list of messages."""
     message = next(iter(_as_list(value) or ()), value)
     return isinstance(message, Mapping) and bool({"role", "content", "from"} & message.keys())
 
 
 def parts_of(row: DatasetRow, column: str) -> dict[str, Any]:
-    """Return the messages to ask a model with, as `messages`, and the target answer, as `target`.
+    """Return the `messages` that ask a model and, if there is one, the `target` answer.
 
     Text is a message of the user. Only the column `messages` has a target.
     """
@@ -52,7 +52,7 @@ def parts_of(row: DatasetRow, column: str) -> dict[str, Any]:
 
 
 def with_parts(row: DatasetRow, parts: Mapping[str, Any]) -> DatasetRow:
-    """Return a row with the parts of its conversation; columns with the same names are kept."""
+    """Return a row with the parts of its conversation as new columns; existing columns stay."""
     added = {name: value for name, value in parts.items() if name not in row}
     if not added:
         return row

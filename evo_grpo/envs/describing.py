@@ -27,7 +27,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def environment_parts(env: object, seed: int) -> dict[str, str]:
-    """Return what identifies an environment: a text or a digest, by the name of the part.
+    """Return the parts that identify an environment: name -> text or digest.
 
     Rows are compared by content, functions and classes by their source, without the functions that
     they call. How reward functions are called is left out, since it changes no result, except in
@@ -113,7 +113,7 @@ def _digest(text: str) -> str:
 
 
 def _stable(value: object) -> str:
-    """Return values as text that is equal in another process."""
+    """Return a value as JSON that is equal in every process."""
     return json.dumps(value, ensure_ascii=False, default=_text_of)
 
 

@@ -108,7 +108,7 @@ def check_call(kind: str, args: Mapping[str, Any], made_by: Callable[..., Any]) 
 
 
 def check_integer(name: str, value: object, low: int) -> int:
-    """Return an argument of `env.args` that is an integer >= `low`, or refuse it."""
+    """Check that an argument of `env.args` is an integer >= `low`, and return it."""
     if type(value) is not int or value < low:
         raise ConfigError(f"env.args.{name}: expected an integer >= {low}, got {value!r}")
     return value

@@ -39,7 +39,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.places import folders
 
 _BINDS_MORE = re.compile(r"\b(globals|exec|vars|setattr|__getattr__)\b")
-"""In the text of a module that may have names which its source does not spell out."""
+"""Found in the text of a module that may bind names which the text does not spell out."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ def defining_files(path: str) -> dict[str, Path | None]:
 
 
 def _leads(module: str, name: str) -> Sequence[_Import]:
-    """Return a name of a module, and the modules and names from which it is imported."""
+    """Return the chain of imports of a name: `module` and `name`, then where they come from."""
     chain = [_Import(module, name)]
     for link in chain:  # the loop appends to the list
-        with suppress(ConfigError):  # it cannot be read
+        with suppress(ConfigError):  # the module cannot be read
             source = None if is_standard(link.module) else _read(link.module, name, "")
             bound = [] if source is None else source.bound.get(link.name, [])
             chain += [item for item in bound if isinstance(item, _Import) and item not in chain]
@@ -146,7 +146,7 @@ class _Import(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The file of a module, what each name is bound to, and whether it spells out all names."""
+    """The file of a module, the bindings of each name, and whether its text spells out all."""
 
     origin: str
     bound: Mapping[str, Sequence[ast.AST | _Import]]
@@ -204,7 +204,7 @@ def _read(name: str, path: str, where: str) -> _Source | None:
 
 
 def _bindings(body: Sequence[ast.stmt], package: str = "") -> dict[str, list[ast.AST | _Import]]:
-    """Return the names that statements bind, in any branch, each with what it is bound to."""
+    """Return the names that statements bind, in any branch, each with its nodes and imports."""
     bound: dict[str, list[ast.AST | _Import]] = defaultdict(list)
     pending: list[ast.AST] = [*body]
     for node in pending:  # the loop appends to the list

@@ -21,7 +21,7 @@ def configured_rewards(
 ) -> tuple[RewardFunction, ...]:
     """Load the reward functions that a configuration names; `own` are those of the task.
 
-    If it names none, a mapping `env.reward_weights` sets the weights of `own`.
+    If none is named, a mapping `env.reward_weights` sets the weights of `own`.
     """
     if not env.reward:
         if env.reward_weights is None:
@@ -38,9 +38,10 @@ def rewards_of(
     load: Loader = load_function,
     style: Literal["trl"] | None = None,
 ) -> tuple[RewardFunction, ...]:
-    """Return one reward or several, with weights, as `as_rewards` does.
+    """Return the reward functions, with weights, for one reward or several.
 
-    Each is a function, its name, a `ModelReward`, a `JudgeReward`, or a mapping as in `env.reward`.
+    A reward is a function, its name, a `ModelReward`, a `JudgeReward`, or a mapping as in
+    `env.reward`.
     """
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
     rewards = cast("Sequence[object]", given) if is_list else [given]

@@ -1,4 +1,4 @@
-"""Loads the user's code, and that of a run folder.
+"""Load the user's code, and refuse the code of a run folder.
 
 Commands that run the code of a configuration call `load_function`; `envs.finding` looks up a name
 without importing anything.

@@ -86,7 +86,7 @@ class _Muted:
 
 
 def try_out(kind: str, make: Callable[[], EnvT], seed: int) -> Callable[[], EnvT]:
-    """Begin one episode, so that errors come before the run, and return a factory."""
+    """Begin one episode, so that errors come before the run, and return `make`."""
     try:
         env = make()
         try:

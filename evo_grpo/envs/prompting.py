@@ -57,7 +57,7 @@ def with_prompting(task: Task, settings: PromptSettings, seed: int) -> Task:
 def named_template(
     name: str | None, template: Template, settings: PromptSettings, examples: Sequence[DatasetRow]
 ) -> Template:
-    """Return the template of a prompt in `env.prompts`; None stands for the first or only one."""
+    """Return the template of a prompt in `env.prompts`; None takes the first, or the task's."""
     prompts = settings.prompts or {}
     if name is None:
         name = next(iter(prompts), None)
@@ -173,10 +173,10 @@ def _solved_before(
 
 
 def _solved(asked: Template, answer: Template, row: DatasetRow) -> list[Mapping[str, str]]:
-    # A system message of the row is left out, since that of the question comes first.
+    # A system message of the row is left out: the question's system message comes first.
     full_row, messages = asked.filled(row)
     example = [message for message in messages if message["role"] not in SYSTEM]
-    # A last message of the assistant begins each answer.
+    # The answer continues a last message of the assistant.
     answer_start = (
         example.pop()["content"] if example[-1:] and example[-1]["role"] == "assistant" else ""
     )

@@ -184,7 +184,7 @@ def _drop_appended_ends(
     ended_rows = [number for number, ids in enumerate(encoded) if ids and ids[-1] == end]
     if not ended_rows:
         return
-    # Where a tokenizer puts a token in front, its ids are longer than those of the text too.
+    # Ids are longer than those of the text also where a tokenizer puts a token in front.
     probe = list(tokenizer(_PROBE, **_QUIET)["input_ids"])
     plain = _plain_ids(_PROBE, tokenizer)
     offset = next((n for n in range(len(probe)) if plain and probe[n:][: len(plain)] == plain), 0)
@@ -231,7 +231,7 @@ class RenderedPrompts:
         return prompts[index]
 
     def of_row(self, prompt: Prompt) -> Prompt:
-        """Return the prompt of the same row as another prompt, which may be of any template."""
+        """Return the prompt of the row of `prompt`, which may be of another template."""
         index = prompt.index
         for split in SPLITS:
             rows = self._splits[split]
@@ -294,7 +294,7 @@ def fitting_rows(
     *,
     whole: bool = True,
 ) -> dict[Split, list[DatasetRow]]:
-    """Return the rows whose prompts, by each of several templates, have at most `most` tokens."""
+    """Return the rows of at most `most` tokens by each template; `whole` refuses an empty split."""
     fitting: dict[Split, list[DatasetRow]] = {}
     for split, rows in splits.items():
         longest = map(max, zip(*(prompts.lengths(split) for prompts in rendered), strict=True))
@@ -364,7 +364,7 @@ def _messages(template: object) -> tuple[Mapping[str, str], ...]:
 
 
 class _Present(dict[str, Any]):
-    """A row without values that a prompt should not print: None, and a list in place of a text."""
+    """A row that refuses values which a prompt should not print: None, or a list for a text."""
 
     def __init__(self, row: DatasetRow, text: str) -> None:
         super().__init__(row)
@@ -386,7 +386,7 @@ class _Present(dict[str, Any]):
                 f"is {type(value).__name__}, such as of an image, where text is expected; the "
                 "models here read text: take it out of the prompt"
             )
-        # With a conversion, as in {column!r}, it is meant.
+        # A conversion, as in {column!r}, asks for the printed value.
         elif (alone or is_conversation(value)) and f"{{{column}!" not in self._text:
             kind = "a mapping" if isinstance(value, Mapping) else "a list"
             why = (

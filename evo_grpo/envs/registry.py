@@ -1,7 +1,7 @@
 """The families of environments, by the kinds of `env.kind`, and the tasks that they build.
 
-A family is a module of `builtin` or `adapters`; `family.py` says what it has. There is no list of
-them: a file that is added is found by its name.
+A family is a module of `builtin` or `adapters`; `family.py` says what it declares. There is no list
+of families: a file that is added is found by its name.
 """
 
 from __future__ import annotations

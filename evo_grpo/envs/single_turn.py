@@ -156,7 +156,7 @@ class ReasoningGym:
         self._limits: tuple[int, int] | None = None
         self._render(task, task.max_output_tokens)
         self._set_aside = SetAside(task.calls.reward_failures)
-        #: Held where threads share a process or counts.
+        #: Held while a thread uses the process or the counts of groups that are set aside.
         self._shared = Lock()
         self._functions = [reward for reward in task.rewards if not isinstance(reward.fn, Scorer)]
         self._of_trl = any(reward.style == "trl" for reward in self._functions)
@@ -215,15 +215,12 @@ class ReasoningGym:
         epochs = range(start // rows, (end - 1) // rows + 1)
         orders = {epoch: self._order("train", "epoch", epoch) for epoch in epochs}
         prompts = {
-            position: self._rendered.get("train", orders[position // rows][position % rows])
-            for position in range(start, end)
+            index: self._rendered.get("train", orders[index // rows][index % rows])
+            for index in range(start, end)
         }
         if not self._of_trl:
             return list(prompts.values())
-        return [
-            replace(prompt, step=position // self.batch_size)
-            for position, prompt in prompts.items()
-        ]
+        return [replace(prompt, step=index // self.batch_size) for index, prompt in prompts.items()]
 
     def prompts(self, split: Split, size: int | None = None) -> list[Prompt]:
         """Return a fixed seeded subset of a split, the same at every call.
@@ -305,7 +302,7 @@ class ReasoningGym:
         limits = max_context_length, answer_tokens
         if self.given.too_long != "error" and self._limits != limits:
             self._limits = limits
-            self._render(self.given, answer_tokens)  # the rows and prompts before another limit
+            self._render(self.given, answer_tokens)  # undoes an earlier limit
             if self.given.too_long == "drop":
                 self._drop(max_context_length - 1)
         for rendered in self._by_name.values():
@@ -362,7 +359,7 @@ class ReasoningGym:
             self._process.close()
 
     def _samples(self, groups: Sequence[CompletionGroup]) -> Samples | None:
-        """Return the further arguments of functions in TRL's style."""
+        """Return what functions in TRL's style get beside texts; None without such a function."""
         if not self._of_trl:
             return None
         messages: list[Any] = []
@@ -421,10 +418,9 @@ class Judged(NamedTuple):
 class SingleTurnPlay:
     """A play of one turn: asks once, and scores the completions of all agents together.
 
-    `prompts` has those of each agent, and `group_sizes` its G completions per prompt. `names` are
-    those of the K reward functions, for the mean of each; with none there are no such metrics. With
-    `apart`, the completions of each agent are scored by a separate call, as single-agent trainers
-    do.
+    `prompts` has the prompts of each agent, and `group_sizes` its G completions per prompt. With
+    the `names` of the K reward functions, the mean of each is a metric. With `apart`, the
+    completions of each agent are scored by a separate call, as single-agent trainers do.
     """
 
     def __init__(
@@ -469,16 +465,12 @@ class SingleTurnPlay:
 
     def _together(self, groups: Sequence[Sequence[CompletionGroup]]) -> list[Judged]:
         """Score the completions of all agents by one call; return the part of each agent."""
-        rewards, set_aside, logged = self._judge(
-            [group for agent_groups in groups for group in agent_groups]
-        )
-        ends = np.cumsum(
-            [sum(len(g.completions) for g in agent_groups) for agent_groups in groups]
-        )[:-1]
+        rewards, set_aside, logged = self._judge([group for batch in groups for group in batch])
+        ends = np.cumsum([sum(len(g.completions) for g in batch) for batch in groups])[:-1]
         flags = iter(set_aside)
         return [
-            Judged(scores, [next(flags) for _ in agent_groups], logged)
-            for agent_groups, scores in zip(groups, np.split(rewards, ends), strict=True)
+            Judged(scores, [next(flags) for _ in batch], logged)
+            for batch, scores in zip(groups, np.split(rewards, ends), strict=True)
         ]
 
 

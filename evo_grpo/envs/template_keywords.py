@@ -1,4 +1,4 @@
-"""Keywords and messages that a chat template reads, and its text without transformers."""
+"""Find what a chat template does not read, and render it without transformers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
 LOOKED_AT = 1000
-"""Rows among which one with many roles is looked for."""
+"""Rows that are searched for the conversation with most roles."""
 
 
 def ignored_keywords(chat_template: object, keywords: Collection[str]) -> list[str]:
-    """Return a sentence about keywords that no given template reads; empty if there are none."""
+    """Return a sentence about keywords that the chat template does not read, if any."""
     if chat_template is None or not keywords:
         return []
     texts = chat_template.values() if isinstance(chat_template, Mapping) else [chat_template]

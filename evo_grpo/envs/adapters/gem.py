@@ -22,7 +22,7 @@ REMEDY = "pip install gem-llm (it pins reasoning-gym, so better into an environm
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], GemEnv]:
     """Return a factory of the GEM environment `name`, with `env.args` as its settings.
 
-    An ID without its last part, as "game:GuessTheNumber-v0", has the default settings of its class.
+    An ID without a variant, such as "game:GuessTheNumber-v0", takes the defaults of its class.
     """
     entry, settings = _find(env.kind, name)
     check_arguments(env.kind, env.args, entry)
@@ -51,7 +51,7 @@ class GemEnv:
         episode_seed = self._generators.start(seed)
         with self._generators.swapped_in(), quiet():
             if self._kind.startswith("gem:rg:"):
-                # A new one, because an environment changes its questions after some hundred resets.
+                # A new one, because an old one changes its questions after some hundred resets.
                 self._env = self._make()
             text, info = self._env.reset(seed=episode_seed)
         return _shown(text, info), dict(info)

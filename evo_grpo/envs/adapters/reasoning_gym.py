@@ -31,7 +31,7 @@ MAX_OUTPUT_TOKENS = 64
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Task:
-    """Build a task; `env.args` are sizes of `reasoning_gym_task` and settings of the dataset."""
+    """Build a task; `env.args` has the sizes of splits and the settings of the dataset."""
     sizes = {f"{split}_size" for split in SPLITS}
     counts = {key: value for key, value in env.args.items() if key in sizes}
     settings = {key: value for key, value in env.args.items() if key not in sizes}

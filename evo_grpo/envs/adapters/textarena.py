@@ -41,7 +41,7 @@ _ROLE = re.compile(r"\[(?:GAME|Player(?: \d+)?)\]")
 
 
 def random_opponent(seen: str, draw: np.random.Generator) -> str:
-    """Return one of the moves listed last, such as "[4]", else any move in the text, else ""."""
+    """Draw a move such as "[4]" from the last list of moves, else from the text; "" for none."""
     lists = [_MOVE.findall(line) for line in _LISTED.findall(seen)]
     moves = next((listed_moves for listed_moves in reversed(lists) if listed_moves), None)
     if moves is None:
@@ -50,7 +50,7 @@ def random_opponent(seen: str, draw: np.random.Generator) -> str:
 
 
 def check(name: str, env: EnvConfig, seed: int) -> None:
-    """Begin an episode as `build` does, but only look up the user's opponent in its source."""
+    """Check the game as `build` does, but only look up the user's opponent in its source."""
     build(name, env, seed, _found_opponent)
 
 
@@ -130,7 +130,7 @@ class TextArenaEnv:
         self._seen = {side: [] for side in range(self._players)}
         with self._generators.swapped_in(), quiet():
             # A copy, because some games keep state over a reset, such as a shuffled deck. Not a new
-            # game, because others look for a download then.
+            # game, because some games look for a download when they are made.
             self._game = copy.deepcopy(self._fresh)
             self._game.reset(num_players=self._players, seed=episode_seed)
             self._done = False

@@ -152,7 +152,7 @@ class TrlStyleEnv:
 
 
 def _rows(env: EnvConfig) -> Sequence[DatasetRow]:
-    """Return the rows of the episodes, after reading the messages in their prompts."""
+    """Return the rows of the episodes; refuse a prompt that cannot be read."""
     rows = [] if env.train is None else read_rows(env.train, "train", env.max_data_gb)
     for row in rows:
         try:

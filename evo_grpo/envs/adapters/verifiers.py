@@ -163,7 +163,7 @@ class _TaskEpisode:
         self._loop.close()
 
     async def _run(self, source: Any, task: Any, role: str) -> None:  # noqa: ANN401 -- an extra
-        # In place of their `Agents`.
+        # In place of verifiers' `Agents`.
         agents = SimpleNamespace(**{role: _PolicyAgent(self, source, role)})
         await source.setup(agents)
         await source.run(task, agents)
@@ -283,7 +283,7 @@ def _module(kind: str, name: str) -> str:
 
 
 def _checked_role(vf: Any, kind: str, source: Any, task: Any) -> str:  # noqa: ANN401 -- an extra
-    """Return the only role of an environment, which asks for text alone and scores in Python."""
+    """Return the only role of an environment; refuse one that needs more than text and Python."""
     roles = list(vf.configs.agent.agent_config_fields(source.config))
     taskset, task_type = source.taskset, type(task)
     needs = {

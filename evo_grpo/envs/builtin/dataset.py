@@ -152,9 +152,9 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
 
     A missing validation or test split takes a tenth of the prompts of train; no prompt is in two
     splits. With `validation_from_few`, a validation split uses the train rows if there are too few
-    prompts to hold any out. `sources` has a source of `tables.read_rows` by split, or None; train
-    is required. None as `template` takes the column "prompt" or else "question" as the user's
-    message. With tags of `thinking`, the parameter of that name is no column.
+    prompts to hold any out. `sources` maps a split to a source of `tables.read_rows` or None;
+    train is required. None as `template` takes the column "prompt" or else "question" as the user's
+    message. With `thinking` tags, the reward parameter `thinking` is no column.
     """
     sources = by_splits(sources)
     rows: dict[Split, Sequence[DatasetRow]] = {
@@ -204,7 +204,7 @@ def _try_templates(rewards: Sequence[RewardFunction], row: DatasetRow, place: st
 
 
 def default_template(row: DatasetRow) -> Messages:
-    """Return a template of the column "prompt", "question" or "messages", whichever is there."""
+    """Return a template of the first column that a row has of "prompt", "question", "messages"."""
     for column in ("prompt", "question", MESSAGES):
         if column in row:
             role = MESSAGES if holds_messages(row[column]) else "user"

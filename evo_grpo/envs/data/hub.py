@@ -98,7 +98,7 @@ def _commit(dataset: HubDataset, where: str) -> str | None:
             f"name owner/name, give the path of a file, or ask for access at {page} and log in "
             "with hf auth login, or give a token in HF_TOKEN"
         )
-    except Exception as error:  # its client has changed the library of its requests
+    except Exception as error:  # huggingface_hub has changed its HTTP library
         why = (
             f"expected an answer of {constants.ENDPOINT} within {TIMEOUT:g} s, got none "
             f"({hub_words(str(error)) or type(error).__name__}); try again, or use the copy in "

@@ -34,7 +34,7 @@ ROWS_AT_ONCE = 16
 NO_NONE = "give it a value, or drop the row"
 """Remedy for None in a column that a prompt prints."""
 
-#: The escape of a lone surrogate, the only way for one into a file in UTF-8.
+#: The JSON escape of a lone surrogate, which UTF-8 itself cannot hold.
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
@@ -167,8 +167,7 @@ def _check_once(columns: Iterable[str], where: str) -> None:
 
 
 _Rows = Iterator[tuple[int, Any]]
-"""The rows of a file, each with the line in which it begins, or its number where lines are no
-rows."""
+"""The rows of a file, each with the line in which it begins, or its number in JSON and Parquet."""
 
 
 def _file_rows(path: Path, name: str, gigabytes: float) -> _Rows:
@@ -208,7 +207,7 @@ def _file_rows(path: Path, name: str, gigabytes: float) -> _Rows:
 
 @final
 class BoundedFile:
-    """A file, an estimate of the memory that its contents take, and the place that is read."""
+    """An input file, a limit of the memory that it may take, and the place that is being read."""
 
     def __init__(self, path: Path, name: str, gigabytes: float) -> None:
         self.path, self.name, self.place = path, name, name
@@ -276,7 +275,7 @@ def _parsed(file: BoundedFile, text: str, levels: int) -> object:
     # An estimate of the memory of the values, beside their characters.
     file.spend(VALUE_BYTES * sum(map(text.count, ",[{")))
     value = json.loads(text)
-    # Few texts may hold what a row cannot hold, and are looked through.
+    # Only a text with many brackets or an escaped surrogate needs the slow check.
     if text.count("[") + text.count("{") > levels or _HALF.search(text):
         _check(value, file.place, levels)
     return value
@@ -323,7 +322,7 @@ def _read_parquet(file: BoundedFile) -> _Rows:
             for batch in opened.iter_batches(ROWS_AT_ONCE):
                 file.place = f"{file.name}, rows {count} to {count + batch.num_rows - 1}"
                 rows = batch.to_pylist()
-                # The text of the values, since Arrow stores equal ones once.
+                # Counted as text, since Arrow stores equal values once.
                 file.spend(len(repr(rows)) + VALUE_BYTES * len(rows) * (batch.num_columns + 1))
                 yield from enumerate(rows, count)
                 count += len(rows)

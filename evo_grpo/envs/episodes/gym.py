@@ -100,7 +100,7 @@ class MultiTurnGym:
         self._evaluation_size = evaluation_size
         self._context = max_model_len
         self._renews = True
-        self.plays = 1  # that go on at once and share `max_environments`
+        self.plays = 1  # number that run at once and share `max_environments`
         self._failed_seeds = 0.0
         self.batch_size = batch_size
         self.seed = seed
@@ -114,10 +114,10 @@ class MultiTurnGym:
         self.max_turns = episode.max_turns
         self.name = name or episode.name
         self._idle = [episode]
-        #: Episodes that are played, by the identity of their environments.
+        #: Running episodes, by the id() of their environments.
         self._lent = WeakValueDictionary[int, TokenObservationWrapper]()
         self._shared = Lock()  # for threads that play side by side
-        # Held by the play that resets or steps, but not while the time of a call is limited.
+        # Held by the play that resets or steps; no time limit runs while a play waits for it.
         self.stepping = Lock() if getattr(episode.env, "draws_globally", False) else nullcontext()
 
     @classmethod
@@ -193,7 +193,7 @@ class MultiTurnGym:
         """Count the consecutive seeds whose episodes all failed; `MAX_FAILED_SEEDS` end the run."""
         reasons = Counter(t.error for t in episodes)
         with self._shared:
-            # Plays that go on at once have the same seeds.
+            # Plays that run at once have the same seeds.
             failed = 0.0 if reasons[""] else self._failed_seeds + seeds / self.plays
             self._failed_seeds = failed
         if episodes and failed >= MAX_FAILED_SEEDS:
@@ -264,8 +264,8 @@ class _Running(NamedTuple):
 def _metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
     """Return the metrics of one agent's episodes of a step.
 
-    They are dropped (episodes) and, if all were dropped, empty_steps (1); else also turns (mean)
-    and cut (share that ended by `max_turns` or the context).
+    `dropped` counts episodes. If all were dropped, `empty_steps` is 1; else `turns` is a mean, and
+    `cut` the share that ended by `max_turns` or the context.
     """
     kept_episodes = [t for t in episodes if not t.error]
     if not kept_episodes:
@@ -358,7 +358,7 @@ class EpisodePlay:
             self._attempt(watch, running, partial(running.episode.reset, seed=running.seed))
 
     def _attempt(self, watch: Watch, running: _Running, make: Callable[[], object]) -> None:
-        """Make a reset or a step; drop the episode if the environment raises."""
+        """Call `make`, a reset or a step; drop the episode if the environment raises."""
         episode = running.episode
 
         def title() -> str:

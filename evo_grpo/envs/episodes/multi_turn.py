@@ -340,7 +340,7 @@ def check_reset(name: str, returned: object) -> tuple[str, dict[str, Any]]:
 
 
 def check_step(name: str, returned: object) -> tuple[object, float, bool, bool, dict[str, Any]]:
-    """Check the result of `step`: (text, reward, terminated, truncated, info), without the text."""
+    """Check (text, reward, terminated, truncated, info), the result of `step`, but for the text."""
     place = f"{name}.step"
     text, reward, terminated, truncated, info = _checked_parts(
         place, returned, ("text", "reward", "terminated", "truncated", "info")
@@ -376,7 +376,7 @@ def check_text(place: str, value: object) -> str:
 
 
 def check_flag(place: str, name: str, value: Any) -> bool:  # noqa: ANN401 -- whatever a game returned
-    """Return a flag for True, False, or a number or array of one element that equals one of them.
+    """Return a flag as a bool; a number or array of one element must equal True or False.
 
     None is False. Strings are refused, because bool("False") is True.
     """

@@ -33,7 +33,7 @@ FOREIGN = {
     "environments": "TRL passes it; there is none here",
     "solution_str": "verl passes the completion so; name the parameter completion",
 }
-"""Parameters of reward functions that other trainers pass, each with what is here."""
+"""Parameters of reward functions that other trainers pass, each with its counterpart here."""
 _NOT_YOURS = tuple(
     f"{folder}{os.sep}"
     for folder in (Path(__file__).parents[2], *map(sysconfig.get_path, ("stdlib", "purelib")))
@@ -180,9 +180,9 @@ def as_rewards(
 
 
 def required_columns(rewards: Sequence[RewardFunction], thinking: object) -> dict[str, str]:
-    """Return the columns that reward functions need, with the name of a function for each.
+    """Return the columns that reward functions need, each with the function that needs it.
 
-    With tags of thinking, the parameter `thinking` is no column.
+    With `thinking` tags, the parameter `thinking` is no column.
     """
     needs = {name: who for reward in rewards for name, who in reward.required_columns().items()}
     if thinking is not None:
@@ -199,7 +199,7 @@ def unknown_reward(name: str, names: Sequence[str]) -> str:
 
 
 def _foreign(parameter: str) -> str:
-    """Return the name here of a parameter of other trainers, in parentheses, or ""."""
+    """Return the entry of `FOREIGN` for a parameter, in parentheses, or ""."""
     return f" ({FOREIGN[parameter]}: see {PAGE})" if parameter in FOREIGN else ""
 
 

@@ -30,9 +30,9 @@ from evo_grpo.settings.rewards import JudgeReward
 LIKELIEST = 20
 """Number of the likeliest first tokens that `score: logprob` asks for; the API allows no more."""
 CHARACTERS = 4
-"""Characters of a token in an estimate of what a judge reads."""
+"""Characters per token, in an estimate of what a judge reads."""
 WAIT_SECONDS = 0.5
-"""Seconds after which a thread that waits for another one looks whether it is still needed."""
+"""Seconds between two checks of a waiting thread whether its result is still needed."""
 LEAST_PROBABILITY = 0.5
 """Least probability of all `answers` together; below it, the judge answers something else."""
 
@@ -57,7 +57,7 @@ class Judge(Scorer):
         super().__init__(list(self._templates.values()))
         self._answers = Answers()
         self._client = Client(settings)
-        #: Questions that a thread is asking, and the condition that they are answered.
+        #: Questions that some thread is asking, and the condition that wakes waiting threads.
         self._asked = set[str]()
         self._change = threading.Condition()
         self._board: Board | None = None
@@ -73,7 +73,7 @@ class Judge(Scorer):
         self._answers.record_in(folder, name, counts=counts)
 
     def share(self, board: Board, *, known: bool) -> None:
-        """Leave out questions that another process asks; see `Scorer.share`."""
+        """Ask no question that another process claims on `board`; `known` posts our answers."""
         self._board = board
         if known:
             board.write({key: _told(answer) for key, answer in self._answers.known.items()})
@@ -143,7 +143,7 @@ class Judge(Scorer):
         ]
 
     def _settle(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
-        """Get the answers to all questions, from any thread; return the questions that failed."""
+        """Get an answer or a failure for each question, by any thread; return the failures."""
         failed: dict[str, Unanswered] = {}
         while True:
             with self._change:
@@ -166,7 +166,7 @@ class Judge(Scorer):
                     self._change.notify_all()
 
     def _ask(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
-        """Ask the questions that no other process asks, await the others; return failures."""
+        """Send the questions that no other process asks, wait for the others; return failures."""
         board = self._board
         if board is None:
             return self._client.ask(questions, self._keep)
@@ -176,7 +176,7 @@ class Judge(Scorer):
         try:
             if claimed:
                 failed = self._client.ask(claimed, self._keep)
-        finally:  # also after an error: the others wait
+        finally:  # also after an error: other processes wait
             answers = self._answers.known
             reasons = {key: failed.get(key, Unanswered("it was not asked")).why for key in claimed}
             # Share each answer again: an error of the disk may have kept it from being shared.
@@ -200,14 +200,14 @@ class Judge(Scorer):
         return failed
 
     def _claimed(self, board: Board, key: str) -> bool:
-        """Return whether this process is to ask a question: no other process asks or asked it."""
+        """Claim a question; return False if another process asks it or has answered it."""
         posted = board.swap(key, "", self._claim)
         if posted.startswith("{") and "why" in json.loads(posted):  # it failed, some time ago
             posted = board.swap(key, posted, self._claim)
         return posted == self._claim
 
     def _heard(self, key: str, told: Mapping[str, Any]) -> dict[str, Unanswered]:
-        """Keep another process's answer to a question; return its failure, if it failed."""
+        """Keep another process's answer to a question; return the failure of a failed question."""
         if "why" in told:
             return {key: Unanswered(told["why"])}
         with self._change:
@@ -271,7 +271,7 @@ class Judge(Scorer):
 
 
 def _told(answer: Answer) -> str:
-    """Return the part of an answer that other processes need; its text serves messages alone."""
+    """Return the JSON that other processes need; only messages read the text of an answer."""
     text = answer.text if answer.score is None else ""
     return json.dumps({"score": answer.score, "text": text})
 

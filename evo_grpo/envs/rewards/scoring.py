@@ -142,7 +142,7 @@ def _fill(
     *,
     keep_errors: bool,
 ) -> Iterator[Failure]:
-    """Write the results of a function, one per completion, and yield those that are no rewards."""
+    """Write a function's results, one per completion, to `column`; yield the failures."""
     for number, value in enumerate(results):
         try:
             if issubclass(type(value), RewardError):

@@ -36,8 +36,8 @@ class Samples:
     """What TRL's functions get of B completions beside their texts.
 
     Attributes:
-        token_ids: Sampled ids of each, the end token included.
-        messages: The conversation that each answers; None for a prompt that is plain text.
+        token_ids: Sampled ids of each completion, the end token included.
+        messages: The conversation that each completion answers; None for a prompt of plain text.
         step: See `TrainerState`.
     """
 

@@ -61,7 +61,7 @@ class Watch:
         self.abandoned = False
 
     def run(self, call: Call, allowance: float = 0.0) -> Any:  # noqa: ANN401 -- what the call returns
-        """Make a call. After one with an `allowance`, seconds beyond the limit, call `check`.
+        """Make a call; with `allowance`, seconds beyond the limit, the caller then calls `check`.
 
         Raises RewardAbortError if the call took longer, or left one of `MODES` changed.
         """
@@ -97,7 +97,7 @@ class Watch:
         )
 
     def late_call(self, done: Future[Any]) -> Call | None:
-        """Wait until all is done, or until a call is late, and return that call."""
+        """Wait until `done` has a result or a call is late; return the late call."""
         limit = self.limit or 0.0
         while not wait([done], min(limit, 1.0) / 4).done:
             call = self._running
@@ -142,7 +142,7 @@ def watching(limit: float | None, work: Callable[[Watch], ResultT]) -> ResultT:
 
 
 class Mode(NamedTuple):
-    """A mode: its name, a module, what reads it, and the function of the module that sets it."""
+    """A mode: its name, its module, its reader, and the function of the module that sets it."""
 
     name: str
     module: str
@@ -166,8 +166,8 @@ MODES = (
     ),
     Mode("number of threads", "torch", methodcaller("get_num_threads"), "set_num_threads"),
 )
-"""What the process or a thread has once, and the run depends on; it does not draw from the global
-random generators."""
+"""State of the process or of a thread on which the run depends. The run draws nothing from the
+global random generators."""
 
 
 @beside_no_load()
@@ -229,7 +229,7 @@ def in_a_thread(
     return result
 
 
-#: Types of most results; checking whether one is awaitable takes longer than computing it.
+#: Types of most results: `inspect.isawaitable` takes longer than computing such a result.
 _NUMBERS = frozenset({float, int, bool, type(None)})
 
 ASYNC_ALLOWANCE = 1.0
