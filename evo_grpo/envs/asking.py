@@ -1,7 +1,7 @@
 """The prompt template and answer length of a task, from its settings alone.
 
-A model is also asked on machines without the task's data and reward functions. So no user code is
-imported, and rows are read only if no setting gives the template.
+A model may be sampled on a machine without the task's data and reward functions. So no user code
+is imported, and rows are read only if no setting gives the template.
 """
 
 from __future__ import annotations
@@ -63,24 +63,24 @@ class _Hidden(str):
 def asking(
     env: EnvConfig, seed: int, prompt: str | None = None, *, show_rows: bool = True
 ) -> Asking:
-    """Return how the task of a configuration asks; `prompt` is a name in `env.prompts`.
+    """Return the prompt template and answer length of a task; `prompt` names one of `env.prompts`.
 
     Without `show_rows`, the examples of `env.few_shot` have "..." in place of the user's values.
     """
     if is_multi_turn(env.kind):
         messages = Template.of(opening(env.system_prompt))
-        first = replace(messages, keywords=env.chat_template_kwargs)
-        return Asking(first, DEFAULT_OUTPUT_TOKENS, {})
+        opening_template = replace(messages, keywords=env.chat_template_kwargs)
+        return Asking(opening_template, DEFAULT_OUTPUT_TOKENS, {})
     family = family_of(env.kind)
     is_object = env.kind.startswith(OBJECT)
-    own = is_object or (family is not None and bool(family.reads))
+    is_user_task = is_object or (family is not None and bool(family.reads))
     few_shot, hidden = env.few_shot, 0
     if few_shot is not None and not show_rows and not isinstance(few_shot.rows, int):
         rows = [dict.fromkeys(row, _Hidden()) for row in few_shot.rows]
         env, hidden = env.replace(few_shot=few_shot.replace(rows=rows)), len(rows)
     examples = [] if env.few_shot is None else env.few_shot.rows
-    # Examples that are shown, and are a number of rows, depend on the rows of train.
-    if own and not (show_rows and isinstance(examples, int)):
+    # Examples that are shown, and given as a number of rows, are drawn from train.
+    if is_user_task and not (show_rows and isinstance(examples, int)):
         template = configured_template(env)
         if is_object and template is None:
             raise ConfigError(
@@ -89,14 +89,14 @@ def asking(
             )
         if template is None and env.train is not None:
             template = default_template(read_rows(env.train, "train", env.max_data_gb)[0])
-        made = Template.of(template)
+        base = Template.of(template)
         if few_shot is not None and isinstance(examples, int):
-            question = named_template(prompt, made, env.replace(few_shot=None).prompting(), ())
+            question = named_template(prompt, base, env.replace(few_shot=None).prompting(), ())
             names = question.columns() | Template.of(few_shot.answer).columns()
             examples, hidden = [dict.fromkeys(names, _Hidden())] * examples, examples
         assert not isinstance(examples, int), "without few_shot, there are no examples"
-        asked = named_template(prompt, made, env.prompting(), examples)
-        return Asking(asked, DEFAULT_OUTPUT_TOKENS, {}, hidden)
+        full_template = named_template(prompt, base, env.prompting(), examples)
+        return Asking(full_template, DEFAULT_OUTPUT_TOKENS, {}, hidden)
     task = build_task(env, seed, find_function)
-    example = {} if own else task.splits["validation"][0]
+    example = {} if is_user_task else task.splits["validation"][0]
     return Asking(Template.of_task(task, prompt), task.max_output_tokens, example, hidden)

@@ -1,4 +1,4 @@
-"""Columns that hold messages: the conversation of a row, as datasets of chat models have it."""
+"""Read the conversation in a column of a row, as datasets of chat models have it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError
 
 MESSAGES = "messages"
-"""Role of a message of a template in whose place the messages of a column stand; and the usual
-column of whole conversations, whose last message of the assistant is the target."""
+"""Role of a template's message that stands for the messages in a column; and the usual name of that
+column, in which the assistant's last message is the target."""
 TARGET = "target"
-"""Column that a row gets with the target of its conversation."""
+"""Column that `with_parts` adds to a row: the target of its conversation."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-#: JSON, or what Python prints, of a list of messages.
+#: The beginning of a list of messages, as JSON or as Python prints it.
 _LOOKS = re.compile(r"""\s*\[\s*\{[^{}]{0,500}?["'](role|content)["']\s*:""")
 _FORM = '[{"role": "user", "content": "..."}]'
 
 
 def holds_messages(value: object) -> bool:
-    """Return whether a value is a list, or JSON, as a column of conversations has it."""
+    """Return whether a value is a list, or text that begins like a list of messages."""
     return _as_list(value) is not None or (isinstance(value, str) and bool(_LOOKS.match(value)))
 
 
 def is_conversation(value: object) -> bool:
-    """Return whether a value is one message, also with the keys of other datasets, or a list."""
-    first = next(iter(_as_list(value) or ()), value)
-    return isinstance(first, Mapping) and bool({"role", "content", "from"} & first.keys())
+    """Return whether a value is a message, also with the key "from", or a list of messages."""
+    message = next(iter(_as_list(value) or ()), value)
+    return isinstance(message, Mapping) and bool({"role", "content", "from"} & message.keys())
 
 
 def parts_of(row: DatasetRow, column: str) -> dict[str, Any]:
-    """Return the messages to ask a model with, as `messages`, and the target answer, as `target`.
+    """Return the `messages` that ask a model and, if there is one, the `target` answer.
 
     Text is a message of the user. Only the column `messages` has a target.
     """
@@ -52,7 +52,7 @@ def parts_of(row: DatasetRow, column: str) -> dict[str, Any]:
 
 
 def with_parts(row: DatasetRow, parts: Mapping[str, Any]) -> DatasetRow:
-    """Return a row with the parts of its conversation; columns with the same names are kept."""
+    """Return a row with the parts of its conversation as new columns; existing columns stay."""
     added = {name: value for name, value in parts.items() if name not in row}
     if not added:
         return row
@@ -73,10 +73,10 @@ def messages_of(value: object, where: str) -> list[dict[str, Any]]:
             f"{excerpt(str(value))}; JSON lines and Parquet hold messages themselves"
         )
     return [
-        cast("dict[str, Any]", one)
-        if _is_plain(one)
-        else _message(one, f"{where}, message {number}")
-        for number, one in enumerate(messages)
+        cast("dict[str, Any]", message)
+        if _is_plain(message)
+        else _message(message, f"{where}, message {number}")
+        for number, message in enumerate(messages)
     ]
 
 
@@ -85,7 +85,7 @@ def _is_plain(value: object) -> bool:
         return False
     message = cast("dict[Any, Any]", value)
     is_text = message.get("role") in ROLES and type(message.get("content")) is str
-    return is_text and (len(message) == 2 or all(one is not None for one in message.values()))
+    return is_text and (len(message) == 2 or all(field is not None for field in message.values()))
 
 
 def _message(value: object, where: str) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _message(value: object, where: str) -> dict[str, Any]:
             f"got {excerpt(repr(value))}; rename them, as in {_FORM}"
         )
     # Tables fill missing keys of a message with None.
-    message = {str(key): one for key, one in fields.items() if one is not None}
+    message = {str(key): field for key, field in fields.items() if field is not None}
     if "content" not in message and message.get("tool_calls"):
         message["content"] = ""
     return {**message, "content": text_of(message.get("content"), where)}

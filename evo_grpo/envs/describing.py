@@ -27,7 +27,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def environment_parts(env: object, seed: int) -> dict[str, str]:
-    """Return what identifies an environment: a text or a digest, by the name of the part.
+    """Return the parts that identify an environment: name -> text or digest.
 
     Rows are compared by content, functions and classes by their source, without the functions that
     they call. How reward functions are called is left out, since it changes no result, except in
@@ -56,7 +56,7 @@ def recorded_task(env: object, name: str) -> EnvConfig:
     if task is None:
         return EnvConfig(kind=kind)
     messages = task.conversation
-    conversation = None if messages is None else [Message(**dict(one)) for one in messages]
+    conversation = None if messages is None else [Message(**dict(message)) for message in messages]
     prompts = {name: _named(template) for name, template in task.prompts.items()} or None
     return EnvConfig(kind=kind, prompt=task.prompt, conversation=conversation, prompts=prompts)
 
@@ -64,7 +64,7 @@ def recorded_task(env: object, name: str) -> EnvConfig:
 def _named(template: RawTemplate) -> NamedPrompt:
     if isinstance(template, str):
         return NamedPrompt(prompt=template)
-    return NamedPrompt(conversation=[Message(**dict(one)) for one in template])
+    return NamedPrompt(conversation=[Message(**dict(message)) for message in template])
 
 
 def source_part(name: str, code: object) -> dict[str, str]:
@@ -93,11 +93,11 @@ def reward_parts(rewards: Iterable[object]) -> dict[str, str]:
 
 def _of_task(task: Task) -> dict[str, str]:
     parts = {f"env.{split}": _digest(_stable(list(task.splits[split]))) for split in SPLITS}
-    rows = (
+    options = (
         *(("prompt", task.prompt, repr), ("conversation", task.conversation, _stable)),
         *(("prompts", task.prompts or None, _stable), ("thinking", task.thinking, str)),
     )
-    parts |= {f"env.{name}": write(value) for name, value, write in rows if value is not None}
+    parts |= {f"env.{name}": write(value) for name, value, write in options if value is not None}
     parts |= reward_parts(task.rewards)
     parts["env.reward"] = ", ".join(reward.name for reward in task.rewards)
     parts["env.reward_weights"] = _stable([reward.weight for reward in task.rewards])
@@ -113,7 +113,7 @@ def _digest(text: str) -> str:
 
 
 def _stable(value: object) -> str:
-    """Return values as text that is equal in another process."""
+    """Return a value as JSON that is equal in every process."""
     return json.dumps(value, ensure_ascii=False, default=_text_of)
 
 

@@ -53,8 +53,8 @@ class Family:
 def checked_arguments(env: EnvConfig, taken_by: Callable[..., object]) -> dict[str, Any]:
     """Return `env.args`, checked against the keyword-only parameters of a function."""
     parameters = inspect.signature(taken_by).parameters.values()
-    known = [p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
-    check_names(env.kind, env.args, known)
+    parameter_names = [p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
+    check_names(env.kind, env.args, parameter_names)
     return checked_types(env.args, taken_by)
 
 
@@ -108,7 +108,7 @@ def check_call(kind: str, args: Mapping[str, Any], made_by: Callable[..., Any]) 
 
 
 def check_integer(name: str, value: object, low: int) -> int:
-    """Return an argument of `env.args` that is an integer >= `low`, or refuse it."""
+    """Check that an argument of `env.args` is an integer >= `low`, and return it."""
     if type(value) is not int or value < low:
         raise ConfigError(f"env.args.{name}: expected an integer >= {low}, got {value!r}")
     return value
@@ -116,9 +116,9 @@ def check_integer(name: str, value: object, low: int) -> int:
 
 def check_name(kind: str, package: str, name: str, names: Iterable[str]) -> None:
     """Refuse a name that a package does not have, and suggest the nearest."""
-    known = list(names)
-    if name not in known:
+    available = list(names)
+    if name not in available:
         raise ConfigError(
             f'env.kind: {package} has no environment "{name}" (from "{kind}").'
-            f"{nearest(name, known)} It has: {listed(known)}"
+            f"{nearest(name, available)} It has: {listed(available)}"
         )

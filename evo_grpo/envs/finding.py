@@ -39,7 +39,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.places import folders
 
 _BINDS_MORE = re.compile(r"\b(globals|exec|vars|setattr|__getattr__)\b")
-"""In the text of a module that may have names which its source does not spell out."""
+"""Found in the text of a module that may bind names which the text does not spell out."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ def find_name(path: str, where: str) -> Definition:
     bound = source.bound.get(first, [])
     if not bound and source.is_complete:
         raise no_such_name(path, where, source.origin, first, source.bound)
-    for lead, _ in _leads(module, first):
-        if is_standard(lead):  # "package:os.system"
-            raise standard_library(path, where, lead)
+    for origin_module, _ in _leads(module, first):
+        if is_standard(origin_module):  # "package:os.system"
+            raise standard_library(path, where, origin_module)
     if len(bound) != 1 or isinstance(bound[0], _Import):
         return Definition(path)
     return _described(bound[0], rest, path, where, source.origin)
@@ -119,23 +119,23 @@ def defining_files(path: str) -> dict[str, Path | None]:
     """
     module, _, attribute = path.partition(":")
     files: dict[str, Path | None] = {}
-    for lead, _ in _leads(module, attribute.partition(".")[0]):
-        if not is_standard(lead):
-            spec = _locate(lead)
+    for origin_module, _ in _leads(module, attribute.partition(".")[0]):
+        if not is_standard(origin_module):
+            spec = _locate(origin_module)
             file = None if isinstance(spec, str) or not spec.has_location else spec.origin
-            files[lead] = None if file is None else Path(file)
+            files[origin_module] = None if file is None else Path(file)
     return files
 
 
 def _leads(module: str, name: str) -> Sequence[_Import]:
-    """Return a name of a module, and the modules and names from which it is imported."""
-    leads = [_Import(module, name)]
-    for lead in leads:  # the loop appends to the list
-        with suppress(ConfigError):  # it cannot be read
-            source = None if is_standard(lead.module) else _read(lead.module, name, "")
-            bound = [] if source is None else source.bound.get(lead.name, [])
-            leads += [one for one in bound if isinstance(one, _Import) and one not in leads]
-    return leads
+    """Return the chain of imports of a name: `module` and `name`, then where they come from."""
+    chain = [_Import(module, name)]
+    for link in chain:  # the loop appends to the list
+        with suppress(ConfigError):  # the module cannot be read
+            source = None if is_standard(link.module) else _read(link.module, name, "")
+            bound = [] if source is None else source.bound.get(link.name, [])
+            chain += [item for item in bound if isinstance(item, _Import) and item not in chain]
+    return chain
 
 
 class _Import(NamedTuple):
@@ -146,7 +146,7 @@ class _Import(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The file of a module, what each name is bound to, and whether it spells out all names."""
+    """The file of a module, the bindings of each name, and whether its text spells out all."""
 
     origin: str
     bound: Mapping[str, Sequence[ast.AST | _Import]]
@@ -156,11 +156,11 @@ class _Source(NamedTuple):
 def _locate(name: str) -> ModuleSpec | str:
     """Return the spec of a module, or the first part of its name that is missing."""
     importlib.invalidate_caches()
-    seen, *rest = name.split(".")
+    prefix, *rest = name.split(".")
     # An import has these folders at the end of sys.path: see `loading.search_here`.
     places = [*sys.path, *map(str, folders())]
     specs: Iterator[ModuleSpec | None] = (
-        finder.find_spec(seen, places if finder is PathFinder else None)
+        finder.find_spec(prefix, places if finder is PathFinder else None)
         for finder in sys.meta_path
         if hasattr(finder, "find_spec") and not is_guard(finder)
     )
@@ -168,12 +168,12 @@ def _locate(name: str) -> ModuleSpec | str:
     for part in rest:
         if spec is None:
             break
-        seen = f"{seen}.{part}"
-        inside = spec.submodule_search_locations
+        prefix = f"{prefix}.{part}"
+        paths = spec.submodule_search_locations
         # The last part alone: for a full name, a namespace package looks for its parent in
         # sys.modules.
-        spec = None if inside is None else PathFinder.find_spec(part, list(inside))
-    return seen if spec is None else spec
+        spec = None if paths is None else PathFinder.find_spec(part, list(paths))
+    return prefix if spec is None else spec
 
 
 def _read(name: str, path: str, where: str) -> _Source | None:
@@ -204,7 +204,7 @@ def _read(name: str, path: str, where: str) -> _Source | None:
 
 
 def _bindings(body: Sequence[ast.stmt], package: str = "") -> dict[str, list[ast.AST | _Import]]:
-    """Return the names that statements bind, in any branch, each with what it is bound to."""
+    """Return the names that statements bind, in any branch, each with its nodes and imports."""
     bound: dict[str, list[ast.AST | _Import]] = defaultdict(list)
     pending: list[ast.AST] = [*body]
     for node in pending:  # the loop appends to the list
@@ -212,14 +212,14 @@ def _bindings(body: Sequence[ast.stmt], package: str = "") -> dict[str, list[ast
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 bound[node.name].append(node)
             case ast.Import():
-                for one in node.names:
-                    name = one.asname or one.name.partition(".")[0]
-                    bound[name].append(_Import(one.name, ""))
+                for alias in node.names:
+                    name = alias.asname or alias.name.partition(".")[0]
+                    bound[name].append(_Import(alias.name, ""))
             case ast.ImportFrom():
                 with suppress(ImportError):  # above the top of the package
                     origin = resolve_name("." * node.level + (node.module or ""), package)
-                    for one in node.names:
-                        bound[one.asname or one.name].append(_Import(origin, one.name))
+                    for alias in node.names:
+                        bound[alias.asname or alias.name].append(_Import(origin, alias.name))
             case ast.Name(ctx=ast.Store()):
                 bound[node.id].append(node)
             case ast.Assign(targets=[ast.Name(id=name)]):
@@ -254,8 +254,8 @@ def _class(node: ast.ClassDef, path: str) -> Definition:
     methods: frozenset[str] | None = None
     if not node.bases and "__getattr__" not in functions:
         # An attribute that a method sets, as in self.plan = ..., may be a method too.
-        within = [one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)]
-        methods = frozenset([*functions, *within])
+        attributes = [child.attr for child in ast.walk(node) if isinstance(child, ast.Attribute)]
+        methods = frozenset([*functions, *attributes])
     return Definition(path, signature, methods)
 
 
@@ -266,15 +266,15 @@ def _signature(node: ast.AST | _Import, *, bound: bool = False) -> Signature | N
     if getattr(node, "decorator_list", ()):
         return None
     args = node.args
-    every = (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg)
-    for argument in filter(None, every):
+    all_arguments = (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg)
+    for argument in filter(None, all_arguments):
         argument.annotation = None
     # A lambda with the same parameters; its defaults and its body are constants, so that nothing
     # of the user's code runs.
     args.defaults = [ast.Constant(...) for _ in args.defaults]
     args.kw_defaults = [default and ast.Constant(...) for default in args.kw_defaults]
-    made = ast.fix_missing_locations(ast.Expression(ast.Lambda(args, ast.Constant(None))))
-    signature = inspect.signature(eval(compile(made, "<signature>", "eval")))
+    bare_lambda = ast.fix_missing_locations(ast.Expression(ast.Lambda(args, ast.Constant(None))))
+    signature = inspect.signature(eval(compile(bare_lambda, "<signature>", "eval")))
     if not bound:
         return signature
     parameters = list(signature.parameters.values())

@@ -21,7 +21,7 @@ def configured_rewards(
 ) -> tuple[RewardFunction, ...]:
     """Load the reward functions that a configuration names; `own` are those of the task.
 
-    If it names none, a mapping `env.reward_weights` sets the weights of `own`.
+    If none is named, a mapping `env.reward_weights` sets the weights of `own`.
     """
     if not env.reward:
         if env.reward_weights is None:
@@ -38,16 +38,17 @@ def rewards_of(
     load: Loader = load_function,
     style: Literal["trl"] | None = None,
 ) -> tuple[RewardFunction, ...]:
-    """Return one reward or several, with weights, as `as_rewards` does.
+    """Return the reward functions, with weights, for one reward or several.
 
-    Each is a function, its name, a `ModelReward`, a `JudgeReward`, or a mapping as in `env.reward`.
+    A reward is a function, its name, a `ModelReward`, a `JudgeReward`, or a mapping as in
+    `env.reward`.
     """
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
-    several = cast("Sequence[object]", given) if is_list else [given]
-    for one in several:
-        if isinstance(one, str):
-            split_name(one, REWARD)  # before any of them is imported
-    return as_rewards([_reward(one, load) for one in several], weights, style)
+    rewards = cast("Sequence[object]", given) if is_list else [given]
+    for reward in rewards:
+        if isinstance(reward, str):
+            split_name(reward, REWARD)  # before any of them is imported
+    return as_rewards([_reward(reward, load) for reward in rewards], weights, style)
 
 
 def _reward(given: object, load: Loader) -> Any:  # noqa: ANN401 -- what `as_rewards` takes

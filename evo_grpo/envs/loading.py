@@ -1,4 +1,4 @@
-"""Loads the user's code, and that of a run folder.
+"""Load the user's code, and refuse the code of a run folder.
 
 Commands that run the code of a configuration call `load_function`; `envs.finding` looks up a name
 without importing anything.
@@ -240,10 +240,10 @@ def _refuse_other(name: str, path: str, where: str) -> None:
 def _import(name: str, path: str, where: str) -> ModuleType:
     search_here()
     _refuse_other(name, path, where)
-    folder = current_modes()[:1]
+    working_folder = current_modes()[:1]
     try:
         module = importlib.import_module(name)
-        if changed := restore(folder):
+        if changed := restore(working_folder):
             raise ConfigError(f"{where}: {path!r}: importing {name!r} left {changed}")
         return module
     except ConfigError:

@@ -81,12 +81,12 @@ class _Muted:
         self._real = sys.stdout or self._dropped  # None after `>&-`
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 -- an attribute of a stream
-        own = threading.get_ident() == self._thread
-        return getattr(self._dropped if own else self._real, name)
+        is_own_thread = threading.get_ident() == self._thread
+        return getattr(self._dropped if is_own_thread else self._real, name)
 
 
 def try_out(kind: str, make: Callable[[], EnvT], seed: int) -> Callable[[], EnvT]:
-    """Begin one episode, so that errors come before the run, and return a factory."""
+    """Begin one episode, so that errors come before the run, and return `make`."""
     try:
         env = make()
         try:
@@ -132,10 +132,13 @@ class PrivateGenerators:
 
         None takes the next seed of the environment.
         """
-        small = self._episodes.randrange(_SEEDS) if seed is None else seed % _SEEDS
+        episode_seed = self._episodes.randrange(_SEEDS) if seed is None else seed % _SEEDS
         # RandomState, because the global generator takes its state.
-        self._own = random.Random(small).getstate(), np.random.RandomState(small).get_state()
-        return small
+        self._own = (
+            random.Random(episode_seed).getstate(),
+            np.random.RandomState(episode_seed).get_state(),
+        )
+        return episode_seed
 
     @contextmanager
     def swapped_in(self) -> Generator[None]:

@@ -26,30 +26,38 @@ def with_prompting(task: Task, settings: PromptSettings, seed: int) -> Task:
     examples: Sequence[DatasetRow] = ()
     if settings.few_shot is not None:
         task, examples = _with_examples(task, template, settings.few_shot, seed)
-    named = {
+    by_name = {
         name: named_template(name, template, settings, examples) for name in settings.prompts or ()
     }
-    made = next(iter(named.values())) if named else prompting_template(template, settings, examples)
-    for name, one in named.items() or [(None, made)]:
-        if one.conversations or not one.columns().keys() <= template.columns().keys():
+    first_template = (
+        next(iter(by_name.values()))
+        if by_name
+        else prompting_template(template, settings, examples)
+    )
+    for name, prompt in by_name.items() or [(None, first_template)]:
+        if prompt.conversations or not prompt.columns().keys() <= template.columns().keys():
             who = "the prompt template" if name is None else f"env.prompts.{name}"
-            fitted = {split: one.fitted(rows, split, who)[0] for split, rows in task.splits.items()}
+            fitted = {
+                split: prompt.fitted(rows, split, who)[0] for split, rows in task.splits.items()
+            }
             task = replace(task, splits=fitted)
     return replace(
         task,
-        prompt=made.text,
-        conversation=made.conversation,
-        keywords=made.keywords,
+        prompt=first_template.text,
+        conversation=first_template.conversation,
+        keywords=first_template.keywords,
         thinking=settings.thinking,
         too_long=settings.too_long,
-        prompts={name: one.text or one.conversation or "" for name, one in named.items()},
+        prompts={
+            name: prompt.text or prompt.conversation or "" for name, prompt in by_name.items()
+        },
     )
 
 
 def named_template(
     name: str | None, template: Template, settings: PromptSettings, examples: Sequence[DatasetRow]
 ) -> Template:
-    """Return the template of a prompt in `env.prompts`; None stands for the first or only one."""
+    """Return the template of a prompt in `env.prompts`; None takes the first, or the task's."""
     prompts = settings.prompts or {}
     if name is None:
         name = next(iter(prompts), None)
@@ -57,22 +65,22 @@ def named_template(
         return prompting_template(template, settings, examples)
     if name not in prompts:
         raise ConfigError(unknown_name(name, prompts, PROMPTS))
-    one, above = prompts[name], f"env.prompts.{name}"
-    if settings.system_prompt is not None and one.system_prompt is not None:
+    named_prompt, setting = prompts[name], f"env.prompts.{name}"
+    if settings.system_prompt is not None and named_prompt.system_prompt is not None:
         raise ConfigError(
-            f"{above}: expected no system prompt beside env.system_prompt, got both; remove one"
+            f"{setting}: expected no system prompt beside env.system_prompt, got both; remove one"
         )
     try:
-        if one.prompt is not None:
-            template = Template.of(one.prompt)
-        elif one.conversation is not None:
-            messages = [{"role": m.role, "content": m.content} for m in one.conversation]
+        if named_prompt.prompt is not None:
+            template = Template.of(named_prompt.prompt)
+        elif named_prompt.conversation is not None:
+            messages = [{"role": m.role, "content": m.content} for m in named_prompt.conversation]
             template = Template.of(messages)
     except ConfigError as error:
-        raise ConfigError(f"{above}: {error}") from error
-    where = above if one.system_prompt is not None else "env"
-    settings = settings.replace(system_prompt=one.system_prompt or settings.system_prompt)
-    return prompting_template(template, settings, examples, above=where)
+        raise ConfigError(f"{setting}: {error}") from error
+    system_prompt_group = setting if named_prompt.system_prompt is not None else "env"
+    settings = settings.replace(system_prompt=named_prompt.system_prompt or settings.system_prompt)
+    return prompting_template(template, settings, examples, above=system_prompt_group)
 
 
 def prompting_template(
@@ -120,8 +128,8 @@ def _with_examples(
         return task, rows
     train = task.splits["train"]
     require_columns(train, needs, "train", filled=needs)
-    examples, rest = _taken_out(train, template, few_shot.rows, seed)
-    splits: dict[Split, Sequence[DatasetRow]] = {**task.splits, "train": rest}
+    examples, other_rows = _taken_out(train, template, few_shot.rows, seed)
+    splits: dict[Split, Sequence[DatasetRow]] = {**task.splits, "train": other_rows}
     return replace(task, splits=splits), examples
 
 
@@ -129,21 +137,21 @@ def _taken_out(
     train: Sequence[DatasetRow], template: Template, count: int, seed: int
 ) -> tuple[list[DatasetRow], list[DatasetRow]]:
     """Return a row for each of `count` prompts drawn from train, and the rows of other prompts."""
-    together: dict[str, list[DatasetRow]] = {}
+    by_prompt: dict[str, list[DatasetRow]] = {}
     for row in train:
-        together.setdefault(template.plain(row), []).append(row)
-    if count >= len(together):
+        by_prompt.setdefault(template.plain(row), []).append(row)
+    if count >= len(by_prompt):
         raise DataError(
-            f"env.few_shot.rows: expected fewer than the {len(together)} different prompts of "
+            f"env.few_shot.rows: expected fewer than the {len(by_prompt)} different prompts of "
             f"train, so that some are left to train on, got {count}; lower it, add rows, or write "
             "the examples into env.few_shot.rows"
         )
-    order = generator(seed, "few_shot").permutation(len(together))[:count]
-    keys = list(together)
-    picked = [keys[index] for index in order]
-    taken = set(picked)
-    rest = [row for key, rows in together.items() if key not in taken for row in rows]
-    return [together[key][0] for key in picked], rest
+    order = generator(seed, "few_shot").permutation(len(by_prompt))[:count]
+    prompts = list(by_prompt)
+    example_prompts = [prompts[index] for index in order]
+    used = set(example_prompts)
+    other_rows = [row for key, rows in by_prompt.items() if key not in used for row in rows]
+    return [by_prompt[key][0] for key in example_prompts], other_rows
 
 
 def _solved_before(
@@ -152,11 +160,11 @@ def _solved_before(
     """Return a template preceded by the questions of examples and their answers."""
     answer = Template.of(few_shot.answer)
     if template.text is not None:
-        shown = (
+        solved_texts = (
             _literal(template.plain(row) + answer.plain(row) + few_shot.separator)
             for row in examples
         )
-        return replace(template, text="".join(shown) + template.text)
+        return replace(template, text="".join(solved_texts) + template.text)
     messages = template.conversation or ()
     system = tuple(message for message in messages[:1] if message["role"] == "system")
     question = replace(template, conversation=messages[len(system) :])
@@ -165,14 +173,18 @@ def _solved_before(
 
 
 def _solved(asked: Template, answer: Template, row: DatasetRow) -> list[Mapping[str, str]]:
-    # A system message of the row is left out, since that of the question comes first.
-    whole, messages = asked.filled(row)
-    filled = [one for one in messages if one["role"] not in SYSTEM]
-    # A last message of the assistant begins each answer.
-    start = filled.pop()["content"] if filled[-1:] and filled[-1]["role"] == "assistant" else ""
-    solution = answer.plain(whole)
-    filled.append({"role": "assistant", "content": start + solution})
-    return [{"role": one["role"], "content": _literal(one["content"])} for one in filled]
+    # A system message of the row is left out: the question's system message comes first.
+    full_row, messages = asked.filled(row)
+    example = [message for message in messages if message["role"] not in SYSTEM]
+    # The answer continues a last message of the assistant.
+    answer_start = (
+        example.pop()["content"] if example[-1:] and example[-1]["role"] == "assistant" else ""
+    )
+    solution = answer.plain(full_row)
+    example.append({"role": "assistant", "content": answer_start + solution})
+    return [
+        {"role": message["role"], "content": _literal(message["content"])} for message in example
+    ]
 
 
 def _literal(text: str) -> str:

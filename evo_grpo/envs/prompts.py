@@ -63,11 +63,11 @@ class Template:
     def of(cls, template: str | Messages | None) -> Template:
         """Return the template for a raw string or a list of messages."""
         if isinstance(template, str):
-            made = cls(text=template)
+            prompt_template = cls(text=template)
         else:
-            made = cls(conversation=_messages(template))
-        made.columns()
-        return made
+            prompt_template = cls(conversation=_messages(template))
+        prompt_template.columns()
+        return prompt_template
 
     @classmethod
     def of_task(cls, task: Task, name: str | None = None) -> Template:
@@ -100,7 +100,7 @@ class Template:
         """
         needs = dict.fromkeys(self.columns(), who)
         require_columns(rows, needs, name, filled=needs)
-        whole: list[DatasetRow] = []
+        fitted_rows: list[DatasetRow] = []
         texts: list[str] = []
         for number, row in enumerate(rows):
             try:
@@ -108,9 +108,9 @@ class Template:
             except DataError as error:
                 place = place_of(row, f"{name}, row {number}")
                 raise DataError(f"{place}: {error}") from error
-            whole.append(fitted)
+            fitted_rows.append(fitted)
             texts.append(_text(messages))
-        return whole, texts
+        return fitted_rows, texts
 
     def plain(self, row: DatasetRow) -> str:
         """Fill in a row without a tokenizer; equal texts are equal prompts."""
@@ -125,24 +125,24 @@ class Template:
 
         A system message in a column goes before examples; a raw template is a user message.
         """
-        whole, filled = row, list[dict[str, Any]]()
+        full_row, messages = row, list[dict[str, Any]]()
         for message in self.conversation or ({"role": "user", "content": self.text or ""},):
             role, content = message["role"], message["content"]
             if role != MESSAGES:
-                filled.append({"role": role, "content": _fill(content, row)})
+                messages.append({"role": role, "content": _fill(content, row)})
                 continue
             parts = parts_of(row, content[1:-1])
-            whole, asked = with_parts(whole, parts), parts[MESSAGES]
-            if filled and asked[0]["role"] in SYSTEM:
-                if filled[0]["role"] in SYSTEM:
+            full_row, row_messages = with_parts(full_row, parts), parts[MESSAGES]
+            if messages and row_messages[0]["role"] in SYSTEM:
+                if messages[0]["role"] in SYSTEM:
                     raise DataError(
                         f'the column "{content[1:-1]}" has a system message, and so has the '
                         "template of the prompt (env.system_prompt or env.conversation); remove one"
                     )
-                filled.insert(0, asked[0])
-                asked = asked[1:]
-            filled += asked
-        return whole, filled
+                messages.insert(0, row_messages[0])
+                row_messages = row_messages[1:]
+            messages += row_messages
+        return full_row, messages
 
     def render(
         self, row: DatasetRow, tokenizer: PreTrainedTokenizerBase
@@ -181,15 +181,15 @@ def _drop_appended_ends(
 ) -> None:
     """Drop the end tokens that a tokenizer appended, after which a model completes nothing."""
     end = tokenizer.eos_token_id
-    closed = [number for number, ids in enumerate(encoded) if ids and ids[-1] == end]
-    if not closed:
+    ended_rows = [number for number, ids in enumerate(encoded) if ids and ids[-1] == end]
+    if not ended_rows:
         return
-    # Where a tokenizer puts a token in front, its ids are longer than those of the text too.
-    front = list(tokenizer(_PROBE, **_QUIET)["input_ids"])
+    # Ids are longer than those of the text also where a tokenizer puts a token in front.
+    probe = list(tokenizer(_PROBE, **_QUIET)["input_ids"])
     plain = _plain_ids(_PROBE, tokenizer)
-    before = next((n for n in range(len(front)) if plain and front[n:][: len(plain)] == plain), 0)
-    for number in closed:
-        if len(encoded[number]) > before + len(_plain_ids(texts[number], tokenizer)):
+    offset = next((n for n in range(len(probe)) if plain and probe[n:][: len(plain)] == plain), 0)
+    for number in ended_rows:
+        if len(encoded[number]) > offset + len(_plain_ids(texts[number], tokenizer)):
             encoded[number].pop()
 
 
@@ -220,18 +220,18 @@ class RenderedPrompts:
 
     def get(self, split: Split, index: int) -> Prompt:
         """Return the prompt of a row; an error names split and row."""
-        known = self._known[split]
-        if index not in known:
+        prompts = self._known[split]
+        if index not in prompts:
             row = self._splits[split][index]
             try:
                 text, ids = self._template.render(row, self._tokenizer)
             except EvoGrpoError as error:
                 raise type(error)(f"{place_of(row, f'{split}, row {index}')}: {error}") from error
-            known[index] = self._fitting(split, Prompt(index, text, ids, row))
-        return known[index]
+            prompts[index] = self._fitting(split, Prompt(index, text, ids, row))
+        return prompts[index]
 
     def of_row(self, prompt: Prompt) -> Prompt:
-        """Return the prompt of the same row as another prompt, which may be of any template."""
+        """Return the prompt of the row of `prompt`, which may be of another template."""
         index = prompt.index
         for split in SPLITS:
             rows = self._splits[split]
@@ -294,18 +294,18 @@ def fitting_rows(
     *,
     whole: bool = True,
 ) -> dict[Split, list[DatasetRow]]:
-    """Return the rows whose prompts, by each of several templates, have at most `most` tokens."""
-    kept: dict[Split, list[DatasetRow]] = {}
+    """Return the rows of at most `most` tokens by each template; `whole` refuses an empty split."""
+    fitting: dict[Split, list[DatasetRow]] = {}
     for split, rows in splits.items():
-        longest = map(max, zip(*(one.lengths(split) for one in rendered), strict=True))
-        kept[split] = [row for row, length in zip(rows, longest, strict=True) if length <= most]
-        if whole and not kept[split]:
+        longest = map(max, zip(*(prompts.lengths(split) for prompts in rendered), strict=True))
+        fitting[split] = [row for row, length in zip(rows, longest, strict=True) if length <= most]
+        if whole and not fitting[split]:
             raise DataError(
                 f"env.too_long: expected a {split} row with a prompt of at most {most} tokens, the "
                 "examples of env.few_shot included, got none; shorten them, or raise "
                 "algorithm.max_model_len where the model allows it"
             )
-    return kept
+    return fitting
 
 
 def chat(
@@ -364,7 +364,7 @@ def _messages(template: object) -> tuple[Mapping[str, str], ...]:
 
 
 class _Present(dict[str, Any]):
-    """A row without values that a prompt should not print: None, and a list in place of a text."""
+    """A row that refuses values which a prompt should not print: None, or a list for a text."""
 
     def __init__(self, row: DatasetRow, text: str) -> None:
         super().__init__(row)
@@ -374,19 +374,19 @@ class _Present(dict[str, Any]):
         value = super().__getitem__(column)
         if isinstance(value, str):
             return value
-        inside = value.values() if isinstance(value, Mapping) else value
-        inside = inside if isinstance(value, Mapping | list | tuple) else [value]
+        items = value.values() if isinstance(value, Mapping) else value
+        items = items if isinstance(value, Mapping | list | tuple) else [value]
         alone = self._text.strip() == f"{{{column}}}" and holds_messages(value)
         if value is None:
             why = f"is None; {NO_NONE}"
         elif any(
-            isinstance(one, bytes) or type(one).__module__.startswith("PIL.") for one in inside
+            isinstance(item, bytes) or type(item).__module__.startswith("PIL.") for item in items
         ):
             why = (
                 f"is {type(value).__name__}, such as of an image, where text is expected; the "
                 "models here read text: take it out of the prompt"
             )
-        # With a conversion, as in {column!r}, it is meant.
+        # A conversion, as in {column!r}, asks for the printed value.
         elif (alone or is_conversation(value)) and f"{{{column}!" not in self._text:
             kind = "a mapping" if isinstance(value, Mapping) else "a list"
             why = (

@@ -1,7 +1,7 @@
 """The families of environments, by the kinds of `env.kind`, and the tasks that they build.
 
-A family is a module of `builtin` or `adapters`; `family.py` says what it has. There is no list of
-them: a file that is added is found by its name.
+A family is a module of `builtin` or `adapters`; `family.py` says what it declares. There is no list
+of families: a file that is added is found by its name.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ def _overridden(task: Task, env: EnvConfig, load: Loader) -> Task:
     needs = required_columns(rewards, env.thinking)
     template = configured_template(env)
     if template is not None:
-        made = Template.of(template)
-        needs |= made.columns()
-        task = replace(task, prompt=made.text, conversation=made.conversation)
+        prompt_template = Template.of(template)
+        needs |= prompt_template.columns()
+        task = replace(task, prompt=prompt_template.text, conversation=prompt_template.conversation)
     for split, rows in task.splits.items() if needs else ():  # do not build rows for nothing
         # All rows of a built-in task have the same columns.
         require_columns(rows[:1], needs, f"{task.name}, {split}")

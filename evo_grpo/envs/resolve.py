@@ -43,31 +43,31 @@ def resolve_environment(
         max_output_tokens: Tokens of one completion in a new environment.
         batch_size: P, prompts or episode seeds per step of a new environment; None is 4.
     """
-    made: Any = env
+    environment: Any = env
     if isinstance(env, TokenObservationWrapper):
         return MultiTurnGym.of(env)
-    if hasattr(made, "begin") and hasattr(made, "prompts"):
-        return made
-    named = named_task(env)
-    if named is None and not isinstance(env, DatasetEnv | MultiTurnEnv):
+    if hasattr(environment, "begin") and hasattr(environment, "prompts"):
+        return environment
+    settings = named_task(env)
+    if settings is None and not isinstance(env, DatasetEnv | MultiTurnEnv):
         raise ConfigError(
             "env: expected a DatasetEnv, a ReasoningGym, a MultiTurnGym, an environment with "
             f"reset(seed) and step(action), or a task's name, got {shown(env)}"
         )
     if tokenizer is None:
-        what = type(env).__name__ if named is None else repr(named.kind)
+        label = type(env).__name__ if settings is None else repr(settings.kind)
         raise ConfigError(
-            f"env: {what} needs the model's tokenizer; build the agents with the name of a "
+            f"env: {label} needs the model's tokenizer; build the agents with the name of a "
             "model or with tokenizer=, or pass an environment that has one"
         )
     size = batch_size or DEFAULT_PROMPTS
-    if named is not None:
-        return environment_of(named, seed, size, max_output_tokens)(tokenizer)
+    if settings is not None:
+        return environment_of(settings, seed, size, max_output_tokens)(tokenizer)
     if isinstance(env, DatasetEnv):
         return ReasoningGym.from_task(env.task(seed), tokenizer, size, derive(seed, "env"))
     turns = EnvConfig.model_fields["max_turns"].default
     return MultiTurnGym.of(
-        TokenObservationWrapper(made, tokenizer, turns, max_output_tokens=max_output_tokens)
+        TokenObservationWrapper(environment, tokenizer, turns, max_output_tokens=max_output_tokens)
     )
 
 

@@ -156,12 +156,12 @@ class ReasoningGym:
         self._limits: tuple[int, int] | None = None
         self._render(task, task.max_output_tokens)
         self._set_aside = SetAside(task.calls.reward_failures)
-        #: Held where threads share a process or counts.
+        #: Held while a thread uses the process or the counts of groups that are set aside.
         self._shared = Lock()
-        self._functions = [one for one in task.rewards if not isinstance(one.fn, Scorer)]
-        self._of_trl = any(one.style == "trl" for one in self._functions)
-        self._scorers = [one.fn for one in task.rewards if isinstance(one.fn, Scorer)]
-        self._judges = [one for one in self._scorers if isinstance(one, Judge)]
+        self._functions = [reward for reward in task.rewards if not isinstance(reward.fn, Scorer)]
+        self._of_trl = any(reward.style == "trl" for reward in self._functions)
+        self._scorers = [reward.fn for reward in task.rewards if isinstance(reward.fn, Scorer)]
+        self._judges = [scorer for scorer in self._scorers if isinstance(scorer, Judge)]
         isolated = task.calls.isolate == "process" and bool(self._functions)
         self._process = RewardProcess(self._functions, task.calls) if isolated else None
         sentences = ignored_keywords(self.tokenizer.chat_template, task.keywords)
@@ -211,16 +211,16 @@ class ReasoningGym:
         size = self.batch_size if size is None else size
         if step < 0 or size < 1:
             raise ConfigError(f"batch: expected step >= 0, size >= 1, got step {step}, size {size}")
-        rows, first, end = len(self.task.splits["train"]), step * size, (step + 1) * size
-        epochs = range(first // rows, (end - 1) // rows + 1)
+        rows, start, end = len(self.task.splits["train"]), step * size, (step + 1) * size
+        epochs = range(start // rows, (end - 1) // rows + 1)
         orders = {epoch: self._order("train", "epoch", epoch) for epoch in epochs}
         prompts = {
-            place: self._rendered.get("train", orders[place // rows][place % rows])
-            for place in range(first, end)
+            index: self._rendered.get("train", orders[index // rows][index % rows])
+            for index in range(start, end)
         }
         if not self._of_trl:
             return list(prompts.values())
-        return [replace(one, step=place // self.batch_size) for place, one in prompts.items()]
+        return [replace(prompt, step=index // self.batch_size) for index, prompt in prompts.items()]
 
     def prompts(self, split: Split, size: int | None = None) -> list[Prompt]:
         """Return a fixed seeded subset of a split, the same at every call.
@@ -247,7 +247,7 @@ class ReasoningGym:
         rendered = self._by_name[name]
         if rendered is self._rendered:
             return list(prompts)
-        return [replace(rendered.of_row(one), step=one.step) for one in prompts]
+        return [replace(rendered.of_row(prompt), step=prompt.step) for prompt in prompts]
 
     def row(self, split: Split, index: int) -> Prompt:
         """Return the prompt of a row by its position in the split (0-based)."""
@@ -269,16 +269,16 @@ class ReasoningGym:
         """Score completions and set aside unusable groups; raise RewardError for too many."""
         scored = self._scored(groups)
         failed = {position for failure in scored.failures for position in failure.positions}
-        aside: list[bool] = []
+        set_aside: list[bool] = []
         end = 0
         for group in groups:
             start, end = end, end + len(group.completions)
-            aside.append(not failed.isdisjoint(range(start, end)))
-            if aside[-1]:
+            set_aside.append(not failed.isdisjoint(range(start, end)))
+            if set_aside[-1]:
                 scored.rewards[start:end] = np.nan
         with self._shared:
-            self._set_aside.record(aside, scored.failures[0].text if scored.failures else "")
-        return Judged(scored.rewards, aside, scored.logged)
+            self._set_aside.record(set_aside, scored.failures[0].text if scored.failures else "")
+        return Judged(scored.rewards, set_aside, scored.logged)
 
     def begin(
         self, starts: Sequence[Sequence[Prompt]], group_sizes: Sequence[int]
@@ -302,7 +302,7 @@ class ReasoningGym:
         limits = max_context_length, answer_tokens
         if self.given.too_long != "error" and self._limits != limits:
             self._limits = limits
-            self._render(self.given, answer_tokens)  # the rows and prompts before another limit
+            self._render(self.given, answer_tokens)  # undoes an earlier limit
             if self.given.too_long == "drop":
                 self._drop(max_context_length - 1)
         for rendered in self._by_name.values():
@@ -310,16 +310,16 @@ class ReasoningGym:
 
     def _drop(self, most: int) -> None:
         """Leave out the rows whose prompt has more than `most` tokens."""
-        kept = fitting_rows(list(self._by_name.values()), self.task.splits, most)
+        fitting = fitting_rows(list(self._by_name.values()), self.task.splits, most)
         total = sum(map(len, self.task.splits.values()))
-        if dropped := total - sum(map(len, kept.values())):
+        if dropped := total - sum(map(len, fitting.values())):
             warnings.warn(
                 f"env.too_long: {dropped} of {total} rows are left out, whose prompts have more "
                 f"than {most} tokens",
                 UserWarning,
                 stacklevel=3,
             )
-            self._render(replace(self.task, splits=kept), self._answer_tokens)
+            self._render(replace(self.task, splits=fitting), self._answer_tokens)
 
     def prepare_rewards(self, device: str) -> None:
         """Load the reward models to a device, and check what judges need."""
@@ -359,17 +359,17 @@ class ReasoningGym:
             self._process.close()
 
     def _samples(self, groups: Sequence[CompletionGroup]) -> Samples | None:
-        """Return the further arguments of functions in TRL's style."""
+        """Return what functions in TRL's style get beside texts; None without such a function."""
         if not self._of_trl:
             return None
         messages: list[Any] = []
         for group in groups:
-            by = next(
-                one
-                for one in self._by_name.values()
-                if one.of_row(group.prompt).text == group.prompt.text
+            rendered_prompts = next(
+                rendered
+                for rendered in self._by_name.values()
+                if rendered.of_row(group.prompt).text == group.prompt.text
             )
-            messages += [by.messages(group.prompt)] * len(group.completions)
+            messages += [rendered_prompts.messages(group.prompt)] * len(group.completions)
         ids = [completion.token_ids for group in groups for completion in group.completions]
         return Samples(ids, messages, min((group.prompt.step for group in groups), default=0))
 
@@ -381,8 +381,8 @@ class ReasoningGym:
         if (tags := self.task.thinking) is not None:
             parts = [parted(*pair, tags) for pair in zip(answers, texts, strict=True)]
             answers = [answer for _, answer in parts]
-            rows = zip(columns, parts, strict=True)
-            columns = [{**own, COLUMN: thought} for own, (thought, _) in rows]
+            rows_and_parts = zip(columns, parts, strict=True)
+            columns = [{**row, COLUMN: thought} for row, (thought, _) in rows_and_parts]
         places = [place_of(prompt.columns, f"row {prompt.index}") for prompt in prompts]
         batch = CompletionBatch(answers, columns, texts, places, self._samples(groups))
         if self._process is not None:
@@ -418,10 +418,9 @@ class Judged(NamedTuple):
 class SingleTurnPlay:
     """A play of one turn: asks once, and scores the completions of all agents together.
 
-    `prompts` has those of each agent, and `group_sizes` its G completions per prompt. `names` are
-    those of the K reward functions, for the mean of each; with none there are no such metrics. With
-    `apart`, the completions of each agent are scored by a separate call, as single-agent trainers
-    do.
+    `prompts` has the prompts of each agent, and `group_sizes` its G completions per prompt. With
+    the `names` of the K reward functions, the mean of each is a metric. With `apart`, the
+    completions of each agent are scored by a separate call, as single-agent trainers do.
     """
 
     def __init__(
@@ -453,25 +452,25 @@ class SingleTurnPlay:
         judged = map(self._judge, groups) if self._apart else self._together(groups)
         return [
             Experience(
-                tuple(t for group in mine for t in _trajectories(group)),
+                tuple(t for group in agent_groups for t in _trajectories(group)),
                 scores,
                 {
-                    "set_aside": float(sum(aside)),
+                    "set_aside": float(sum(set_aside)),
                     **reward_of_each(self._names, scores),
                     **{f"{LOGGED}{name}": value for name, value in logged.items()},
                 },
             )
-            for mine, (scores, aside, logged) in zip(groups, judged, strict=True)
+            for agent_groups, (scores, set_aside, logged) in zip(groups, judged, strict=True)
         ]
 
     def _together(self, groups: Sequence[Sequence[CompletionGroup]]) -> list[Judged]:
         """Score the completions of all agents by one call; return the part of each agent."""
-        rewards, aside, logged = self._judge([group for mine in groups for group in mine])
-        ends = np.cumsum([sum(len(g.completions) for g in mine) for mine in groups])[:-1]
-        flags = iter(aside)
+        rewards, set_aside, logged = self._judge([group for batch in groups for group in batch])
+        ends = np.cumsum([sum(len(g.completions) for g in batch) for batch in groups])[:-1]
+        flags = iter(set_aside)
         return [
-            Judged(scores, [next(flags) for _ in mine], logged)
-            for mine, scores in zip(groups, np.split(rewards, ends), strict=True)
+            Judged(scores, [next(flags) for _ in batch], logged)
+            for batch, scores in zip(groups, np.split(rewards, ends), strict=True)
         ]
 
 

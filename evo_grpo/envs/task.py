@@ -23,7 +23,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class LazyRows(Sequence[DatasetRow]):
-    """Rows that are built on the first access, of a number known before."""
+    """Rows of a known number that are built on the first access."""
 
     def __init__(self, count: int, make: Callable[[], Sequence[DatasetRow]]) -> None:
         self._count = count
@@ -49,8 +49,8 @@ class Task:
         max_output_tokens: Tokens of a usual answer with its end token, >= 1; a hint.
         calls: How the reward functions are called.
         keywords: Keyword arguments of the chat template.
-        prompts: The templates of `env.prompts` by name, the first of which is the one above; empty
-            if there is one template.
+        prompts: The templates of `env.prompts` by name, the first of which is `prompt` or
+            `conversation`; empty if there is one template.
         thinking: The tags around the thinking part of a completion, which is not part of the
             answer; None if there is none.
         too_long: What happens to rows whose prompts leave no room for a completion.

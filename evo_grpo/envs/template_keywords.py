@@ -1,4 +1,4 @@
-"""Keywords and messages that a chat template reads, and its text without transformers."""
+"""Find what a chat template does not read, and render it without transformers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
 LOOKED_AT = 1000
-"""Rows among which one with many roles is looked for."""
+"""Rows that are searched for the conversation with most roles."""
 
 
 def ignored_keywords(chat_template: object, keywords: Collection[str]) -> list[str]:
-    """Return a sentence about keywords that no given template reads; empty if there are none."""
+    """Return a sentence about keywords that the chat template does not read, if any."""
     if chat_template is None or not keywords:
         return []
     texts = chat_template.values() if isinstance(chat_template, Mapping) else [chat_template]
-    read = {name for text in texts if isinstance(text, str) for name in _variables(text)}
-    if not (ignored := [name for name in keywords if name not in read]):
+    variables = {name for text in texts if isinstance(text, str) for name in _variables(text)}
+    if not (ignored := [name for name in keywords if name not in variables]):
         return []
     return [
         f"env.chat_template_kwargs: the model's chat template does not read {listed(ignored)}, so "
@@ -40,9 +40,9 @@ def dropped_sentence(
     """Return a sentence about messages of `rows` that the chat template leaves out, if any."""
     if template.conversation is None:
         return []
-    few = rows[:LOOKED_AT] if template.conversations else rows[:1]
-    fullest = max(map(template.messages, few), key=lambda one: len({m["role"] for m in one}))
-    marked = [{**message, "content": f"@{n}@"} for n, message in enumerate(fullest)]
+    sample = rows[:LOOKED_AT] if template.conversations else rows[:1]
+    messages = max(map(template.messages, sample), key=lambda one: len({m["role"] for m in one}))
+    marked = [{**message, "content": f"@{n}@"} for n, message in enumerate(messages)]
     try:
         text = chat(marked, tokenizer, template.keywords)
     except ConfigError:  # rendering the first prompt reports it

@@ -24,8 +24,10 @@ def parted(completion: str, prompt: str, tags: ThinkingTags) -> tuple[str, str]:
     """
     thought, end, answer = completion.partition(tags.end)
     if not end:
-        begun = prompt.rstrip().endswith(tags.start) or thought.lstrip().startswith(tags.start)
-        thought, answer = (thought, "") if begun else ("", thought)
+        is_thinking = prompt.rstrip().endswith(tags.start) or thought.lstrip().startswith(
+            tags.start
+        )
+        thought, answer = (thought, "") if is_thinking else ("", thought)
     return thought.strip().removeprefix(tags.start).strip(), answer.strip()
 
 

@@ -22,7 +22,7 @@ REMEDY = "pip install gem-llm (it pins reasoning-gym, so better into an environm
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], GemEnv]:
     """Return a factory of the GEM environment `name`, with `env.args` as its settings.
 
-    An ID without its last part, as "game:GuessTheNumber-v0", has the default settings of its class.
+    An ID without a variant, such as "game:GuessTheNumber-v0", takes the defaults of its class.
     """
     entry, settings = _find(env.kind, name)
     check_arguments(env.kind, env.args, entry)
@@ -48,12 +48,12 @@ class GemEnv:
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode; the same seed begins the same episode."""
-        small = self._generators.start(seed)
+        episode_seed = self._generators.start(seed)
         with self._generators.swapped_in(), quiet():
             if self._kind.startswith("gem:rg:"):
-                # A new one, because an environment changes its questions after some hundred resets.
+                # A new one, because an old one changes its questions after some hundred resets.
                 self._env = self._make()
-            text, info = self._env.reset(seed=small)
+            text, info = self._env.reset(seed=episode_seed)
         return _shown(text, info), dict(info)
 
     def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -78,7 +78,7 @@ def _shown(text: str, info: Mapping[str, Any]) -> str:
 
 def _find(kind: str, name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     registered = load_package(kind, "gem.envs.registration", PACKAGE, REMEDY).ENV_REGISTRY
-    variants = [known for known in registered if known.startswith(f"{name}-")]
+    variants = [env_id for env_id in registered if env_id.startswith(f"{name}-")]
     if name not in registered and variants and re.search(r"-v\d+$", name):
         spec, settings = registered[variants[0]], {}
     else:

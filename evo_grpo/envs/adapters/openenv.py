@@ -30,9 +30,9 @@ _NOT_TEXT = ("done", "reward", "metadata")
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], OpenEnv]:
     """Return a factory of sessions on the OpenEnv server at the address `name`.
 
-    Of `env.args`, `action` names the field of an action that holds the completion (default: the one
-    that is required), and `observation` the field of an observation that the agent reads (default:
-    the only one, or all as JSON). All others are arguments of the server's `reset`.
+    Of `env.args`, `action` names the field of an action that holds the completion (default: the
+    required field), and `observation` the field of an observation that the agent reads (default:
+    the only field, or all as JSON). All others are arguments of the server's `reset`.
     """
     kind, args = env.kind, dict(env.args)
     client = load_package(kind, "openenv.core", PACKAGE, REMEDY).GenericEnvClient
@@ -78,8 +78,8 @@ class OpenEnv:
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode; the server decides what a seed means."""
-        small = self._seeds.randrange(_SEEDS) if seed is None else seed % _SEEDS
-        result = self._session.reset(seed=small, **self._begin)
+        episode_seed = self._seeds.randrange(_SEEDS) if seed is None else seed % _SEEDS
+        result = self._session.reset(seed=episode_seed, **self._begin)
         return self._text(result.observation), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -94,10 +94,10 @@ class OpenEnv:
         self._session.close()
 
     def _text(self, observation: Mapping[str, Any]) -> str:
-        shown: Any = {key: observation[key] for key in observation if key not in _NOT_TEXT}
+        content: Any = {key: observation[key] for key in observation if key not in _NOT_TEXT}
         if self._observation is not None:
-            shown = shown.get(self._observation, "")
-        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+            content = content.get(self._observation, "")
+        return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
 def _schema(kind: str, url: str) -> dict[str, dict[str, Any]]:
@@ -116,7 +116,7 @@ def _schema(kind: str, url: str) -> dict[str, dict[str, Any]]:
 def _field(
     part: str, chosen: object, candidates: Sequence[str], schema: Mapping[str, Mapping[str, Any]]
 ) -> str:
-    """Return the field of an action or observation that holds text, or refuse the choice."""
+    """Return the text field of an action or observation, or raise ConfigError."""
     if chosen is None and len(candidates) == 1:
         return candidates[0]
     fields = schema[part]["properties"]

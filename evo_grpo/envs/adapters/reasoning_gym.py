@@ -31,11 +31,11 @@ MAX_OUTPUT_TOKENS = 64
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Task:
-    """Build a task; `env.args` are sizes of `reasoning_gym_task` and settings of the dataset."""
+    """Build a task; `env.args` has the sizes of splits and the settings of the dataset."""
     sizes = {f"{split}_size" for split in SPLITS}
-    own = {key: value for key, value in env.args.items() if key in sizes}
+    counts = {key: value for key, value in env.args.items() if key in sizes}
     settings = {key: value for key, value in env.args.items() if key not in sizes}
-    return reasoning_gym_task(seed, name, settings, **checked_types(own, reasoning_gym_task))
+    return reasoning_gym_task(seed, name, settings, **checked_types(counts, reasoning_gym_task))
 
 
 def reasoning_gym_task(
@@ -100,10 +100,10 @@ class _Scorer:
     def __call__(self, completion: str, question: str, answer: object, metadata: object) -> float:
         from reasoning_gym.utils import extract_answer
 
-        given = extract_answer(completion) or completion.strip()
+        agent_answer = extract_answer(completion) or completion.strip()
         entry = {"question": question, "answer": answer, "metadata": metadata}
         try:
-            return float(self._source.score_answer(given, entry))
+            return float(self._source.score_answer(agent_answer, entry))
         except Exception:  # several tasks fail to parse free text, each in its own way
             return 0.0
 

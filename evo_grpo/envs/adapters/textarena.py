@@ -41,16 +41,16 @@ _ROLE = re.compile(r"\[(?:GAME|Player(?: \d+)?)\]")
 
 
 def random_opponent(seen: str, draw: np.random.Generator) -> str:
-    """Return one of the moves listed last, such as "[4]", else any move in the text, else ""."""
+    """Draw a move such as "[4]" from the last list of moves, else from the text; "" for none."""
     lists = [_MOVE.findall(line) for line in _LISTED.findall(seen)]
-    moves = next((found for found in reversed(lists) if found), None)
+    moves = next((listed_moves for listed_moves in reversed(lists) if listed_moves), None)
     if moves is None:
         moves = [move for move in _MOVE.findall(seen) if not _ROLE.fullmatch(move)]
     return moves[int(draw.integers(len(moves)))] if moves else ""
 
 
 def check(name: str, env: EnvConfig, seed: int) -> None:
-    """Begin an episode as `build` does, but only look up the user's opponent in its source."""
+    """Check the game as `build` does, but only look up the user's opponent in its source."""
     build(name, env, seed, _found_opponent)
 
 
@@ -125,14 +125,14 @@ class TextArenaEnv:
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode; opponents that begin the game move first."""
-        small = self._generators.start(seed)
-        self._draw = generator(small, "opponent")
+        episode_seed = self._generators.start(seed)
+        self._draw = generator(episode_seed, "opponent")
         self._seen = {side: [] for side in range(self._players)}
         with self._generators.swapped_in(), quiet():
             # A copy, because some games keep state over a reset, such as a shuffled deck. Not a new
-            # game, because others look for a download then.
+            # game, because some games look for a download when they are made.
             self._game = copy.deepcopy(self._fresh)
-            self._game.reset(num_players=self._players, seed=small)
+            self._game.reset(num_players=self._players, seed=episode_seed)
             self._done = False
             text, _ = self._others()
         return text, {"player": self._player, "players": self._players}
@@ -148,7 +148,7 @@ class TextArenaEnv:
                 return text, 0.0, False, not in_time, {}
             closed = self._game.close()
         rewards, sides = closed if isinstance(closed, tuple) else (closed, {})
-        invalid = [side for side, about in sides.items() if about.get("invalid_move")]
+        invalid = [side for side, side_info in sides.items() if side_info.get("invalid_move")]
         failed = [side for side in invalid if side != self._player]
         info = {**sides.get(self._player, {}), "rewards": rewards, "opponents_failed": failed}
         if failed:
@@ -216,9 +216,9 @@ def _find(kind: str, name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
     check_name(kind, "TextArena", name, registered)
     spec = registered[name]
     entry = entry_point(kind, spec, PACKAGE)
-    own = ("opponent", "player", "players")
-    check_arguments(kind, args, entry, own)
-    settings = {**spec.kwargs, **{key: args[key] for key in args if key not in own}}
+    adapter_args = ("opponent", "player", "players")
+    check_arguments(kind, args, entry, adapter_args)
+    settings = {**spec.kwargs, **{key: args[key] for key in args if key not in adapter_args}}
     # Without observation wrappers, which repeat the whole episode in every turn, but with those
     # that correct moves, such as missing brackets.
     wrappers: list[Callable[[Any], Any]] = [

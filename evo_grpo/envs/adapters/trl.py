@@ -56,12 +56,12 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
     """
     kind = env.kind
     rows = _rows(env)
-    made_by = load_function(name, "env.kind")
+    factory = load_function(name, "env.kind")
     max_turns, settings = _arguments(env.args)
-    check_call(kind, settings, made_by)
+    check_call(kind, settings, factory)
 
-    made = partial(made_by, **settings)
-    make = partial(TrlStyleEnv, made, rows, kind=kind, max_turns=max_turns, seed=seed)
+    make_object = partial(factory, **settings)
+    make = partial(TrlStyleEnv, make_object, rows, kind=kind, max_turns=max_turns, seed=seed)
     return try_out(kind, make, seed)
 
 
@@ -71,7 +71,11 @@ def check(name: str, env: EnvConfig, seed: int) -> None:
     _rows(env)
     definition = find_name(name, "env.kind")
     check_call(env.kind, _arguments(env.args)[1], definition.stand_in())
-    _check(env.kind, name.rpartition(":")[2], [one for one in _METHODS if definition.lacks(one)])
+    _check(
+        env.kind,
+        name.rpartition(":")[2],
+        [method for method in _METHODS if definition.lacks(method)],
+    )
 
 
 class TrlStyleEnv:
@@ -112,9 +116,9 @@ class TrlStyleEnv:
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode with the row that the seed chooses."""
-        small = self._generators.start(seed)
+        episode_seed = self._generators.start(seed)
         self._turns = 0
-        row = dict(self._rows[small % len(self._rows)]) if self._rows else {}
+        row = dict(self._rows[episode_seed % len(self._rows)]) if self._rows else {}
         with self._generators.swapped_in():
             observation = await_result(self._env.reset(**row))
         question = f"{_text(row.get('prompt'))}{_text(observation)}"
@@ -128,9 +132,9 @@ class TrlStyleEnv:
             results = [self._called(call) for call in calls]
             truncated = bool(calls) and self._turns >= self._max_turns
             ended = not calls or truncated
-            earned = await_result(self._env.get_reward()) if ended else 0.0
+            raw_reward = await_result(self._env.get_reward()) if ended else 0.0
         text = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
-        reward = check_reward(f'environment "{self._kind}"', earned)
+        reward = check_reward(f'environment "{self._kind}"', raw_reward)
         return text, reward, not calls, truncated, {"calls": len(calls)}
 
     def close(self) -> None:
@@ -148,7 +152,7 @@ class TrlStyleEnv:
 
 
 def _rows(env: EnvConfig) -> Sequence[DatasetRow]:
-    """Return the rows of the episodes, after reading the messages in their prompts."""
+    """Return the rows of the episodes; refuse a prompt that cannot be read."""
     rows = [] if env.train is None else read_rows(env.train, "train", env.max_data_gb)
     for row in rows:
         try:
@@ -203,5 +207,5 @@ def _text(content: object) -> str:
     if not isinstance(content, str | list) or not content:
         return ""
     if isinstance(content, list) and is_conversation(content):
-        return "\n\n".join(one["content"] for one in messages_of(content, "the prompt"))
+        return "\n\n".join(message["content"] for message in messages_of(content, "the prompt"))
     return text_of(content, "what reset returned")

@@ -102,8 +102,8 @@ class VerifiersEnv:
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode: the system prompt, if any, and the task's prompt."""
         self.close()
-        small = self._generators.start(seed)
-        task = self._tasks[small % len(self._tasks)]
+        episode_seed = self._generators.start(seed)
+        task = self._tasks[episode_seed % len(self._tasks)]
         self._play = _TaskEpisode(self._source, task, self._role)
         with self._generators.swapped_in(), quiet():
             text = self._play.until_asked()
@@ -121,8 +121,8 @@ class VerifiersEnv:
         if text is not None:
             return text, 0.0, False, False, {}
         trace = play.traces[-1]
-        earned = sum(trace.reward for trace in play.traces)
-        reward = check_reward(f'environment "{self._kind}"', earned)
+        total_reward = sum(trace.reward for trace in play.traces)
+        reward = check_reward(f'environment "{self._kind}"', total_reward)
         self.close()
         return "", reward, True, False, {"metrics": dict(trace.metrics), **trace.info}
 
@@ -163,7 +163,7 @@ class _TaskEpisode:
         self._loop.close()
 
     async def _run(self, source: Any, task: Any, role: str) -> None:  # noqa: ANN401 -- an extra
-        # In place of their `Agents`.
+        # In place of verifiers' `Agents`.
         agents = SimpleNamespace(**{role: _PolicyAgent(self, source, role)})
         await source.setup(agents)
         await source.run(task, agents)
@@ -262,8 +262,8 @@ def _load(vf: Any, kind: str, name: str, settings: Mapping[str, Any]) -> Any:  #
                 f'env.kind: "{kind}" imports {missing!r}, which is not installed; install it'
             ) from error
         tasksets = importlib.import_module("verifiers.v1.tasksets")
-        known = [module.name for module in iter_modules(tasksets.__path__)]
-        raise ConfigError(f'env.kind: "{kind}": {error}{nearest(name, known)}') from error
+        taskset_ids = [module.name for module in iter_modules(tasksets.__path__)]
+        raise ConfigError(f'env.kind: "{kind}": {error}{nearest(name, taskset_ids)}') from error
     except ImportError as error:
         raise EngineUnavailable(f'env.kind: "{kind}": {error}') from error
     except (AttributeError, TypeError, ValueError) as error:
@@ -283,30 +283,30 @@ def _module(kind: str, name: str) -> str:
 
 
 def _checked_role(vf: Any, kind: str, source: Any, task: Any) -> str:  # noqa: ANN401 -- an extra
-    """Return the only role of an environment, which asks for text alone and scores in Python."""
+    """Return the only role of an environment; refuse one that needs more than text and Python."""
     roles = list(vf.configs.agent.agent_config_fields(source.config))
-    taskset, made_of = source.taskset, type(task)
+    taskset, task_type = source.taskset, type(task)
     needs = {
         f"one agent and not {len(roles)} ({', '.join(roles)})": len(roles) != 1,
-        "a container": made_of.NEEDS_CONTAINER,
-        "a sandbox (setup or finalize)": made_of.setup is not vf.Task.setup
-        or made_of.finalize is not vf.Task.finalize,
+        "a container": task_type.NEEDS_CONTAINER,
+        "a sandbox (setup or finalize)": task_type.setup is not vf.Task.setup
+        or task_type.finalize is not vf.Task.finalize,
         "a sandbox (a reward with runtime)": any(
-            (given := inspect.signature(hook).parameters.get("runtime")) is not None
-            and given.default is inspect.Parameter.empty
+            (runtime := inspect.signature(hook).parameters.get("runtime")) is not None
+            and runtime.default is inspect.Parameter.empty
             for hook in task.hooks("reward")
         ),
         "a model server (a stop on requests)": any(
             vf.session.hook_boundary(hook, allow_trace=True) is not vf.Trace
             for hook in task.hooks("stop")
         ),
-        "tool servers": made_of.toolsets(task.config) or type(taskset).toolsets(taskset.config),
+        "tool servers": task_type.toolsets(task.config) or type(taskset).toolsets(taskset.config),
         "a judge model": task.config.judges,
     }
-    missing = [need for need, there in needs.items() if there]
-    if missing:
+    unmet = [need for need, is_needed in needs.items() if is_needed]
+    if unmet:
         raise EngineUnavailable(
-            f'env.kind: "{kind}" needs {", ".join(missing)}; only tasks of text, scored in Python, '
+            f'env.kind: "{kind}" needs {", ".join(unmet)}; only tasks of text, scored in Python, '
             "are played here"
         )
     return roles[0]

@@ -109,11 +109,11 @@ class DatasetEnv:
 
     def task(self, seed: int) -> Task:
         """Return the task; the seed decides which rows are held out."""
-        own, template = self.settings, configured_template(self.settings)
+        settings, template = self.settings, configured_template(self.settings)
         task = dataset_task(
-            seed, self._rows, template, self._rewards, name=self.name, thinking=own.thinking
+            seed, self._rows, template, self._rewards, name=self.name, thinking=settings.thinking
         )
-        return with_prompting(replace(task, calls=own.calls()), own.prompting(), seed)
+        return with_prompting(replace(task, calls=settings.calls()), settings.prompting(), seed)
 
 
 def build(name: str, env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
@@ -152,9 +152,9 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
 
     A missing validation or test split takes a tenth of the prompts of train; no prompt is in two
     splits. With `validation_from_few`, a validation split uses the train rows if there are too few
-    prompts to hold any out. `sources` has a source of `tables.read_rows` by split, or None; train
-    is required. None as `template` takes the column "prompt" or else "question" as the user's
-    message. With tags of `thinking`, the parameter of that name is no column.
+    prompts to hold any out. `sources` maps a split to a source of `tables.read_rows` or None;
+    train is required. None as `template` takes the column "prompt" or else "question" as the user's
+    message. With `thinking` tags, the reward parameter `thinking` is no column.
     """
     sources = by_splits(sources)
     rows: dict[Split, Sequence[DatasetRow]] = {
@@ -164,20 +164,22 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
     }
     if "train" not in rows:
         raise DataError("env.train: expected a dataset to learn from, got none")
-    made = Template.of(default_template(rows["train"][0]) if template is None else template)
+    prompt_template = Template.of(
+        default_template(rows["train"][0]) if template is None else template
+    )
     texts: dict[Split, list[str]] = {}
-    for split, own in rows.items():
-        rows[split], texts[split] = made.fitted(own, split)
+    for split, raw_rows in rows.items():
+        rows[split], texts[split] = prompt_template.fitted(raw_rows, split)
     prompts = texts["train"]
     needs = required_columns(rewards, thinking)
-    for split, its_rows in rows.items():
-        require_columns(its_rows, needs, split)
+    for split, fitted_rows in rows.items():
+        require_columns(fitted_rows, needs, split)
     thoughts = {} if thinking is None else {COLUMN: ""}
-    first = rows["train"][0]
-    _try_templates(rewards, {**first, **thoughts}, place_of(first, "train, row 0"))
+    first_row = rows["train"][0]
+    _try_templates(rewards, {**first_row, **thoughts}, place_of(first_row, "train, row 0"))
     missing: list[Split] = [split for split in SPLITS if split not in rows]
-    few = validation_from_few and len(set(prompts)) < FEWEST_TO_DIVIDE
-    if few and missing == ["validation"]:
+    too_few = validation_from_few and len(set(prompts)) < FEWEST_TO_DIVIDE
+    if too_few and missing == ["validation"]:
         rows["validation"] = rows["train"]
     elif missing:
         rows |= _hold_out(rows["train"], prompts, missing, seed)
@@ -185,8 +187,8 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
         name=name,
         splits=rows,
         rewards=tuple(rewards),
-        prompt=made.text,
-        conversation=made.conversation,
+        prompt=prompt_template.text,
+        conversation=prompt_template.conversation,
         max_output_tokens=max_output_tokens,
     )
 
@@ -202,7 +204,7 @@ def _try_templates(rewards: Sequence[RewardFunction], row: DatasetRow, place: st
 
 
 def default_template(row: DatasetRow) -> Messages:
-    """Return a template of the column "prompt", "question" or "messages", whichever is there."""
+    """Return a template of the first column that a row has of "prompt", "question", "messages"."""
     for column in ("prompt", "question", MESSAGES):
         if column in row:
             role = MESSAGES if holds_messages(row[column]) else "user"
@@ -219,11 +221,11 @@ def _hold_out(
 ) -> dict[Split, Sequence[DatasetRow]]:
     different = len(set(texts))
     if different < FEWEST_TO_DIVIDE:
-        named = " and ".join(f"env.{split}" for split in missing)
+        settings = " and ".join(f"env.{split}" for split in missing)
         raise DataError(
             f"train: {different} different prompts are too few to hold out "
             f"{' and '.join(missing)}: expected at least "
-            f"{FEWEST_TO_DIVIDE}; give {named} (the same file, if nothing is to be held out)"
+            f"{FEWEST_TO_DIVIDE}; give {settings} (the same file, if nothing is to be held out)"
         )
     held_out = max(1, round(different * HELD_OUT))
     shares = {split: held_out for split in missing} | {"train": different - held_out * len(missing)}
@@ -244,28 +246,28 @@ def divide(
     share. Otherwise shares are proportions, >= 0, and a split with a share above 0 gets at least
     one key. Splits take the shuffled keys in the order of the shares.
     """
-    together: dict[str, list[DatasetRow]] = {}
+    rows_by_key: dict[str, list[DatasetRow]] = {}
     for row in rows:
-        together.setdefault(key(row), []).append(row)
-    keys = list(together)
-    filled = [name for name, share in shares.items() if share]
-    if len(keys) < len(filled):
+        rows_by_key.setdefault(key(row), []).append(row)
+    keys = list(rows_by_key)
+    nonempty_splits = [name for name, share in shares.items() if share]
+    if len(keys) < len(nonempty_splits):
         raise DataError(
             f"{len(rows)} rows with {len(keys)} different prompts cannot be divided into "
-            f"{listed(filled)}: "
+            f"{listed(nonempty_splits)}: "
             "a prompt must not be in two splits; add rows, or give every split its own file"
         )
     order = generator(seed, "divide").permutation(len(keys))
     divided: dict[str, list[DatasetRow]] = {}
     start, total = 0, sum(shares.values())
     for position, (name, share) in enumerate(shares.items()):
-        left = sum(1 for later in list(shares.values())[position + 1 :] if later)
-        if left == 0:
+        splits_after = sum(1 for later in list(shares.values())[position + 1 :] if later)
+        if splits_after == 0:
             count = len(keys) - start if share else 0
         else:
             count = round(len(keys) * share / total)
-            count = min(max(count, 1 if share else 0), len(keys) - start - left)
-        picked = order[start : start + count]
-        divided[name] = [row for index in picked for row in together[keys[index]]]
+            count = min(max(count, 1 if share else 0), len(keys) - start - splits_after)
+        key_indices = order[start : start + count]
+        divided[name] = [row for index in key_indices for row in rows_by_key[keys[index]]]
         start += count
     return divided

@@ -25,15 +25,15 @@ def exact(completion: str, answer: str) -> float:
 def digits(completion: str, answer: str) -> float:
     """Return the share of the answer's digits that occur in the completion, in any order.
 
-    A shaping reward beside `exact`, which can be exploited by digits in a wrong order.
+    A shaping reward beside `exact`: digits in a wrong order exploit it.
     """
-    left = list(completion)
-    count = 0
+    unmatched = list(completion)
+    matches = 0
     for digit in answer:
-        if digit in left:
-            left.remove(digit)
-            count += 1
-    return count / len(answer)
+        if digit in unmatched:
+            unmatched.remove(digit)
+            matches += 1
+    return matches / len(answer)
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Task:

@@ -44,13 +44,13 @@ def hub_dataset(source: object) -> HubDataset | None:
 
 def read_hub(dataset: HubDataset, name: str, gigabytes: float) -> list[dict[str, Any]]:
     """Read the split that a dataset names, or else the split in `name`, such as "env.train"."""
-    part = _with_split(dataset, name)
-    key = part.model_dump_json()
+    dataset_split = _with_split(dataset, name)
+    key = dataset_split.model_dump_json()
     if key in _ROWS:
         return _ROWS[key]
     where = f"{name}: the dataset {dataset.path!r}"
-    rows = _rows(part, _commit(part, where), where, gigabytes)
-    if _COMMIT.fullmatch(part.revision or ""):
+    rows = _rows(dataset_split, _commit(dataset_split, where), where, gigabytes)
+    if _COMMIT.fullmatch(dataset_split.revision or ""):
         _ROWS[key] = rows
     return rows
 
@@ -59,11 +59,11 @@ def pinned(env: EnvConfig) -> dict[str, HubDataset]:
     """Return the datasets of the Hub in `env`, by setting, with their present commits."""
     sources = {name: hub_dataset(getattr(env, name)) for name in _SPLITS}
     return {
-        name: _with_split(one, name).replace(
-            revision=_commit(one, f"env.{name}: the dataset {one.path!r}")
+        name: _with_split(dataset, name).replace(
+            revision=_commit(dataset, f"env.{name}: the dataset {dataset.path!r}")
         )
-        for name, one in sources.items()
-        if one is not None
+        for name, dataset in sources.items()
+        if dataset is not None
     }
 
 
@@ -98,7 +98,7 @@ def _commit(dataset: HubDataset, where: str) -> str | None:
             f"name owner/name, give the path of a file, or ask for access at {page} and log in "
             "with hf auth login, or give a token in HF_TOKEN"
         )
-    except Exception as error:  # its client has changed the library of its requests
+    except Exception as error:  # huggingface_hub has changed its HTTP library
         why = (
             f"expected an answer of {constants.ENDPOINT} within {TIMEOUT:g} s, got none "
             f"({hub_words(str(error)) or type(error).__name__}); try again, or use the copy in "
@@ -127,7 +127,7 @@ def _rows(
             dataset.path, dataset.name, split=dataset.split, revision=commit
         )
         columns = dataset.columns or {name: name for name in data.column_names}
-        read = data.select_columns(list(dict.fromkeys(columns.values())))
+        selected = data.select_columns(list(dict.fromkeys(columns.values())))
     except failures as error:
         raise DataError(
             f"{where}: expected a name, split and columns that can be read: "
@@ -136,14 +136,14 @@ def _rows(
     finally:
         if not silent:
             datasets.enable_progress_bars()
-    if read.data.nbytes > gigabytes * 1e9:
+    if selected.data.nbytes > gigabytes * 1e9:
         raise DataError(
             f"{where}: expected rows of at most {gigabytes:g} GB, got "
-            f"{read.data.nbytes / 1e9:.1f}; read a part, such as train[:10000], or raise "
+            f"{selected.data.nbytes / 1e9:.1f}; read a part, such as train[:10000], or raise "
             "env.max_data_gb"
         )
-    check_text_only(read, where)
-    return [{ours: row[theirs] for ours, theirs in columns.items()} for row in read]
+    check_text_only(selected, where)
+    return [{ours: row[theirs] for ours, theirs in columns.items()} for row in selected]
 
 
 def check_text_only(dataset: object, name: str) -> None:

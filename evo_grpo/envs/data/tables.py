@@ -34,7 +34,7 @@ ROWS_AT_ONCE = 16
 NO_NONE = "give it a value, or drop the row"
 """Remedy for None in a column that a prompt prints."""
 
-#: The escape of a lone surrogate, the only way for one into a file in UTF-8.
+#: The JSON escape of a lone surrogate, which UTF-8 itself cannot hold.
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
@@ -95,10 +95,10 @@ def read_rows(source: object, name: str = "dataset", gigabytes: float = MAX_GIGA
         place, rows = name, enumerate(_object_rows(source, name))
     in_lines = isinstance(source, str | Path) and Path(source).suffix.lower() in _OF_LINES
     where = f"{place}, {'line' if in_lines else 'row'}"
-    read = [_row(values, where, number) for number, values in rows]
-    if not read:
+    checked_rows = [_row(values, where, number) for number, values in rows]
+    if not checked_rows:
         raise DataError(f"{place}: expected at least one row, got none")
-    return read
+    return checked_rows
 
 
 def _object_rows(source: object, name: str) -> list[Any]:
@@ -157,18 +157,17 @@ def _row(values: Any, source: str, number: int) -> Row:  # noqa: ANN401 -- of an
 
 
 def _check_once(columns: Iterable[str], where: str) -> None:
-    seen: set[str] = set()
+    seen_columns: set[str] = set()
     for column in columns:
-        if column in seen:
+        if column in seen_columns:
             raise DataError(
                 f'{where}: expected each column once, got "{column}" twice; rename one of the two'
             )
-        seen.add(column)
+        seen_columns.add(column)
 
 
 _Rows = Iterator[tuple[int, Any]]
-"""The rows of a file, each with the line in which it begins, or its number where lines are no
-rows."""
+"""The rows of a file, each with the line in which it begins, or its number in JSON and Parquet."""
 
 
 def _file_rows(path: Path, name: str, gigabytes: float) -> _Rows:
@@ -208,7 +207,7 @@ def _file_rows(path: Path, name: str, gigabytes: float) -> _Rows:
 
 @final
 class BoundedFile:
-    """A file, an estimate of the memory that its contents take, and the place that is read."""
+    """An input file, a limit of the memory that it may take, and the place that is being read."""
 
     def __init__(self, path: Path, name: str, gigabytes: float) -> None:
         self.path, self.name, self.place = path, name, name
@@ -276,7 +275,7 @@ def _parsed(file: BoundedFile, text: str, levels: int) -> object:
     # An estimate of the memory of the values, beside their characters.
     file.spend(VALUE_BYTES * sum(map(text.count, ",[{")))
     value = json.loads(text)
-    # Few texts may hold what a row cannot hold, and are looked through.
+    # Only a text with many brackets or an escaped surrogate needs the slow check.
     if text.count("[") + text.count("{") > levels or _HALF.search(text):
         _check(value, file.place, levels)
     return value
@@ -293,8 +292,8 @@ def _check(value: object, where: str, levels: int) -> None:
         return
     if not levels:
         raise _too_deep(where)
-    inside = cast("Mapping[object, object] | list[object]", value)
-    for inner in (*inside, *(inside.values() if isinstance(inside, Mapping) else ())):
+    container = cast("Mapping[object, object] | list[object]", value)
+    for inner in (*container, *(container.values() if isinstance(container, Mapping) else ())):
         _check(inner, where, levels - 1)
 
 
@@ -320,11 +319,11 @@ def _read_parquet(file: BoundedFile) -> _Rows:
             _check_once(opened.schema_arrow.names, file.name)
             # A value that is stored once may stand in every row and fill any memory, so rows are
             # decoded few at a time.
-            for part in opened.iter_batches(ROWS_AT_ONCE):
-                file.place = f"{file.name}, rows {count} to {count + part.num_rows - 1}"
-                rows = part.to_pylist()
-                # The text of the values, since Arrow stores equal ones once.
-                file.spend(len(repr(rows)) + VALUE_BYTES * len(rows) * (part.num_columns + 1))
+            for batch in opened.iter_batches(ROWS_AT_ONCE):
+                file.place = f"{file.name}, rows {count} to {count + batch.num_rows - 1}"
+                rows = batch.to_pylist()
+                # Counted as text, since Arrow stores equal values once.
+                file.spend(len(repr(rows)) + VALUE_BYTES * len(rows) * (batch.num_columns + 1))
                 yield from enumerate(rows, count)
                 count += len(rows)
     except DataError:

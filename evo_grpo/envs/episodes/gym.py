@@ -100,25 +100,25 @@ class MultiTurnGym:
         self._evaluation_size = evaluation_size
         self._context = max_model_len
         self._renews = True
-        self.plays = 1  # that go on at once and share `max_environments`
+        self.plays = 1  # number that run at once and share `max_environments`
         self._failed_seeds = 0.0
         self.batch_size = batch_size
         self.seed = seed
         self.tokenizer: Any = tokenizer
         self.max_output_tokens = max_output_tokens
-        first = self._make()
-        self.tokenizer = first.tokenizer
+        episode = self._make()
+        self.tokenizer = episode.tokenizer
         for sentence in ignored_keywords(self.tokenizer.chat_template, self._keywords):
             warnings.warn(sentence, UserWarning, stacklevel=2)
-        self.max_output_tokens = first.max_output_tokens
-        self.max_turns = first.max_turns
-        self.name = name or first.name
-        self._idle = [first]
-        #: Episodes that are played, by the identity of their environments.
+        self.max_output_tokens = episode.max_output_tokens
+        self.max_turns = episode.max_turns
+        self.name = name or episode.name
+        self._idle = [episode]
+        #: Running episodes, by the id() of their environments.
         self._lent = WeakValueDictionary[int, TokenObservationWrapper]()
         self._shared = Lock()  # for threads that play side by side
-        # Held by the play that resets or steps, but not while the time of a call is limited.
-        self.stepping = Lock() if getattr(first.env, "draws_globally", False) else nullcontext()
+        # Held by the play that resets or steps; no time limit runs while a play waits for it.
+        self.stepping = Lock() if getattr(episode.env, "draws_globally", False) else nullcontext()
 
     @classmethod
     def of(cls, episode: TokenObservationWrapper) -> MultiTurnGym:
@@ -193,7 +193,7 @@ class MultiTurnGym:
         """Count the consecutive seeds whose episodes all failed; `MAX_FAILED_SEEDS` end the run."""
         reasons = Counter(t.error for t in episodes)
         with self._shared:
-            # Plays that go on at once have the same seeds.
+            # Plays that run at once have the same seeds.
             failed = 0.0 if reasons[""] else self._failed_seeds + seeds / self.plays
             self._failed_seeds = failed
         if episodes and failed >= MAX_FAILED_SEEDS:
@@ -212,28 +212,28 @@ class MultiTurnGym:
 
     def _make(self) -> TokenObservationWrapper:
         try:
-            made: object = Watch(None).run(Call(lambda: "env_factory", self.factory, {}))
+            environment: object = Watch(None).run(Call(lambda: "env_factory", self.factory, {}))
         except RewardAbortError:
             raise
         except Exception as error:  # the user's code may raise anything
             raise ConfigError(
                 f"env_factory: it raised {error_text(error)}; expected an environment"
             ) from error
-        if not isinstance(made, TokenObservationWrapper):
-            made = self._wrapped(made)
+        if not isinstance(environment, TokenObservationWrapper):
+            environment = self._wrapped(environment)
         if self._max_turns is not None:
-            made.max_turns = min(made.max_turns, self._max_turns)
+            environment.max_turns = min(environment.max_turns, self._max_turns)
         if self._context is not None:
-            made.limit_context(self._context)
-        return made
+            environment.limit_context(self._context)
+        return environment
 
     def _wrapped(self, made: object) -> TokenObservationWrapper:
-        bare = isinstance(made, MultiTurnEnv)
-        if not bare or self.tokenizer is None or self._max_turns is None:
+        is_bare = isinstance(made, MultiTurnEnv)
+        if not is_bare or self.tokenizer is None or self._max_turns is None:
             raise ConfigError(
                 "env_factory: expected a TokenObservationWrapper, or, with tokenizer= and "
                 "max_turns=, an environment with reset(seed) and step(action), got "
-                f"{type(made).__name__}{' without the two' if bare else ''}"
+                f"{type(made).__name__}{' without the two' if is_bare else ''}"
             )
         return TokenObservationWrapper(
             made,
@@ -264,16 +264,16 @@ class _Running(NamedTuple):
 def _metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
     """Return the metrics of one agent's episodes of a step.
 
-    They are dropped (episodes) and, if all were dropped, empty_steps (1); else also turns (mean)
-    and cut (share that ended by `max_turns` or the context).
+    `dropped` counts episodes. If all were dropped, `empty_steps` is 1; else `turns` is a mean, and
+    `cut` the share that ended by `max_turns` or the context.
     """
-    kept = [t for t in episodes if not t.error]
-    if not kept:
+    kept_episodes = [t for t in episodes if not t.error]
+    if not kept_episodes:
         return {"dropped": float(len(episodes)), "empty_steps": float(bool(episodes))}
     return {
-        "dropped": float(len(episodes) - len(kept)),
-        "turns": float(np.mean([t.turns for t in kept])),
-        "cut": float(np.mean([t.end in ("max_turns", "context") for t in kept])),
+        "dropped": float(len(episodes) - len(kept_episodes)),
+        "turns": float(np.mean([t.turns for t in kept_episodes])),
+        "cut": float(np.mean([t.end in ("max_turns", "context") for t in kept_episodes])),
     }
 
 
@@ -294,8 +294,8 @@ class EpisodePlay:
         self._seeds = max(map(len, starts), default=0)
         planned = [
             (agent, position * size + number, seed)
-            for agent, (mine, size) in enumerate(zip(starts, group_sizes, strict=True))
-            for position, seed in enumerate(mine)
+            for agent, (agent_seeds, size) in enumerate(zip(starts, group_sizes, strict=True))
+            for position, seed in enumerate(agent_seeds)
             for number in range(size)
         ]
         width = gym.width or max(1, len(planned))
@@ -312,10 +312,10 @@ class EpisodePlay:
         if not any(live):
             return None
         return Ask(
-            prompts=[[r.episode.prompt for r in mine] for mine in live],
+            prompts=[[r.episode.prompt for r in agent_episodes] for agent_episodes in live],
             samples=[1] * len(live),
             turn=self._turn,
-            keys=[[r.key for r in mine] for mine in live],
+            keys=[[r.key for r in agent_episodes] for agent_episodes in live],
         )
 
     def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
@@ -329,11 +329,15 @@ class EpisodePlay:
 
     def experiences(self) -> list[Experience]:
         """Return the episodes and rewards of each agent."""
-        episodes = [episode for mine in self._done for episode in mine]
+        episodes = [episode for agent_episodes in self._done for episode in agent_episodes]
         self._gym.count_failures(episodes, self._seeds)
         return [
-            Experience(tuple(mine), np.array(earned, dtype=np.float64)[:, None], _metrics(mine))
-            for mine, earned in zip(self._done, self._rewards, strict=True)
+            Experience(
+                tuple(agent_episodes),
+                np.array(agent_rewards, dtype=np.float64)[:, None],
+                _metrics(agent_episodes),
+            )
+            for agent_episodes, agent_rewards in zip(self._done, self._rewards, strict=True)
         ]
 
     def _live(self) -> list[list[_Running]]:
@@ -344,8 +348,8 @@ class EpisodePlay:
         return live
 
     def _step(self, watch: Watch, groups: Sequence[Sequence[CompletionGroup]]) -> None:
-        for mine, sampled in zip(self._live(), groups, strict=True):
-            for running, group in zip(mine, sampled, strict=True):
+        for agent_episodes, agent_groups in zip(self._live(), groups, strict=True):
+            for running, group in zip(agent_episodes, agent_groups, strict=True):
                 (completion,) = group.completions
                 self._attempt(watch, running, partial(running.episode.take_turn, completion))
 
@@ -354,7 +358,7 @@ class EpisodePlay:
             self._attempt(watch, running, partial(running.episode.reset, seed=running.seed))
 
     def _attempt(self, watch: Watch, running: _Running, make: Callable[[], object]) -> None:
-        """Make a reset or a step; drop the episode if the environment raises."""
+        """Call `make`, a reset or a step; drop the episode if the environment raises."""
         episode = running.episode
 
         def title() -> str:
@@ -373,7 +377,7 @@ class EpisodePlay:
     def _begin_waves(self) -> None:
         """Reset the environments of the next wave; skip a wave whose resets all fail."""
         while self._waves:
-            self._running = [_Running(*one, self._gym.take()) for one in self._waves.pop(0)]
+            self._running = [_Running(*planned, self._gym.take()) for planned in self._waves.pop(0)]
             with self._gym.stepping:
                 watching(self._gym.reward_timeout, self._reset)
             self._turn = 0

@@ -59,9 +59,9 @@ class MultiTurnEnv(Protocol):
 
 def close(env: object) -> None:
     """Close an environment that has a `close()`."""
-    its_own = getattr(env, "close", None)
-    if callable(its_own):
-        its_own()
+    close_env = getattr(env, "close", None)
+    if callable(close_env):
+        close_env()
 
 
 class TokenObservationWrapper:
@@ -126,8 +126,8 @@ class TokenObservationWrapper:
         self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.pad_id = pad_id
-        own: Any = tokenizer.eos_token_id  # typed as for any token; may be None
-        self.end_ids = frozenset(end_ids) | (frozenset() if own is None else {own})
+        eos_id: Any = tokenizer.eos_token_id  # typed as for any token; may be None
+        self.end_ids = frozenset(end_ids) | (frozenset() if eos_id is None else {eos_id})
         self._ends: Ends | None = None
         self.max_output_tokens = max_output_tokens
         self.max_model_len: int | None = None
@@ -199,9 +199,9 @@ class TokenObservationWrapper:
             ShapeError: The ids do not begin with the observation's, or add none.
             ConfigError: The episode is over.
         """
-        host = full_completion_ids
-        host = host.cpu() if hasattr(host, "cpu") else host
-        ids = [int(i) for i in np.asarray(host, dtype=np.int64).reshape(-1)]
+        host_ids = full_completion_ids
+        host_ids = host_ids.cpu() if hasattr(host_ids, "cpu") else host_ids
+        ids = [int(i) for i in np.asarray(host_ids, dtype=np.int64).reshape(-1)]
         start = len(self.token_ids)
         new = self._completed(ids[start:])
         if ids[:start] != self.token_ids or not new:
@@ -288,7 +288,7 @@ class TokenObservationWrapper:
     @property
     def trajectory(self) -> Trajectory:
         """The episode so far; without tokens if it was dropped."""
-        kept = slice(0 if self.error else None)
+        span = slice(0 if self.error else None)
         # The environment's lines are marked, so that a reader can tell them from completions.
         lines = [
             f"[environment] {line}" if n % 2 else line
@@ -298,9 +298,9 @@ class TokenObservationWrapper:
         return Trajectory(
             prompt=self.prompt_text,
             text="\n".join(lines),
-            token_ids=tuple(self.token_ids[kept]),
-            mask=tuple(self.mask[kept]),
-            logprobs=None if self.logprobs is None else tuple(self.logprobs[kept]),
+            token_ids=tuple(self.token_ids[span]),
+            mask=tuple(self.mask[span]),
+            logprobs=None if self.logprobs is None else tuple(self.logprobs[span]),
             ended=self.ended,
             turns=self.turns,
             end=self.end,
@@ -325,7 +325,7 @@ class TokenObservationWrapper:
 
     def _completed(self, ids: list[int]) -> list[int]:
         """Remove the padding after a completion, but keep the first end token."""
-        end = next((place for place, token in enumerate(ids, 1) if token in self.end_ids), None)
+        end = next((length for length, token in enumerate(ids, 1) if token in self.end_ids), None)
         if end is not None:
             return ids[:end]
         while ids and ids[-1] == self.pad_id:
@@ -340,7 +340,7 @@ def check_reset(name: str, returned: object) -> tuple[str, dict[str, Any]]:
 
 
 def check_step(name: str, returned: object) -> tuple[object, float, bool, bool, dict[str, Any]]:
-    """Check the result of `step`: (text, reward, terminated, truncated, info), without the text."""
+    """Check (text, reward, terminated, truncated, info), the result of `step`, but for the text."""
     place = f"{name}.step"
     text, reward, terminated, truncated, info = _checked_parts(
         place, returned, ("text", "reward", "terminated", "truncated", "info")
@@ -376,7 +376,7 @@ def check_text(place: str, value: object) -> str:
 
 
 def check_flag(place: str, name: str, value: Any) -> bool:  # noqa: ANN401 -- whatever a game returned
-    """Return a flag for True, False, or a number or array of one element that equals one of them.
+    """Return a flag as a bool; a number or array of one element must equal True or False.
 
     None is False. Strings are refused, because bool("False") is True.
     """

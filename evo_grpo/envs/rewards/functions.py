@@ -33,7 +33,7 @@ FOREIGN = {
     "environments": "TRL passes it; there is none here",
     "solution_str": "verl passes the completion so; name the parameter completion",
 }
-"""Parameters of reward functions that other trainers pass, each with what is here."""
+"""Parameters of reward functions that other trainers pass, each with its counterpart here."""
 _NOT_YOURS = tuple(
     f"{folder}{os.sep}"
     for folder in (Path(__file__).parents[2], *map(sysconfig.get_path, ("stdlib", "purelib")))
@@ -115,11 +115,11 @@ class RewardFunction:
         """Return the columns without a default, each with the name of the function for messages."""
         if isinstance(self.fn, Scorer):
             return dict.fromkeys(self.fn.columns, f"the templates of the reward {self.name!r}")
-        own = PASSED if self.style == "trl" else BATCH_NAMES if self.is_batch else ROW_NAMES
+        passed = PASSED if self.style == "trl" else BATCH_NAMES if self.is_batch else ROW_NAMES
         return {
             p.name: f"the reward function {self.name!r}{_foreign(p.name)}"
             for p in self._parameters().values()
-            if p.kind in _BY_NAME and p.default is Parameter.empty and p.name not in own
+            if p.kind in _BY_NAME and p.default is Parameter.empty and p.name not in passed
         }
 
     def names(self) -> set[str]:
@@ -148,21 +148,21 @@ def as_rewards(
     1 for a plain function. `style` is `env.reward_style` of the user's functions.
     """
     one = isinstance(reward_fn, RewardFunction) or callable(reward_fn)
-    many = cast("object", [reward_fn] if one else reward_fn)  # callers may pass anything
-    if isinstance(many, str) or not isinstance(many, Sequence) or not many:
+    reward_fns = cast("object", [reward_fn] if one else reward_fn)  # callers may pass anything
+    if isinstance(reward_fns, str) or not isinstance(reward_fns, Sequence) or not reward_fns:
         raise ConfigError(
-            f"reward_fn: expected a function or a list of at least one, got {many!r}; "
+            f"reward_fn: expected a function or a list of at least one, got {reward_fns!r}; "
             'a name such as "module:function" is loaded with evo_grpo.envs.loading.load_function'
         )
     rewards: list[RewardFunction] = []
-    for fn in many:
+    for fn in reward_fns:
         inner = fn.fn if isinstance(fn, RewardFunction) else fn
-        own = None if isinstance(inner, Scorer) else style
-        known = isinstance(fn, RewardFunction)
-        reward = fn if known else RewardFunction(_name_of(fn), fn, style=own)
-        taken = sum(other.name.split("#")[0] == reward.name for other in rewards)
-        name = f"{reward.name}#{taken + 1}" if taken else reward.name  # distinguishes two lambdas
-        rewards.append(replace(reward, name=name, style=reward.style or own))
+        fn_style = None if isinstance(inner, Scorer) else style
+        is_wrapped = isinstance(fn, RewardFunction)
+        reward = fn if is_wrapped else RewardFunction(_name_of(fn), fn, style=fn_style)
+        twins = sum(other.name.split("#")[0] == reward.name for other in rewards)
+        name = f"{reward.name}#{twins + 1}" if twins else reward.name  # distinguishes two lambdas
+        rewards.append(replace(reward, name=name, style=reward.style or fn_style))
     names = [reward.name for reward in rewards]
     by_name = (
         weights if isinstance(weights, Mapping) else dict(zip(names, weights or (), strict=False))
@@ -180,11 +180,11 @@ def as_rewards(
 
 
 def required_columns(rewards: Sequence[RewardFunction], thinking: object) -> dict[str, str]:
-    """Return the columns that reward functions need, with the name of a function for each.
+    """Return the columns that reward functions need, each with the function that needs it.
 
-    With tags of thinking, the parameter `thinking` is no column.
+    With `thinking` tags, the parameter `thinking` is no column.
     """
-    needs = {name: who for one in rewards for name, who in one.required_columns().items()}
+    needs = {name: who for reward in rewards for name, who in reward.required_columns().items()}
     if thinking is not None:
         needs.pop(COLUMN, None)
     return needs
@@ -199,7 +199,7 @@ def unknown_reward(name: str, names: Sequence[str]) -> str:
 
 
 def _foreign(parameter: str) -> str:
-    """Return the name here of a parameter of other trainers, in parentheses, or ""."""
+    """Return the entry of `FOREIGN` for a parameter, in parentheses, or ""."""
     return f" ({FOREIGN[parameter]}: see {PAGE})" if parameter in FOREIGN else ""
 
 
@@ -220,19 +220,19 @@ def place_in_code(error: BaseException) -> str:
     file = Path(of_user[-1].filename)
     with suppress(ValueError, OSError):  # it lies elsewhere, or the working folder is gone
         file = file.relative_to(Path.cwd())
-    named = [frame.name for frame in of_user if not frame.name.startswith("<")]  # no comprehension
-    return f" in {file}, line {of_user[-1].lineno}, {(named or ['a lambda'])[-1]}"
+    names = [frame.name for frame in of_user if not frame.name.startswith("<")]  # no comprehension
+    return f" in {file}, line {of_user[-1].lineno}, {(names or ['a lambda'])[-1]}"
 
 
 def hint(error: BaseException) -> str:
     """Return what to change in a function that was written for another trainer, or ""."""
     # Neither str nor isinstance: both may call methods that a user's object defines.
     args: tuple[object, ...] = vars(BaseException)["args"].__get__(error)
-    first = args[0] if args and type(args[0]) is str else ""
-    if issubclass(type(error), KeyError) and first in FOREIGN:
-        return f"; {FOREIGN[first]}: see {PAGE}"
-    of_texts = ("string indices must be", "'str' object has no attribute 'get'")
-    if issubclass(type(error), TypeError | AttributeError) and first.startswith(of_texts):
+    message = args[0] if args and type(args[0]) is str else ""
+    if issubclass(type(error), KeyError) and message in FOREIGN:
+        return f"; {FOREIGN[message]}: see {PAGE}"
+    text_mistakes = ("string indices must be", "'str' object has no attribute 'get'")
+    if issubclass(type(error), TypeError | AttributeError) and message.startswith(text_mistakes):
         return (
             "; completions and prompts are strings here, where TRL has messages in conversations: "
             "set env.reward_style: trl and ask by messages, or write completion in place of "

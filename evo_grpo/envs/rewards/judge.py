@@ -30,9 +30,9 @@ from evo_grpo.settings.rewards import JudgeReward
 LIKELIEST = 20
 """Number of the likeliest first tokens that `score: logprob` asks for; the API allows no more."""
 CHARACTERS = 4
-"""Characters of a token in an estimate of what a judge reads."""
+"""Characters per token, in an estimate of what a judge reads."""
 WAIT_SECONDS = 0.5
-"""Seconds after which a thread that waits for another one looks whether it is still needed."""
+"""Seconds between two checks of a waiting thread whether its result is still needed."""
 LEAST_PROBABILITY = 0.5
 """Least probability of all `answers` together; below it, the judge answers something else."""
 
@@ -57,7 +57,7 @@ class Judge(Scorer):
         super().__init__(list(self._templates.values()))
         self._answers = Answers()
         self._client = Client(settings)
-        #: Questions that a thread is asking, and the condition that they are answered.
+        #: Questions that some thread is asking, and the condition that wakes waiting threads.
         self._asked = set[str]()
         self._change = threading.Condition()
         self._board: Board | None = None
@@ -73,7 +73,7 @@ class Judge(Scorer):
         self._answers.record_in(folder, name, counts=counts)
 
     def share(self, board: Board, *, known: bool) -> None:
-        """Leave out questions that another process asks; see `Scorer.share`."""
+        """Ask no question that another process claims on `board`; `known` posts our answers."""
         self._board = board
         if known:
             board.write({key: _told(answer) for key, answer in self._answers.known.items()})
@@ -112,16 +112,18 @@ class Judge(Scorer):
             for row in rows
             for template in self._templates.values()
         )
-        read = characters / CHARACTERS + len(rows) * tokens
-        own = settings.parameters
-        longest = 1 if settings.score == "logprob" else settings.max_tokens
-        longest = own.get("max_completion_tokens") or own.get("max_tokens") or longest
-        write = len(rows) * longest
-        cost = (read * settings.input_price + write * settings.output_price) / 1e6
+        read_tokens = characters / CHARACTERS + len(rows) * tokens
+        parameters = settings.parameters
+        answer_tokens = 1 if settings.score == "logprob" else settings.max_tokens
+        answer_tokens = (
+            parameters.get("max_completion_tokens") or parameters.get("max_tokens") or answer_tokens
+        )
+        write_tokens = len(rows) * answer_tokens
+        cost = (read_tokens * settings.input_price + write_tokens * settings.output_price) / 1e6
         return (
             f"the judge {settings.model!r} is asked up to {len(rows):,} questions, about "
-            f"{read:,.0f} tokens to read and at most {write:,} to write, which cost about "
-            f"{cost:.2g} at most by its prices"
+            f"{read_tokens:,.0f} tokens to read and at most {write_tokens:,} to write, which cost "
+            f"about {cost:.2g} at most by its prices"
         )
 
     def __call__(
@@ -141,69 +143,71 @@ class Judge(Scorer):
         ]
 
     def _settle(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
-        """Get the answers to all questions, from any thread; return the questions that failed."""
+        """Get an answer or a failure for each question, by any thread; return the failures."""
         failed: dict[str, Unanswered] = {}
         while True:
             with self._change:
-                known = self._answers.known
-                missing = [key for key in questions if key not in known and key not in failed]
-                mine = {key: questions[key] for key in missing if key not in self._asked}
-                self._asked |= mine.keys()
+                answers = self._answers.known
+                missing = [key for key in questions if key not in answers and key not in failed]
+                unasked = {key: questions[key] for key in missing if key not in self._asked}
+                self._asked |= unasked.keys()
                 if not missing:
                     return failed
-                if not mine:
+                if not unasked:
                     self._change.wait(WAIT_SECONDS)
                     check_not_stopped()
                     continue
             try:
-                failed |= self._ask(mine)
+                failed |= self._ask(unasked)
                 self._answers.sync()
             finally:
                 with self._change:
-                    self._asked -= mine.keys()
+                    self._asked -= unasked.keys()
                     self._change.notify_all()
 
     def _ask(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
-        """Ask the questions that no other process asks, await the others; return failures."""
+        """Send the questions that no other process asks, wait for the others; return failures."""
         board = self._board
         if board is None:
             return self._client.ask(questions, self._keep)
-        waiting = {key for key in questions if not self._claimed(board, key)}
-        mine = {key: body for key, body in questions.items() if key not in waiting}
+        asked_elsewhere = {key for key in questions if not self._claimed(board, key)}
+        claimed = {key: body for key, body in questions.items() if key not in asked_elsewhere}
         failed = dict[str, Unanswered]()
         try:
-            if mine:
-                failed = self._client.ask(mine, self._keep)
-        finally:  # also after an error: the others wait
-            known = self._answers.known
-            why = {key: failed.get(key, Unanswered("it was not asked")).why for key in mine}
+            if claimed:
+                failed = self._client.ask(claimed, self._keep)
+        finally:  # also after an error: other processes wait
+            answers = self._answers.known
+            reasons = {key: failed.get(key, Unanswered("it was not asked")).why for key in claimed}
             # Share each answer again: an error of the disk may have kept it from being shared.
             board.write(
                 {
-                    key: _told(known[key]) if key in known else json.dumps({"why": why[key]})
-                    for key in mine
+                    key: _told(answers[key])
+                    if key in answers
+                    else json.dumps({"why": reasons[key]})
+                    for key in claimed
                 }
             )
-        while waiting:
-            names = sorted(waiting)
+        while asked_elsewhere:
+            names = sorted(asked_elsewhere)
             for key, text in zip(names, board.read(names), strict=True):
                 if text.startswith("{"):
-                    waiting.remove(key)
+                    asked_elsewhere.remove(key)
                     failed |= self._heard(key, json.loads(text))
-            if waiting:
+            if asked_elsewhere:
                 time.sleep(WAIT_SECONDS / 10)
                 check_not_stopped()
         return failed
 
     def _claimed(self, board: Board, key: str) -> bool:
-        """Return whether this process is to ask a question: no other process asks or asked it."""
-        there = board.swap(key, "", self._claim)
-        if there.startswith("{") and "why" in json.loads(there):  # it failed, some time ago
-            there = board.swap(key, there, self._claim)
-        return there == self._claim
+        """Claim a question; return False if another process asks it or has answered it."""
+        posted = board.swap(key, "", self._claim)
+        if posted.startswith("{") and "why" in json.loads(posted):  # it failed, some time ago
+            posted = board.swap(key, posted, self._claim)
+        return posted == self._claim
 
     def _heard(self, key: str, told: Mapping[str, Any]) -> dict[str, Unanswered]:
-        """Keep another process's answer to a question; return its failure, if it failed."""
+        """Keep another process's answer to a question; return the failure of a failed question."""
         if "why" in told:
             return {key: Unanswered(told["why"])}
         with self._change:
@@ -261,13 +265,13 @@ class Judge(Scorer):
 
     def _key(self, body: Mapping[str, Any]) -> str:
         settings = self.settings
-        how = (settings.tag, settings.range) if settings.score == "tag" else settings.answers
-        asked = json.dumps([settings.url, body, settings.score, how], sort_keys=True)
-        return hashlib.sha256(asked.encode("utf-8", errors="replace")).hexdigest()
+        scoring = (settings.tag, settings.range) if settings.score == "tag" else settings.answers
+        question = json.dumps([settings.url, body, settings.score, scoring], sort_keys=True)
+        return hashlib.sha256(question.encode("utf-8", errors="replace")).hexdigest()
 
 
 def _told(answer: Answer) -> str:
-    """Return the part of an answer that other processes need; its text serves messages alone."""
+    """Return the JSON that other processes need; only messages read the text of an answer."""
     text = answer.text if answer.score is None else ""
     return json.dumps({"score": answer.score, "text": text})
 
@@ -285,13 +289,13 @@ def read_score(settings: JudgeReward, reply: Mapping[str, Any]) -> tuple[float |
 
 def _by_tag(settings: JudgeReward, text: str) -> float | None:
     begin, end = f"<{settings.tag}>", f"</{settings.tag}>"
-    last = text.rfind(end)
-    first = text.rfind(begin, 0, max(last, 0))
-    if first < 0:
+    end_at = text.rfind(end)
+    begin_at = text.rfind(begin, 0, max(end_at, 0))
+    if begin_at < 0:
         return None
     low, high = settings.range
     try:
-        score = float(text[first + len(begin) : last].strip())
+        score = float(text[begin_at + len(begin) : end_at].strip())
     except ValueError:
         return None
     return (score - low) / (high - low) if low <= score <= high else None

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 22
 """Largest reply: 4 MiB."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Seconds before the first retry, which double with each further one, and most of them."""
+"""Seconds before the first retry, doubled before each further one, and their maximum."""
 PLACE_SECONDS = 0.01
-"""Seconds between two looks for a place among the requests of all threads."""
+"""Seconds between two attempts to acquire `Client.places`."""
 LONGEST_WAIT = 300.0
 """Most seconds that a server may ask to wait in Retry-After."""
 _AGAIN = frozenset({408, 409, 425, 429})
@@ -100,8 +100,8 @@ class Client:
     def ask(self, bodies: Mapping[str, Body], keep: Keep) -> dict[str, Unanswered]:
         """Send requests, `concurrency` at a time, together with those of other threads.
 
-        Works inside a running event loop, as in a notebook, from another thread. `bodies` has the
-        JSON body of each request; `keep` gets a request and the JSON of its reply at once.
+        Inside a running event loop, as in a notebook, another thread sends them. `bodies` has the
+        JSON body of each request, by its key; `keep` gets key and JSON of each reply as it comes.
 
         Returns the requests without a reply after all retries. Once a request has failed and no
         other got a reply in the meantime, the rest is not sent. Raises RewardError if the API
@@ -146,10 +146,10 @@ class _Asking:
             tasks = [
                 asyncio.ensure_future(self._work(client, pending, failed)) for _ in range(workers)
             ]
-            done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            done, unfinished = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             # After an error, no request begins, and those under way end: they may be paid for.
             self.stopped.set()
-            ended = await asyncio.gather(*done, *rest, return_exceptions=True)
+            ended = await asyncio.gather(*done, *unfinished, return_exceptions=True)
         for error in ended:
             if isinstance(error, BaseException):
                 raise error
@@ -212,8 +212,8 @@ class _Asking:
 
     async def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while not self.stopped.is_set() and (left := end - time.monotonic()) > 0:
-            await asyncio.sleep(min(left, 0.2))
+        while not self.stopped.is_set() and (remaining := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(remaining, 0.2))
 
     async def _attempt(self, client: httpx2.AsyncClient, body: Body) -> Mapping[str, Any]:
         import httpx2
@@ -245,7 +245,7 @@ class _Asking:
         return fields
 
     def _refusal(self, status: int, data: bytes, headers: Mapping[str, str]) -> _Trouble:
-        """Return the trouble of a status; raise an error that every request would get."""
+        """Return the failure of a status; raise RewardError where every request would fail."""
         url, name = self.settings.url, self.settings.key_variable
         text = self._excerpt(data)
         why = ""
@@ -311,8 +311,8 @@ class Answers:
 
     Attributes:
         known: The answers by question.
-        unrecorded: Those that are in no file, because this process sees no folder.
-        count: Number of answers to this process and, if it counts them, to the run before.
+        unrecorded: Answers that are in no file, because this process has no folder.
+        count: Answers to this process and, where `record_in` counts them, those in the files.
         input: Tokens that the judge has read for them.
         output: Tokens that it has written.
     """
@@ -328,7 +328,7 @@ class Answers:
 
         The folder and this rank's file are created with the first answer. A line that a kill cut
         off is then removed; a damaged line causes a warning and its question is asked again. With
-        `counts`, the answers of all processes to this judge count.
+        `counts`, the answers of this judge to all processes count.
         """
         judge = name.rpartition("rank-")[0]
         # The cost of an earlier run is recorded in its folder, or in the files below.
@@ -371,7 +371,7 @@ class Answers:
                 sync(self._path.parent)
 
     def keep(self, key: str, answer: Answer, *, counts: bool) -> None:
-        """Keep an answer of another process, or an earlier one, in memory."""
+        """Keep an answer in memory; with `counts`, add it to the totals."""
         if counts:
             self.count += 1
             self.input += answer.input
@@ -399,9 +399,9 @@ def answer_files(folder: Path) -> list[Path]:
 
 def read_answers(file: Path) -> ReadAnswers:
     """Read a file of answers, as far as its lines are whole."""
-    *lines, last = read_plain(file, MAX_LOG_BYTES).split(b"\n")
+    *lines, cut_off = read_plain(file, MAX_LOG_BYTES).split(b"\n")
     answers = [answer for line in lines if (answer := _answer(line)) is not None]
-    return ReadAnswers(answers, len(lines) - len(answers), len(last))
+    return ReadAnswers(answers, len(lines) - len(answers), len(cut_off))
 
 
 def _answer(line: bytes) -> tuple[str, Answer] | None:

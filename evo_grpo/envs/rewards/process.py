@@ -181,11 +181,11 @@ def _end_with(parent: int) -> None:
 def _check_importable(reward: RewardFunction) -> None:
     try:
         data = pickle.dumps(reward)
-        known = b"__main__" not in data
+        is_importable = b"__main__" not in data
         why = "it is defined in the script that runs"
     except Exception as error:  # the state of a user's object may raise anything
-        known, why = False, error_text(error)
-    if not known:
+        is_importable, why = False, error_text(error)
+    if not is_importable:
         raise ConfigError(
             f"reward function {reward.name!r}: env.isolate: process needs a function that can be "
             f"imported by its name ({why}); define it at the top of a module, or leave isolate out"

@@ -17,7 +17,7 @@ class Board(Protocol):
     """Small texts by name that the processes of a run share."""
 
     def swap(self, name: str, old: str, new: str) -> str:
-        """Replace the text of a name if it is `old` ("" for none); return the text afterwards."""
+        """Set the text of a name to `new` if it is `old` ("" for none); return the text then."""
         ...
 
     def write(self, texts: Mapping[str, str]) -> None:
@@ -73,7 +73,7 @@ class Scorer(ABC):
 def template_rows(
     completions: Sequence[str], prompts: Sequence[str], columns: Mapping[str, Sequence[Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the values that a scorer's templates may name, for each of B completions."""
+    """Yield the template variables of each of B completions."""
     for number, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
         row = {name: values[number] for name, values in columns.items()}
         yield {**row, "completion": completion, "prompt": prompt}

@@ -122,10 +122,10 @@ def with_scorers(
 ) -> Scored:
     """Add the rewards of the functions that are a `Scorer` to those of all others."""
     out = np.full((len(batch.completions), len(rewards)), np.nan)
-    failures, known = list(scored.failures), iter(scored.rewards.T)
+    failures, reward_columns = list(scored.failures), iter(scored.rewards.T)
     for column, reward in enumerate(rewards):
         if not isinstance(reward.fn, Scorer):
-            out[:, column] = next(known)
+            out[:, column] = next(reward_columns)
         elif len(out):
             (call,) = calls_of([reward], batch)
             keep_errors = how.reward_errors == "set_aside"
@@ -142,7 +142,7 @@ def _fill(
     *,
     keep_errors: bool,
 ) -> Iterator[Failure]:
-    """Write the results of a function, one per completion, and yield those that are no rewards."""
+    """Write a function's results, one per completion, to `column`; yield the failures."""
     for number, value in enumerate(results):
         try:
             if issubclass(type(value), RewardError):
@@ -164,9 +164,9 @@ def reward_of_each(names: Sequence[str], rewards: Floats) -> dict[str, float]:
         return {}
     columns = zip(names, np.isfinite(rewards).T, rewards.T, strict=True)
     return {
-        f"{REWARD_OF}{name}": float(column[known].mean())
-        for name, known, column in columns
-        if known.any()
+        f"{REWARD_OF}{name}": float(column[is_scored].mean())
+        for name, is_scored, column in columns
+        if is_scored.any()
     }
 
 
@@ -220,15 +220,15 @@ def calls_of(
     calls: list[Call] = []
     for reward in rewards:
         names, takes_all, bound = reward.names(), reward.takes_all, reward.bound
-        for position, given in enumerate(_arguments(reward, batch, log or Log())):
+        for position, keywords in enumerate(_arguments(reward, batch, log or Log())):
             if bound or not takes_all:
-                given = {
+                keywords = {
                     name: value
-                    for name, value in given.items()
+                    for name, value in keywords.items()
                     if name in names or (takes_all and name not in bound)
                 }
             title = partial(batch.title, reward.name, None if reward.is_batch else position)
-            calls.append(Call(title, reward.fn, given))
+            calls.append(Call(title, reward.fn, keywords))
     return calls
 
 
@@ -240,12 +240,12 @@ def shown_calls(rewards: Sequence[RewardFunction], row: Mapping[str, Any]) -> li
             calls.append(f"{reward.name}, asked about each completion")
             continue
         (call,) = calls_of([reward], CompletionBatch(["..."], [row], ["..."], ["row 0"]))
-        shown = {name: shorten(repr(value), SHOWN) for name, value in call.arguments.items()}
+        reprs = {name: shorten(repr(value), SHOWN) for name, value in call.arguments.items()}
         if reward.style == "trl":
-            calls.append(f"{reward.name}({', '.join(shown)}), as TRL calls it")
+            calls.append(f"{reward.name}({', '.join(reprs)}), as TRL calls it")
         else:
-            given = ", ".join(f"{name}={value}" for name, value in shown.items())
-            calls.append(f"{reward.name}({given})")
+            keywords = ", ".join(f"{name}={value}" for name, value in reprs.items())
+            calls.append(f"{reward.name}({keywords})")
     return calls
 
 

@@ -36,8 +36,8 @@ class Samples:
     """What TRL's functions get of B completions beside their texts.
 
     Attributes:
-        token_ids: Sampled ids of each, the end token included.
-        messages: The conversation that each answers; None for a prompt that is plain text.
+        token_ids: Sampled ids of each completion, the end token included.
+        messages: The conversation that each completion answers; None for a prompt of plain text.
         step: See `TrainerState`.
     """
 
@@ -61,8 +61,10 @@ class Log:
 
     def means(self) -> dict[str, float]:
         """Return the mean of the values of each name, without those beyond 1e15."""
-        usable = {name: [n for n in own if abs(n) <= LARGEST] for name, own in self.values.items()}
-        return {name: math.fsum(own) / len(own) for name, own in usable.items() if own}
+        usable = {
+            name: [n for n in values if abs(n) <= LARGEST] for name, values in self.values.items()
+        }
+        return {name: math.fsum(values) / len(values) for name, values in usable.items() if values}
 
 
 def arguments(
@@ -73,21 +75,21 @@ def arguments(
     log: Log,
 ) -> dict[str, Any]:
     """Return the keyword arguments of a call, as TRL 1.16 makes it: texts, or lists of messages."""
-    sampled = samples or Samples([()] * len(completions), [None] * len(completions))
-    chats = sampled.messages
+    trl_samples = samples or Samples([()] * len(completions), [None] * len(completions))
+    chats = trl_samples.messages
     columns = dict.fromkeys(column for row in rows for column in row if column not in _NO_COLUMNS)
     return {
         **{column: [row.get(column) for row in rows] for column in columns},
         "prompts": [
-            text if chat is None else [dict(one) for one in chat]
+            text if chat is None else [dict(message) for message in chat]
             for text, chat in zip(prompts, chats, strict=True)
         ],
         "completions": [
             text if chat is None else [{"role": "assistant", "content": text}]
             for text, chat in zip(completions, chats, strict=True)
         ],
-        "completion_ids": [list(ids) for ids in sampled.token_ids],
-        "trainer_state": TrainerState(sampled.step),
+        "completion_ids": [list(ids) for ids in trl_samples.token_ids],
+        "trainer_state": TrainerState(trl_samples.step),
         "log_metric": log.log_metric,
         "log_extra": log.log_extra,
     }

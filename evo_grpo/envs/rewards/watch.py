@@ -61,7 +61,7 @@ class Watch:
         self.abandoned = False
 
     def run(self, call: Call, allowance: float = 0.0) -> Any:  # noqa: ANN401 -- what the call returns
-        """Make a call. After one with an `allowance`, seconds beyond the limit, call `check`.
+        """Make a call; with `allowance`, seconds beyond the limit, the caller then calls `check`.
 
         Raises RewardAbortError if the call took longer, or left one of `MODES` changed.
         """
@@ -97,7 +97,7 @@ class Watch:
         )
 
     def late_call(self, done: Future[Any]) -> Call | None:
-        """Wait until all is done, or until a call is late, and return that call."""
+        """Wait until `done` has a result or a call is late; return the late call."""
         limit = self.limit or 0.0
         while not wait([done], min(limit, 1.0) / 4).done:
             call = self._running
@@ -131,18 +131,18 @@ def watching(limit: float | None, work: Callable[[Watch], ResultT]) -> ResultT:
             watch.abandoned = True
             raise watch.too_long(late)
         return result.result()
-    done: Future[None] = Future()
+    work_done: Future[None] = Future()
     before = signal.signal(_SIGNAL, watch.handle)
-    in_a_thread("reward-clock", lambda: watch.interrupt_late_calls(done))
+    in_a_thread("reward-clock", lambda: watch.interrupt_late_calls(work_done))
     try:
         return work(watch)
     finally:
-        done.set_result(None)
+        work_done.set_result(None)
         signal.signal(_SIGNAL, before)
 
 
 class Mode(NamedTuple):
-    """A mode: its name, a module, what reads it, and the function of the module that sets it."""
+    """A mode: its name, its module, its reader, and the function of the module that sets it."""
 
     name: str
     module: str
@@ -166,8 +166,8 @@ MODES = (
     ),
     Mode("number of threads", "torch", methodcaller("get_num_threads"), "set_num_threads"),
 )
-"""What the process or a thread has once, and the run depends on; it does not draw from the global
-random generators."""
+"""State of the process or of a thread on which the run depends. The run draws nothing from the
+global random generators."""
 
 
 @beside_no_load()
@@ -229,7 +229,7 @@ def in_a_thread(
     return result
 
 
-#: Types of most results; checking whether one is awaitable takes longer than computing it.
+#: Types of most results: `inspect.isawaitable` takes longer than computing such a result.
 _NUMBERS = frozenset({float, int, bool, type(None)})
 
 ASYNC_ALLOWANCE = 1.0
@@ -271,18 +271,18 @@ def _all(
             if mark is not None:
                 mark(number)
             results.append(_one(watch, call, keep_errors))
-        waiting = [number for number, result in enumerate(results) if _is_awaitable(result)]
-        if waiting:
-            awaited = partial(_together, [results[number] for number in waiting], watch.limit)
-            together = Call(calls[waiting[0]].title, awaited, {})
-            for number, result in zip(waiting, watch.run(together, ASYNC_ALLOWANCE), strict=True):
+        pending = [number for number, result in enumerate(results) if _is_awaitable(result)]
+        if pending:
+            awaited = partial(_together, [results[number] for number in pending], watch.limit)
+            async_call = Call(calls[pending[0]].title, awaited, {})
+            for number, result in zip(pending, watch.run(async_call, ASYNC_ALLOWANCE), strict=True):
                 results[number] = result
                 # By type(): a value may report another __class__, or raise.
                 if issubclass(type(result), TimedOut):
                     raise watch.too_long(calls[number])
                 if issubclass(type(result), BaseException):
                     results[number] = _failed(calls[number], result, keep_errors)
-            watch.check(together)
+            watch.check(async_call)
     finally:
         for result in results:
             # By type(): a value may report another __class__, or raise.
@@ -313,10 +313,10 @@ def _one(watch: Watch, call: Call, keep_errors: bool) -> object:
 
 def _failed(call: Call, error: BaseException, keep_errors: bool) -> RewardError:
     where = place_in_code(error)
-    named = RewardError(f"{call.title()}: it raised {error_text(error)}{where}{hint(error)}")
+    reward_error = RewardError(f"{call.title()}: it raised {error_text(error)}{where}{hint(error)}")
     if not keep_errors:
-        raise named from error
-    return named
+        raise reward_error from error
+    return reward_error
 
 
 def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list[Any]:
@@ -327,7 +327,7 @@ def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list
     # Kept out of the tasks' results: asyncio formats those when it compares signal handlers, and
     # the __repr__ of a value may raise.
     outcomes: list[Any] = [TimedOut() for _ in awaitables]
-    found: list[Any] = []
+    results: list[Any] = []
 
     async def keep(number: int, awaitable: Awaitable[object]) -> None:
         try:
@@ -342,7 +342,7 @@ def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list
         try:
             # All begin at once, so one time-out serves all.
             await asyncio.wait(tasks, timeout=limit)
-            found.extend(outcomes)  # now: `asyncio.run` then cancels those that are late
+            results.extend(outcomes)  # now: `asyncio.run` then cancels those that are late
         finally:
             for task in tasks:  # asyncio would log a KeyboardInterrupt left in one
                 if task.done() and not task.cancelled():
@@ -354,4 +354,4 @@ def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list
         asyncio.run(together())
     else:
         in_a_thread("async", lambda: asyncio.run(together())).result()
-    return found
+    return results

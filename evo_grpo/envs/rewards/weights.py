@@ -53,24 +53,24 @@ def check_rewards(
                 f"{weights[name]:g}; give such a one, or change evolve.hyperparameters.{path[-1]}"
             )
             problems.append(Problem(("env", "reward_weights"), text))
-    named = {
+    names_by_setting = {
         ("evolve", "fitness", "reward"): {} if reward is None else weights_in(reward),
         ("population", "stop", "rewards"): stop or {},
     }
     problems += [
         Problem(path, unknown_reward(name, list(weights)))
-        for path, names in named.items()
+        for path, names in names_by_setting.items()
         for name in names
         if name not in weights
     ]
-    known = [*weights, *MEASURES]
-    for number, one in enumerate(objectives):
-        if known.count(one.name) == 1:
+    objective_names = [*weights, *MEASURES]
+    for number, objective in enumerate(objectives):
+        if objective_names.count(objective.name) == 1:
             continue
-        near = nearest(one.name, known)
-        text = f"expected one of {', '.join(known)}, got {one.name!r}"
-        text += "" if near is None or near == one.name else f"; did you mean {near!r}?"
-        if one.name in known:
+        near = nearest(objective.name, objective_names)
+        text = f"expected one of {', '.join(objective_names)}, got {objective.name!r}"
+        text += "" if near is None or near == objective.name else f"; did you mean {near!r}?"
+        if objective.name in objective_names:
             text += ", which is a measure of every task too; rename the reward function"
         problems.append(Problem(("evolve", "fitness", "objectives", number, "name"), text))
     if problems:
@@ -123,13 +123,13 @@ def searched_weights(env: Environment[Any], space: HyperparameterConfig) -> dict
 def with_weights_of(
     env: Environment[Any], hparams: Hparams, weights: Mapping[str, float]
 ) -> Hparams:
-    """Return an agent's hyperparameters with these weights where it has none of its own."""
-    filled, names = hparams.with_weights(weights), reward_names(env)
-    for name in filled.reward_weights:
+    """Return an agent's hyperparameters, with `weights` filled in where they have none."""
+    agent_hparams, names = hparams.with_weights(weights), reward_names(env)
+    for name in agent_hparams.reward_weights:
         if name not in names:
             text = unknown_reward(name, names)
             raise ConfigError(f"{REWARD_WEIGHT}{name} of an agent: {text}")
-    return filled
+    return agent_hparams
 
 
 def fitness_rewards(
