@@ -25,9 +25,9 @@ def claims(scores: Sequence[Score], one: int, level: float) -> list[int]:
 
     The result is 1 where agent `one` is shown to be ahead, -1 where it is behind, else 0.
     """
-    apart = [_apart(scores[one], other) for other in scores]
-    chances = [chance(scores[one], other) for other in scores]
-    return signs([float(a.mean()) if len(a) else 0.0 for a in apart], chances, len(scores), level)
+    gaps = [_apart(scores[one], other) for other in scores]
+    p_values = [chance(scores[one], other) for other in scores]
+    return signs([float(a.mean()) if len(a) else 0.0 for a in gaps], p_values, len(scores), level)
 
 
 def signs(
@@ -59,17 +59,17 @@ def chance(first: Score, second: Score) -> float:
     is at least that of the t statistic corrected for skewness (Hall 1992, J. R. Statist. Soc. B
     54).
     """
-    apart = _apart(first, second)
-    moved = apart[apart != 0]
-    return max(sign_flip(moved), _skewed(apart)) if len(moved) else 1.0
+    differences = _apart(first, second)
+    nonzero = differences[differences != 0]
+    return max(sign_flip(nonzero), _skewed(differences)) if len(nonzero) else 1.0
 
 
 def _apart(first: Score, second: Score) -> np.ndarray:
     """Return the differences per prompt at the first look; racing chooses who gets another."""
-    own, other = (one.first_look or one.per_prompt for one in (first, second))
-    if len(own) != len(other):
+    rewards, others = (score.first_look or score.per_prompt for score in (first, second))
+    if len(rewards) != len(others):
         return np.empty(0)
-    differences = np.subtract(own, other, dtype=np.float64)
+    differences = np.subtract(rewards, others, dtype=np.float64)
     return differences[np.isfinite(differences)]
 
 

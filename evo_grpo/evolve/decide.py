@@ -89,12 +89,12 @@ def decide(  # noqa: PLR0913 -- a decision is made of all that a round has found
     any_usable = any(map(_usable, standings))
     # Rewards of training that stood for a fitness, in a round without a decision, do not count.
     measured = [
-        [one for one in s.history[:-1] if one.per_prompt or not one.steps] + [*s.history[-1:]]
+        [old for old in s.history[:-1] if old.per_prompt or not old.steps] + [*s.history[-1:]]
         for s in standings
     ]
     histories = [
-        own[-strategy.window :] if _usable(s) or not any_usable else []
-        for s, own in zip(standings, measured, strict=True)
+        history[-strategy.window :] if _usable(s) or not any_usable else []
+        for s, history in zip(standings, measured, strict=True)
     ]
     if archive is not None and not any(histories):
         return _all_restored(standings, places, archive, strategy, round, next_id)
@@ -229,8 +229,8 @@ def _restored(
     for place, (member, values, _) in zip(worst, copies, strict=True):
         members[place], hparams[place], parents[place] = member, values, archive.slot
     new = Generation(tuple(members), tuple(hparams), tuple(parents), next_id + len(copies))
-    kept = [d for d in decisions if d.agent not in agents or d.kind == "collapsed"]
-    return new, [*kept, *(decision for _, _, decision in copies)]
+    remaining = [d for d in decisions if d.agent not in agents or d.kind == "collapsed"]
+    return new, [*remaining, *(decision for _, _, decision in copies)]
 
 
 def _all_restored(

@@ -118,20 +118,20 @@ def check_plan(name: str, plan: Sequence[Offspring], size: int, places: int) -> 
 
 
 def _wrong_in(plan: Sequence[Offspring], size: int, places: int) -> str:
-    numbers = [number for one in plan for number in (one.position, one.parent)]
+    numbers = [number for offspring in plan for number in (offspring.position, offspring.parent)]
     if not all(is_whole(number) and 0 <= number < size for number in numbers):
         return (
             f"expected positions and parents in 0..{size - 1}, the indices of `histories`, got "
             f"{shown(numbers)}"
         )
-    filled = [one.position for one in plan]
-    if not filled or len(filled) > places or any(a >= b for a, b in pairwise(filled)):
+    positions = [offspring.position for offspring in plan]
+    if not positions or len(positions) > places or any(a >= b for a, b in pairwise(positions)):
         return (
             f"expected 1 to {places} offspring at different positions in ascending order, got "
-            f"positions {shown(filled)}"
+            f"positions {shown(positions)}"
         )
-    survivors = {one.position for one in plan if one.parent == one.position}
-    for position, parent in ((one.position, one.parent) for one in plan):
+    survivors = {offspring.position for offspring in plan if offspring.parent == offspring.position}
+    for position, parent in ((offspring.position, offspring.parent) for offspring in plan):
         if parent not in survivors:
             return (
                 f"position {position} copies position {parent}, expected a parent that survives, "

@@ -41,10 +41,10 @@ def decides_after(finished: int, decisions: Sequence[int]) -> bool:
 
     In a run that is extended, the distance of the last two of `decisions` repeats.
     """
-    last = decisions[-1]
-    if finished <= last:
+    end = decisions[-1]
+    if finished <= end:
         return finished in decisions
-    return (finished - last) % (last - (decisions[-2] if len(decisions) > 1 else 0)) == 0
+    return (finished - end) % (end - (decisions[-2] if len(decisions) > 1 else 0)) == 0
 
 
 def places_by_round(size: int, sizes: Sizes, decisions: Sequence[int] = ()) -> tuple[int, ...]:
@@ -60,9 +60,9 @@ def places_by_round(size: int, sizes: Sizes, decisions: Sequence[int] = ()) -> t
     if sizes is None and decisions:
         halving = decisions[max(0, len(decisions) - 2 - halvings(size)) : -1]
         for finished in range(1, decisions[-1]):
-            here = places[-1]
-            halves = finished in halving and here > LEAST
-            places.append((here + 1) // 2 if halves else here)
+            current = places[-1]
+            halves = finished in halving and current > LEAST
+            places.append((current + 1) // 2 if halves else current)
     return tuple(places)
 
 
@@ -120,7 +120,7 @@ def _groups_of_agents(rows: int, steps: int, group_sizes: Sequence[int]) -> list
     carry = 0.0
     groups = [0] * agents
     for agent in sorted(range(agents), key=lambda i: (-group_sizes[i], i)):
-        wanted = rows / agents + carry
-        groups[agent] = max(steps, round(wanted / group_sizes[agent]))
-        carry = wanted - groups[agent] * group_sizes[agent]
+        target = rows / agents + carry
+        groups[agent] = max(steps, round(target / group_sizes[agent]))
+        carry = target - groups[agent] * group_sizes[agent]
     return groups

@@ -86,10 +86,10 @@ def _index(plan: Membership, agent: int | None, boundary: Boundary) -> int:
     slots = [member.agent for member in plan.members]
     if agent is not None and agent in slots:
         return slots.index(Slot(agent))
-    left = ", which left after this round" if agent in boundary.played.values() else ""
+    ended = ", which left after this round" if agent in boundary.played.values() else ""
     raise ConfigError(
         f"agent {agent}: expected one that trains in round {boundary.round + 2}, "
-        f"{', '.join(map(str, slots))}, got {agent}{left}"
+        f"{', '.join(map(str, slots))}, got {agent}{ended}"
     )
 
 
@@ -140,13 +140,13 @@ def _set(
         raise ConfigError(f"agent {member.agent}: expected a hyperparameter to set, got none")
     new = with_values(old, values, boundary.hp_config.names())
     before = set(outside(old, boundary.hp_config))
-    beyond = [one for one in outside(new, boundary.hp_config) if one not in before]
+    beyond = [value for value in outside(new, boundary.hp_config) if value not in before]
     remedy = "what it may be is in evolve.hyperparameters"
-    refuse(Problem((one.name,), one.told(remedy=remedy)) for one in beyond)
-    shown = ", ".join(f"{name} {_plain(value)}" for name, value in values.items())
+    refuse(Problem((value.name,), value.told(remedy=remedy)) for value in beyond)
+    assignments = ", ".join(f"{name} {_plain(value)}" for name, value in values.items())
     if new == old:
         raise ConfigError(
-            f"agent {member.agent}: expected a change, got its present values: {shown}"
+            f"agent {member.agent}: expected a change, got its present values: {assignments}"
         )
     born = member.id not in boundary.played
     changes: Changes = dict(member.mutation.changes) if born else {}
@@ -156,7 +156,7 @@ def _set(
     if born and (member.mutation.restores or member.mutation.op == "steer-clone"):
         op = "steer-restore" if member.mutation.restores else "steer-clone"
     child = _with_child(plan, index, member, Mutation(op, changes), new, boundary)
-    return child, f"agent {member.agent} was set by hand: {shown}"
+    return child, f"agent {member.agent} was set by hand: {assignments}"
 
 
 def _plain(value: object) -> str:
@@ -169,7 +169,7 @@ def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig)
     A clip range appears by its ends if one of the values is a pair or its ends mutate. What is None
     on one side is left out.
     """
-    ends = any(isinstance(one.clip_coef, tuple) for one in (old, new)) or bool(
+    ends = any(isinstance(hparams.clip_coef, tuple) for hparams in (old, new)) or bool(
         set(CLIP_ENDS) & set(hp_config.names())
     )
     changes: Changes = {}
@@ -192,12 +192,12 @@ def _swaps(members: Sequence[Member], played: Mapping[int, Slot]) -> bool:
         and member.parent in played
         and not member.mutation.restores
     }
-    for first in sources:
-        slot, seen = first, set[Slot]()
-        while slot in sources and sources[slot] != slot and slot not in seen:
-            seen.add(slot)
+    for start in sources:
+        slot, visited = start, set[Slot]()
+        while slot in sources and sources[slot] != slot and slot not in visited:
+            visited.add(slot)
             slot = sources[slot]
-        if slot in seen:
+        if slot in visited:
             return True
     return False
 
@@ -212,10 +212,10 @@ def _with_child(
 ) -> Membership:
     """Replace a member by a child, which keeps the id of a member that has not trained yet."""
     old, played = plan.members[index], boundary.played
-    free = max([boundary.next_id - 1, *(one.id for one in plan.members)]) + 1
+    unused_id = max([boundary.next_id - 1, *(member.id for member in plan.members)]) + 1
     source = parent.id if parent.id in played else parent.parent
-    number = free if old.id in played else old.id
-    child = Member(number, old.agent, source, boundary.round + 1, mutation)
+    child_id = unused_id if old.id in played else old.id
+    child = Member(child_id, old.agent, source, boundary.round + 1, mutation)
     members, values = list(plan.members), list(plan.hparams)
     members[index], values[index] = child, hparams
     return plan._replace(members=tuple(members), hparams=tuple(values))

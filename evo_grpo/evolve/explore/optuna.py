@@ -90,8 +90,8 @@ class OptunaExploration(Group):
     def check(self, first: Hparams, hp_config: HyperparameterConfig) -> None:
         """Let the sampler propose for an invented run, to find the errors of `explore` early."""
         rng = generator(0, "check")
-        drawn = [sample_hparams(first, hp_config, rng) for _ in range(_TRIALS)]
-        trials = [Trial(hparams, float(number), 0) for number, hparams in enumerate(drawn)]
+        samples = [sample_hparams(first, hp_config, rng) for _ in range(_TRIALS)]
+        trials = [Trial(hparams, float(number), 0) for number, hparams in enumerate(samples)]
         self.explore(Candidate(first, copied=True, trials=trials), hp_config.mutating(), rng)
 
     def _propose(
@@ -106,9 +106,9 @@ class OptunaExploration(Group):
             study = optuna.create_study(direction="maximize", sampler=sampler)
             for hparams, fitness in _relative(trials):
                 params = _params(hparams, space)
-                known = {name: distributions[name] for name in params}
+                measured = {name: distributions[name] for name in params}
                 study.add_trial(
-                    optuna.trial.create_trial(params=params, distributions=known, value=fitness)
+                    optuna.trial.create_trial(params=params, distributions=measured, value=fitness)
                 )
             try:
                 return study.ask(distributions).params

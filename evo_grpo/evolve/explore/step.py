@@ -74,7 +74,7 @@ def between(
     def place(one: Hparams) -> float:
         return share_of(name, parameter, cast("float", value_of(one, name, parameter)))
 
-    here, places = place(hparams), [place(one) for one in tried]
+    here, places = place(hparams), [place(other) for other in tried]
     below = max((p for p in places if p < here - _SAME), default=None)
     above = min((p for p in places if p > here + _SAME), default=None)
     low = 0.0 if below is None else (below + here) / 2
