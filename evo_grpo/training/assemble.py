@@ -89,8 +89,8 @@ class Objects:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the objects that were given."""
-        given = {"model": self.model, "tokenizer": self.tokenizer, "lora": self.lora}
-        return tuple(name for name, value in given.items() if value is not None)
+        objects = {"model": self.model, "tokenizer": self.tokenizer, "lora": self.lora}
+        return tuple(name for name, value in objects.items() if value is not None)
 
 
 def _nothing(slots: Sequence[Slot], rounds: int) -> None:
@@ -126,8 +126,8 @@ class Prepared:
         check_rewards(named_weights(self.env), space, fitness.reward, fitness.objectives, stop)
         check_columns(getattr(self.env, "task", None), self.round_settings.record.columns)
         refuse(below(fitness_problems(space, fitness), "evolve", "fitness"))
-        own = isinstance(self.round_settings.selector, CheckedSelector)
-        refuse(below(objective_problems(evolve, own=own), "evolve"))
+        user_defined = isinstance(self.round_settings.selector, CheckedSelector)
+        refuse(below(objective_problems(evolve, own=user_defined), "evolve"))
 
     def is_unfinished(self, rounds: Sequence[RoundRecord]) -> bool:
         """Return whether the run, or the call of `train`, has further rounds to play."""
@@ -227,10 +227,10 @@ def add_agents(
     cohort: Cohort, size: int, init: Start, start: AdapterCopy | None = None
 ) -> tuple[Slot, ...]:
     """Add the first population; without `start`, actors and references start from the base."""
-    adapter = rank_alpha(cohort.slots.config)
-    first = cohort.settings.algorithm.first_hparams(cohort.hp_config, adapter)
-    begin = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
-    dealt = enumerate(deal(begin, cohort.shards))
+    rank_and_alpha = rank_alpha(cohort.slots.config)
+    first = cohort.settings.algorithm.first_hparams(cohort.hp_config, rank_and_alpha)
+    starts = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
+    dealt = enumerate(deal(starts, cohort.shards))
     slots = [cohort.add(hparams, shard).slot for shard, part in dealt for hparams in part]
     check_widths(cohort, given=start is not None)
     if start is not None:
@@ -338,15 +338,15 @@ def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
 
     `env` is as `Population.train` takes it. A prompt that leaves no room is a PromptTooLongError.
     """
-    made = resolve_environment(
+    environment = resolve_environment(
         env,
         tokenizer=cohort.base.tokenizer,
         seed=cohort.seed,
         max_output_tokens=cohort.max_output_tokens,
         batch_size=cohort.settings.algorithm.prompts_per_step,
     )
-    cohort.adapt_to(made)
-    return made
+    cohort.adapt_to(environment)
+    return environment
 
 
 def record_rewards(env: object, path: Path, team: Team, *, writes: bool, shared: bool) -> None:

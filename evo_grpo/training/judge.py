@@ -113,9 +113,9 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
     Raises:
         RunFailedError: No agent of the last round has a fitness, and there is no archive.
     """
-    last = rounds[-1]
+    final = rounds[-1]
     candidates: list[Finalist] = []
-    best = leading_agent(last)
+    best = leading_agent(final)
     if best is not None:
         candidates.append(_finalist("last", best, cohort.agents[best.agent], best.checkpoint))
     ever, archive = best_ever(rounds), cohort.archive
@@ -123,7 +123,7 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
         candidates.append(_finalist("archive", ever, archive, BEST))
     if not candidates:
         raise RunFailedError(
-            f"round {last.round + 1}: expected an agent with a finite fitness to compare with "
+            f"round {final.round + 1}: expected an agent with a finite fitness to compare with "
             "the base, got none; lower the bounds of lr, then start the run anew"
         )
     several = ever is not None and ever.score is not None and bool(ever.score.further)
@@ -131,11 +131,11 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
         candidates = candidates[-1:]
     pair = None if several else _relatives(cohort, rounds)
     # The first rank compares the finalists, and judges the best one.
-    compared = [one.slot for one in candidates] + [one.agent for one in pair or ()]
+    compared = [finalist.slot for finalist in candidates] + [record.agent for record in pair or ()]
     cohort.move(dict.fromkeys(compared, 0))
     if pair is not None:
         first, second = pair
-        born, mutation = last.round + 1, Mutation("mean")
+        born, mutation = final.round + 1, Mutation("mean")
         slot = add_spare_like(cohort, first.agent)
         member = Member(cohort.next_member, slot, first.member, born, mutation, second.member)
         # Do not reserve the id: an extension of the run uses the same ids with or without a mean.
@@ -220,11 +220,11 @@ def best_finalist(
     greatest mean score wins.
     """
     order = sorted(range(len(candidates)), key=lambda i: PRECEDENCE.index(candidates[i].kind))
-    there = [i for i in order if math.isfinite(scores[i].mean)] or order[:1]
+    finite = [i for i in order if math.isfinite(scores[i].mean)] or order[:1]
     if level is None:
-        return max(there, key=lambda i: scores[i].mean)
-    best = there[0]
-    for i in there[1:]:
+        return max(finite, key=lambda i: scores[i].mean)
+    best = finite[0]
+    for i in finite[1:]:
         if compare(scores[i], scores[best]).significant(level):
             best = i
     return best

@@ -173,10 +173,10 @@ def sees_folder(path: Path, team: Team) -> bool:
     if team.rank == 0:
         (path / name).touch()
     sign = path / team.first(name)
-    seen = all(team.gather(sign.is_file()))
+    visible = all(team.gather(sign.is_file()))
     if team.rank == 0:
         sign.unlink(missing_ok=True)
-    return seen
+    return visible
 
 
 @final
@@ -237,5 +237,5 @@ def with_files(record: RoundRecord, files: Mapping[str, str]) -> RoundRecord:
 
 def _written(folder: Path, name: str, agent: Snapshot) -> dict[str, str]:
     with writing(folder / name):
-        written = agent.write(folder / name)
-    return {f"{name}/{file}": digest for file, digest in written.items()}
+        digests = agent.write(folder / name)
+    return {f"{name}/{file}": digest for file, digest in digests.items()}

@@ -62,27 +62,27 @@ class Counted:
         )
 
     def _kernel(self, flops: float, numbers: float, rate: float, launches: int = 1) -> float:
-        moved = HALF * numbers / (rate * 1e12)
-        return launches * LAUNCH + max(flops / (self.card.tflops * 1e12), moved)
+        transfer = HALF * numbers / (rate * 1e12)
+        return launches * LAUNCH + max(flops / (self.card.tflops * 1e12), transfer)
 
     def step(self, rows: int, columns: int) -> float:
         """Return the seconds of a decode step of so many rows, over `columns` of the cache."""
-        s, read = self.shape, self.card.read
+        s, rate = self.shape, self.card.read
 
         def product(inputs: int, outputs: int, ranks: int) -> float:
             width = outputs + ranks * self.agents
             numbers = inputs * width + rows * (inputs + width) + self.agents * self.rank * outputs
-            return self._kernel(2.0 * rows * inputs * width, numbers, read)
+            return self._kernel(2.0 * rows * inputs * width, numbers, rate)
 
         def other(numbers: float) -> float:
-            return self._kernel(0.0, rows * numbers, read)
+            return self._kernel(0.0, rows * numbers, rate)
 
         layer = sum(product(*linear) for linear in self.linears)
         layer += other(2 * (s.query_width + 2 * s.kv_width))
         layer += other(2 * s.kv_width * columns + 2 * s.query_width)
         layer += 2 * other(4 * s.hidden) + other(3 * s.inner)
         words = s.vocabulary
-        head = self._kernel(2.0 * rows * s.hidden * words, words * (s.hidden + rows), read)
+        head = self._kernel(2.0 * rows * s.hidden * words, words * (s.hidden + rows), rate)
         return s.layers * layer + head + 2 * other(words) + 3 * LAUNCH
 
     def rollout(self, rows: int, prompts: int, prompt: int, output: int) -> float:
@@ -122,9 +122,9 @@ class Counted:
         layer += kernel(5 * attended, 8 * tokens * qkv, 10) + 2 * kernel(0, 2.5 * tokens * qkv)
         layer += 4 * kernel(0, 4 * tokens * hidden)
         layer += kernel(0, 3 * tokens * inner) + kernel(0, 6 * tokens * inner)
-        drawn, words = rows * output, s.vocabulary
-        head = 2 * kernel(2.0 * drawn * hidden * words, drawn * words)
-        return s.layers * layer + head + kernel(0, 3 * drawn * words)
+        sampled, words = rows * output, s.vocabulary
+        head = 2 * kernel(2.0 * sampled * hidden * words, sampled * words)
+        return s.layers * layer + head + kernel(0, 3 * sampled * words)
 
 
 class Duration(NamedTuple):

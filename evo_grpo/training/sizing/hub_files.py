@@ -66,10 +66,10 @@ def _download(repository: str) -> None:
         def __init__(self, *given: Any, **keywords: Any) -> None:
             super().__init__(*given, **{**keywords, "disable": True})
 
-    own = os.environ.get("HF_ENDPOINT")
+    endpoint = os.environ.get("HF_ENDPOINT")
     # A download repeats a failed request for almost a minute; this shows a missing network at once.
-    get_hf_file_metadata(hf_hub_url(repository, CONFIG, endpoint=own), timeout=SECONDS)
-    get = partial(hf_hub_download, repository, endpoint=own, tqdm_class=Silent)
+    get_hf_file_metadata(hf_hub_url(repository, CONFIG, endpoint=endpoint), timeout=SECONDS)
+    get = partial(hf_hub_download, repository, endpoint=endpoint, tqdm_class=Silent)
     get(CONFIG)
     for file in OTHERS:
         try:
@@ -106,5 +106,5 @@ def _reason(name: str, error: Exception) -> str:
     ):
         if isinstance(error, kinds):
             raise ModelError(f"model {name!r}: {text}") from None
-    first = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
-    return f"{hub} cannot be reached: {hub_words(first, 200)}"
+    first_line = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+    return f"{hub} cannot be reached: {hub_words(first_line, 200)}"

@@ -171,18 +171,18 @@ class Fit(NamedTuple):
                 f"{text}; none of the changes that were tried make it fit: take a smaller model or "
                 "fewer agents, or divide the base among devices with engine.base: sharded"
             )
-        written = {n: json.dumps(value).strip('"') for n, value in self.proposal.changes.items()}
-        options = " ".join(f"--set {name}={value}" for name, value in written.items())
+        values = {n: json.dumps(value).strip('"') for n, value in self.proposal.changes.items()}
+        options = " ".join(f"--set {name}={value}" for name, value in values.items())
         return f"{text}; it takes about {format_bytes(self.proposal.plan.peak)} with {options}"
 
 
 def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
     """Return whether a run fits where it computes, with a proposal if not; None if unknown."""
-    chosen = choose_limits(config, setup)
-    plan = setup.plan(config, **chosen)
+    limits = choose_limits(config, setup)
+    plan = setup.plan(config, **limits)
     if plan is None:
         return None
-    numbers = {f"engine.{name}": value for name, value in chosen.items()}
+    numbers = {f"engine.{name}": value for name, value in limits.items()}
     return Fit(
         setup, plan, numbers, proposal=None if plan.fits(setup.capacity) else propose(config, setup)
     )
@@ -237,12 +237,12 @@ def _tried(config: RunConfig, setup: Setup, changes: Mapping[str, object]) -> Fi
         tried = changed(config, changes)
     except EvoGrpoError:  # the settings contradict the change
         return None
-    chosen = choose_limits(tried, setup)
-    plan = setup.plan(tried, **chosen)
+    limits = choose_limits(tried, setup)
+    plan = setup.plan(tried, **limits)
     if plan is None or not plan.fits(setup.capacity * ROOM):
         return None
     new = {name: value for name, value in changes.items() if attrgetter(name)(config) != value}
-    return Fit(setup, plan, chosen, new)
+    return Fit(setup, plan, limits, new)
 
 
 def changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:
@@ -286,8 +286,8 @@ def setup_here(
     `longest` is the number of tokens of the longest completion. `gpu` is the card to plan for; None
     plans for this machine.
     """
-    seen = [] if gpu is not None else cuda_devices()
-    devices = [gpu_seen for gpu_seen in seen if gpu_seen is not None]
+    listed = [] if gpu is not None else cuda_devices()
+    devices = [entry for entry in listed if entry is not None]
     processes = config.most_processes if config.engine.base == "sharded" else 1
     for dtype, device in dtypes(config, gpu).items():
         card = gpu
@@ -301,7 +301,7 @@ def setup_here(
             capacity = None if card is None else card.bytes
             if card is not None and card.older and config.engine.dtype == "auto":
                 dtype = "float16"
-        elif config.engine.device == "auto" and seen:
+        elif config.engine.device == "auto" and listed:
             continue  # the run would use CUDA
         else:
             place, capacity = MACHINE, machine_memory()
