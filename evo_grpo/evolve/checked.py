@@ -90,7 +90,7 @@ class CheckedExplorer:
 def _checked_values(
     name: str, found: object, before: Hparams, hp_config: HyperparameterConfig
 ) -> tuple[Hparams, Changes]:
-    """Return the result of an exploration, whose changes have to lead to the values."""
+    """Return the result of an exploration, after checking that its changes lead to its values."""
     pair = cast("tuple[object, ...]", found) if isinstance(found, tuple) else ()
     if len(pair) != 2 or not isinstance(pair[0], Hparams) or not isinstance(pair[1], Mapping):
         raise ShapeError(

@@ -21,9 +21,9 @@ TIE_LEVEL = 0.1
 
 
 def claims(scores: Sequence[Score], one: int, level: float) -> list[int]:
-    """Compare the score at index `one` with all scores, each on the same prompts in the same order.
+    """Return for each score 1 if score `one` is shown to be ahead, -1 if behind, else 0.
 
-    The result is 1 where agent `one` is shown to be ahead, -1 where it is behind, else 0.
+    `one` is an index of `scores`, which are on the same prompts in the same order.
     """
     gaps = [_apart(scores[one], other) for other in scores]
     p_values = [chance(scores[one], other) for other in scores]
@@ -35,10 +35,10 @@ def signs(
 ) -> list[int]:
     """Return the sign of each difference that may be claimed, 0 for all others.
 
-    The differences are those of one agent to others, with their p-values; NaN is never claimed. The
-    probability of any claim about two equal agents is at most `level`, however the one of the
-    `agents` was chosen: Holm's test (1979) over all pairs, with the count of Shaffer (1986), since
-    fewer pairs can be equal once agents are known to differ from the one.
+    The differences are those of one agent to the others, `chances` their p-values; NaN is never
+    claimed. However that agent was chosen among `agents`, the probability of any claim about two
+    equal agents is at most `level`: Holm's test (1979) over all pairs, with the count of Shaffer
+    (1986), since fewer pairs can be equal once some agents are known to differ.
     """
     pairs = [math.comb(agents, 2), math.comb(agents - 1, 2), 1 + math.comb(max(agents - 2, 0), 2)]
     count = -1
@@ -65,7 +65,7 @@ def chance(first: Score, second: Score) -> float:
 
 
 def _apart(first: Score, second: Score) -> np.ndarray:
-    """Return the differences per prompt at the first look; racing chooses who gets another."""
+    """Return the differences per prompt before racing, which evaluates selected agents again."""
     rewards, others = (score.first_look or score.per_prompt for score in (first, second))
     if len(rewards) != len(others):
         return np.empty(0)

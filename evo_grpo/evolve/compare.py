@@ -1,8 +1,8 @@
 """Paired comparisons of two agents, and the evidence of validation and training together.
 
-Agents train on the same prompts, so their training rewards can be compared in pairs too. These lag
+Agents train on the same prompts, so their training rewards can be compared in pairs too. They lag
 behind: each comes from the weights before its step. A straight line through the steps since the
-last decision, taken at their end, removes the lag of an agent that learns at a steady pace.
+last decision has no lag at their end if the agent learns at a steady pace.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Comparison:
     Attributes:
         difference: Mean difference per prompt, in units of reward; NaN without a shared prompt.
         error: Standard error of that mean; NaN from fewer than two prompts.
-        p: Probability of at least this difference between equally good agents; 1 if it is not > 0.
+        p: Probability of at least this difference between equal agents; 1 unless it is above 0.
         objective: Name of the further objective that was compared; empty for fitness.
         steps: Steps of training whose rewards were compared beside the prompts.
     """
@@ -74,10 +74,10 @@ def compare(first: Score, second: Score) -> Comparison:
 
 
 def sign_flip(moved: np.ndarray) -> float:
-    """Return the share of sign patterns with at least the absolute sum of the differences.
+    """Return the share of sign patterns whose sum is at least as far from 0 as that of `moved`.
 
-    It is exact, within 3e-8, if all differences are multiples of 1/840 of the largest, else rounded
-    up.
+    `moved` are differences other than 0. The share is exact, within 3e-8, if they are multiples of
+    1/840 of the largest, else rounded up.
     """
     grid = min(_GRID, max(10, _CELLS // len(moved) ** 2))
     steps = np.abs(moved) * (grid / np.abs(moved).max())
@@ -104,8 +104,8 @@ def sign_flip(moved: np.ndarray) -> float:
 LEAST_STEPS = 4
 """Fewest steps through which a line is drawn."""
 WORTH = 0.125
-"""Completions of an evaluation that a completion of training is worth: 1/4, since the end of a line
-has four times the variance of a mean of as many values, and half of that, since completions of one
+"""Weight of a completion of training against one of an evaluation: 1/4, since the end of a line has
+four times the variance of a mean of as many values, and half of that, since completions of one
 prompt are alike."""
 
 

@@ -35,7 +35,7 @@ COLLAPSE_LEVEL = 0.01
 
 @dataclass(frozen=True)
 class Standing:
-    """An agent after an evaluation, as evolution sees it.
+    """An agent after an evaluation.
 
     `hparams` are those it trained with, `history` its scores, latest last (none for an agent that
     failed), and `collapsed` the reason why it can no longer learn, empty if it can.
@@ -66,7 +66,7 @@ class Strategy:
     archive_level: float = ARCHIVE_LEVEL
 
 
-def decide(  # noqa: PLR0913 -- a decision is made of all that a round has found
+def decide(  # noqa: PLR0913 -- one argument for each result of a round
     standings: Sequence[Standing],
     places: int,
     archive: Standing | None,
@@ -87,7 +87,7 @@ def decide(  # noqa: PLR0913 -- a decision is made of all that a round has found
     """
     # If all agents are unusable, collapsed ones may continue: there are no others.
     any_usable = any(map(_usable, standings))
-    # Rewards of training that stood for a fitness, in a round without a decision, do not count.
+    # Leave out rounds without a decision: their fitness is the mean reward of training.
     measured = [
         [old for old in s.history[:-1] if old.per_prompt or not old.steps] + [*s.history[-1:]]
         for s in standings
@@ -319,7 +319,7 @@ def _decisions(
 def _why_left(
     other: Slot, lead: Comparison, own: Score | None, its: Score | None, strategy: Strategy
 ) -> str:
-    """Return why an agent left and not `other`; `own` and `its` are their scores."""
+    """Return why an agent left while agent `other` stays; `own` and `its` are their scores."""
     level = strategy.significance
 
     def counts(lead_of: Comparison) -> bool:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Generation:
     """The agents of the next round, by position; other agents of this round leave.
 
-    `parents` are the slots that their weights come from, for a survivor its own one; `next_id` is
-    the first unused member id.
+    `parents` are the slots that their weights come from, for a survivor its slot; `next_id` is the
+    first unused member id.
     """
 
     members: tuple[Member, ...]
@@ -57,7 +57,7 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
 
     A copy, or an agent whose hyperparameters changed, becomes a new member; a survivor without
     changes keeps its member. The plan has passed `check_plan`; `members` and `hparams` are by
-    position. Hyperparameters that are only drawn at the start are set by a schedule alone.
+    position. Only a schedule changes hyperparameters that are otherwise drawn at the start alone.
     """
     space = hp_config if getattr(explorer, "scheduled", False) else hp_config.mutating()
     new_members: list[Member] = []
@@ -90,10 +90,10 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
 def _shares_of_twins(
     plan: Sequence[Offspring], hparams: Sequence[Hparams], names: int, rng: np.random.Generator
 ) -> dict[int, tuple[float, ...]]:
-    """Return shares for the agents of a plan with the same hyperparameters as another agent.
+    """Return shares by place in a plan, for agents with the same hyperparameters as another agent.
 
-    One of them keeps its values and gets none: the best agent, else the first survivor. Shares are
-    drawn from a stream that `rng` spawns.
+    Of equal agents, the best, else the first survivor, keeps its values and gets no shares. Shares
+    are drawn from a stream that `rng` spawns.
     """
     same: dict[Hparams, list[int]] = {}
     for place, offspring in enumerate(plan):

@@ -56,8 +56,7 @@ def fronts(scores: Sequence[Score], level: float | None) -> list[list[int]]:
     """Return the indices of scores by front, the best first; ascending within a front.
 
     Agents on a front are dominated only by agents of the fronts before it. Dominance by tests is
-    not transitive, but has no circles, since means never get worse along it and get better in one
-    goal.
+    not transitive, but has no cycles: along a chain, no mean gets worse and one gets better.
     """
     count = len(scores)
     above = np.zeros((count, count), dtype=bool)
@@ -75,10 +74,11 @@ def fronts(scores: Sequence[Score], level: float | None) -> list[list[int]]:
 
 
 def crowding(scores: Sequence[Score]) -> list[float]:
-    """Return the crowding distance of each agent of a front: how much room it has.
+    """Return the crowding distance of each agent of a front.
 
-    It is the sum over goals of the distance between its two neighbours in that goal, as a share of
-    the range of the front. The ends of a front have an infinite distance, so they are kept first.
+    It is the sum over goals of the distance between the agent's two neighbours in that goal, as a
+    share of the range of the front. The ends of a front have an infinite distance, so they are kept
+    first.
     """
     distances = [0.0] * len(scores)
     for values in zip(*(tuple(goal.mean for goal in score.goals) for score in scores), strict=True):

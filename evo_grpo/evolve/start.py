@@ -159,7 +159,7 @@ def spread(
 def _places(
     choices: Sequence[Value], first: Value | None, count: int, rng: np.random.Generator
 ) -> list[Value]:
-    """Return choices for `count` agents, evenly over them and the first; the rest is drawn."""
+    """Return `count` choices in random order, evenly frequent together with agent 0's `first`."""
     shuffled = [choices[index] for index in rng.permutation(len(choices)).tolist()]
     order = [c for c in shuffled if c == first] + [c for c in shuffled if c != first]
     begin = 1 if first in choices else 0
@@ -203,8 +203,8 @@ def _draw_clip_pair(
 def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[str] = ()) -> Hparams:
     """Return hyperparameters with some values replaced, by name.
 
-    Reward weights, and values in place of a setting of the run, such as a prompt or a rank, can be
-    set if `first` has them or if they are in `searched`.
+    Reward weights, and values in place of a setting of the run, such as a prompt or a LoRA rank,
+    can be set only if `first` or `searched` has them.
     """
     of_every_agent = filter(is_of_every_agent, MUTABLE)
     names = dict.fromkeys((*of_every_agent, *first.named(), *searched))
@@ -239,7 +239,7 @@ def starts_with(
     found: Sequence[Hparams],
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Return `population.init` as a list, half of which is found and the rest drawn.
+    """Return `population.init` as a list: at most half from `found`, the others drawn.
 
     Agent 0 has the values of `first`, the next ones those in `found`, best first; the others cover
     the ranges evenly. Each mapping has all values that may mutate, whatever the earlier runs had.

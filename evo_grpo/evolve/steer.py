@@ -41,8 +41,8 @@ class Membership(NamedTuple):
 class Boundary:
     """The state of a run between two rounds, after `round` (0-based).
 
-    `played` has the slot of each member that played it, `hp_config` the ranges, and `next_id` is a
-    member id that no member of the run has had.
+    `played` has the slot of each member that played the round, `hp_config` the ranges, and
+    `next_id` is a member id that no member of the run has had.
     """
 
     round: int
@@ -56,8 +56,9 @@ def steer(
 ) -> tuple[Membership, RequestOutcome]:
     """Carry out a request about agents; return the new plan, and the outcome of the request.
 
-    The parent of a clone is the member of its weights: one that finished the round, or the best
-    agent ever. A member that has not trained yet keeps its id. A refused request changes no agent.
+    The parent of a clone is the member whose weights it takes: one that finished the round, or the
+    best agent ever. A member that has not trained yet keeps its id. A refused request changes no
+    agent.
     """
     why = ""
     try:
@@ -166,8 +167,8 @@ def _plain(value: object) -> str:
 def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig) -> Changes:
     """Return the differences as mutations record them: name -> (old, new).
 
-    A clip range appears by its ends if one of the values is a pair or its ends mutate. What is None
-    on one side is left out.
+    A clip range appears by its ends if one of the values is a pair or its ends mutate. Values that
+    are None on one side are left out.
     """
     ends = any(isinstance(hparams.clip_coef, tuple) for hparams in (old, new)) or bool(
         set(CLIP_ENDS) & set(hp_config.names())

@@ -97,7 +97,7 @@ class OptunaExploration(Group):
     def _propose(
         self, space: Mapping[str, RLParameter], trials: Sequence[Trial], seed: int
     ) -> dict[str, Any]:
-        """Return the proposed value by name, or its distance from 1; see `evolve.ranges`."""
+        """Return proposed values by name, some as distances from 1; see `evolve.ranges`."""
         import optuna  # slow to import, and most runs do not need it
 
         distributions = {n: _distribution(_measure(n, p)) for n, p in space.items()}
