@@ -252,7 +252,7 @@ def _base(
         if unseen is not None:
             warnings.warn(f"{unseen}; the CPU computes", DoubtfulSetting, stacklevel=4)
     if base.device.type == "cuda":
-        # It plans each new shape for 30 ms: learning on an H200 took .81 s with it, .71 without.
+        # cuDNN plans each new shape for 30 ms: learning on an H200 took .81 s with it, .71 without.
         torch.backends.cuda.enable_cudnn_sdp(False)
     check_same_base(team, base, start)
     if settings.engine.base == "sharded" or settings.engine.zero == 3:
@@ -303,7 +303,7 @@ def _whole_base(
 
 
 def settings_of_rounds(config: RunConfig, prompts: int = DEFAULT_PROMPTS) -> RoundSettings:
-    """Return the settings of a run's rounds; `prompts` per step is used where none is set."""
+    """Return the settings of a run's rounds; `prompts` is the default of prompts per step."""
     algorithm = config.algorithm
     prompts = algorithm.prompts_per_step or prompts
     return round_settings(
@@ -336,7 +336,8 @@ def round_settings(
 def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
     """Build an environment with the cohort's tokenizer and seed, limited to the model's context.
 
-    `env` is as `Population.train` takes it. A prompt that leaves no room is a PromptTooLongError.
+    `env` is as `Population.train` takes it. A prompt without room for a completion is a
+    PromptTooLongError.
     """
     environment = resolve_environment(
         env,
@@ -350,7 +351,7 @@ def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
 
 
 def record_rewards(env: object, path: Path, team: Team, *, writes: bool, shared: bool) -> None:
-    """Keep judges' answers in a run folder, and ask each question once over all ranks.
+    """Record judges' answers in a run folder, and share them among all ranks.
 
     `writes` is whether this rank writes the folder's records, `shared` whether all ranks see it.
     """
@@ -363,7 +364,7 @@ def record_rewards(env: object, path: Path, team: Team, *, writes: bool, shared:
 
 
 def spent_on_rewards(env: object, team: Team, *, writes: bool) -> dict[str, float]:
-    """Keep all answers of judges, and return their cost in all processes."""
+    """Record all answers of judges, and return their cost, summed over all ranks."""
     spent = Counter[str]()
     if isinstance(env, ReasoningGym):
         part = env.spent_on_rewards(), env.unrecorded_rewards()

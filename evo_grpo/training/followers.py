@@ -38,7 +38,7 @@ _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables of a launcher, removed because the process is not a rank of the run."""
 
 _left_alone: list[subprocess.Popen[bytes]] = []
-"""Processes that are still running after the wait for them: Python warns of one that is deleted."""
+"""Processes that still ran after the wait; Python would warn if they were deleted."""
 
 
 @final

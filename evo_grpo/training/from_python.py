@@ -67,7 +67,7 @@ class FromPython:
     strategies: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def config_of(self, folder: Path, call: str, *, played: bool) -> RunConfig:
-        """Return the settings of a run, after checking that exactly its objects are given.
+        """Return the settings of a run, after checking that these are exactly its objects.
 
         `call` is the call that takes the objects, for messages. `played` says whether a finished
         round has checkpoints with the state of the agents.
@@ -149,7 +149,7 @@ class FromPython:
         return parts
 
     def round_settings(self, config: RunConfig, prompts: int | None = None) -> RoundSettings:
-        """Return the settings of rounds; `prompts` per step is used where no setting has it."""
+        """Return the settings of rounds; `prompts` is the default of prompts per step."""
         settings = settings_of_rounds(config, prompts or DEFAULT_PROMPTS)
         strategies: dict[str, Any] = {
             place: from_object(name, method, self.strategies[name])

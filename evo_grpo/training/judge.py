@@ -26,7 +26,7 @@ from evo_grpo.training.assemble import Prepared, spent_on_rewards
 from evo_grpo.types import Member, Mutation, RewardScore, Score, Slot
 
 PRECEDENCE = ("mean", "last", "archive")
-"""Kinds of finalists; one has to be significantly better to win against one before it."""
+"""Kinds of finalists; a later kind wins only if it is significantly better than an earlier kind."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def _judged(
 def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
     """Return the candidates for the best agent of a run; a mean gets a new slot.
 
-    With several objectives there is one, the agent of the front with the greatest fitness: a
-    comparison by fitness could choose an agent that another one dominates.
+    With several objectives the agent of the front with the greatest fitness is the only candidate:
+    a comparison by fitness could choose an agent that another one dominates.
 
     Raises:
         RunFailedError: No agent of the last round has a fitness, and there is no archive.

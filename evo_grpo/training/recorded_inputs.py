@@ -222,7 +222,7 @@ def _processor() -> str:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what differs between two mappings: name, value before, value after; None for none."""
+    """Yield each difference of two mappings: name, value before, value after; None if missing."""
     for name in {**before, **after}:
         both = name in before and name in after
         if not both or _canonical(before[name]) != _canonical(after[name]):

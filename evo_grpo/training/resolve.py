@@ -34,7 +34,7 @@ from evo_grpo.training.start_adapter import with_adapter
 from evo_grpo.training.strategies import task_of
 
 OWN_BYTES = 2 << 30
-"""Bytes of a GPU up to which what is in use counts as the context of this process."""
+"""Bytes in use on a GPU up to which they count as the CUDA context of this process."""
 
 
 def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
@@ -70,7 +70,7 @@ def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
 
 
 def checked_task(config: RunConfig, team: Team | None = None) -> Task | None:
-    """Return the single-turn task of a recorded run; refuse a run that does not fit here."""
+    """Return the single-turn task of a recorded run; refuse a run that does not fit in memory."""
     check_trackers(config.record.trackers)
     task = task_of(config)
     _check_memory(config, _setup(config, task, 1 if team is None else team.size))
@@ -105,7 +105,7 @@ def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None
     else:
         kind, place, (free, room) = "cuda", "the CUDA device", torch.cuda.mem_get_info(device)
         total = room
-        # What torch has reserved is this process's own, of an earlier run.
+        # Memory that torch has reserved belongs to this process, from an earlier run.
         others = room - free - torch.cuda.memory_reserved(device)
         if others > OWN_BYTES:
             room, place = room - others, f"{place}, {format_bytes(others)} of which others use,"

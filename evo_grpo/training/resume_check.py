@@ -244,7 +244,7 @@ def compare_inputs(
         for change in changes
     ]
     compared = {*recorded.settings, *(change.name for change in changes)}
-    entries += [  # by a newer version, at their defaults
+    entries += [  # settings of a newer version, at their defaults
         {"round": len(played), "name": name, "from": None, "to": value}
         for name, value in present.settings.items()
         if name not in compared
@@ -288,7 +288,7 @@ def record_changes(folder: RunDir, changed: Changed) -> None:
 
 
 def begun_extension(folder: RunDir) -> int | None:
-    """Return the number of rounds that a run was extended to; None if it has played one since."""
+    """Return the number of rounds that a run was extended to; None if a round was played since."""
     if not os.path.lexists(folder.path / INPUTS):
         return None
     changes = read_inputs_of(folder.path).changes_of_rounds(len(folder.rounds()))
@@ -341,7 +341,7 @@ def _differences(
 def _is_harmless(change: Change, recorded: Inputs, now: Inputs) -> bool:
     """Return whether the remaining rounds can use a changed input."""
     name, before, after = change.name, change.before, change.after
-    if change.kind == "files":  # a file that only another changed file reads goes with that one
+    if change.kind == "files":  # new or gone: the file that imports it changed too
         return name not in recorded.files or name not in now.files
     if change.kind != "settings" or may_change(name):
         return change.kind != "objects"

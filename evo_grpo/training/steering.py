@@ -1,7 +1,7 @@
 """Carries out the user's requests to a running run between two rounds, and records them.
 
-The first rank reads the requests and changes the plan of the next round; all ranks carry it out. A
-request is done once the record of its round has its outcome, which a resume repeats.
+The first rank reads the requests and changes the plan of the next round; all ranks carry out the
+plan. A request is done once the record of its round has its outcome, which a resume repeats.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class RunSteering(Steerer):
         requests = read_requests(self._place).requests
         fresh = [request for request in requests if request.id not in self._done]
         outcomes: list[RequestOutcome] = []
-        if not plan.last:  # else they are kept for a run of more rounds
+        if not plan.last:  # after the last round, they wait for an extension of the run
             plan, outcomes, self._next_id = with_agents_steered(
                 plan, fresh, self.hp_config, self._next_id
             )

@@ -3,7 +3,7 @@
 The training thread copies an agent's tensors to the CPU. One writer thread writes everything in
 order; the line in rounds.jsonl comes last and records the round. A crash loses only unwritten
 rounds. After an error of the writer nothing more is written, because later rounds would depend on
-an unrecorded one; the next call, or closing the writer, raises it.
+an unrecorded one; the next call, or closing the writer, raises the error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, and a table of cards: their memory, and what they reach."""
+"""The GPUs of this machine, and a table of cards with their memory and their rates."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CARDS = {
 }
 #: Cards of a compute capability below 8.0, which emulate bfloat16.
 OLDER = ("t4", "v100")
-#: Words in the names of other cards than that without them; "24q" is a share of one.
+#: Words that make the name of another card; "24q" names a share of a card's memory.
 _OTHERS = {"laptop", "ti", "super", "d", "nvl", "max"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb|gib|g)?")
 
@@ -97,7 +97,7 @@ class Gpu(NamedTuple):
 
 
 def parse_gpu(text: str) -> Gpu:
-    """Return the card `24GB` (10^9 bytes each), `24GiB` (2^30) or `a100-80gb`.
+    """Return the GPU that `24GB` (10^9 bytes each), `24GiB` (2^30) or `a100-80gb` describes.
 
     Raises ConfigError if the text is neither a size nor a known name.
     """

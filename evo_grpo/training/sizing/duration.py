@@ -20,7 +20,7 @@ from evo_grpo.training.sizing.memory import PROMPT_TOKENS, MemoryPlan, work_of
 #: Seconds that a captured kernel takes beside its bytes and FLOPs: fits decode steps of the shape
 #: of Qwen2.5-0.5B on an H200, 2026-11-28.
 LAUNCH = 3.5e-6
-#: Seconds of a capture with the plain step before it; the larger of two, H200, 2026-11-26.
+#: Seconds to capture a graph, with the plain step before it; the larger of two, H200, 2026-11-26.
 CAPTURE = 0.017
 #: Time of torch's operations over that of kernels, in a decode step and in learning: the means of
 #: six and two ratios on the H200, 2026-11-28; those of learning are counted on the kernels' side.
@@ -66,7 +66,7 @@ class Counted:
         return launches * LAUNCH + max(flops / (self.card.tflops * 1e12), transfer)
 
     def step(self, rows: int, columns: int) -> float:
-        """Return the seconds of a decode step of so many rows, over `columns` of the cache."""
+        """Return the seconds of a decode step of `rows` rows, over `columns` of the cache."""
         s, rate = self.shape, self.card.read
 
         def product(inputs: int, outputs: int, ranks: int) -> float:

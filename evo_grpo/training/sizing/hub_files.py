@@ -25,15 +25,15 @@ SECONDS = 4.0
 def fetch_small_files(name: str) -> str | None:
     """Fetch a model's small files into the hub's cache; return why the hub did not answer, or None.
 
-    Cached files are fetched again if the hub has others. Nothing is fetched for a model that is no
-    hub id, or if HF_HUB_OFFLINE is set. A model that the hub refuses is a ModelError.
+    Cached files are fetched again if the hub has newer ones. Nothing is fetched for a model that is
+    no hub id, or if HF_HUB_OFFLINE is set. A model that the hub refuses is a ModelError.
     """
     source = resolve(name)
     if source.local:
         return None
     try:
         _download(source.path)
-    except Exception as error:  # the hub's client has changed the library of its requests
+    except Exception as error:  # the client's HTTP library, and its errors, differ between versions
         return _reason(name, error)
     return None
 

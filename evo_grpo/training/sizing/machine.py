@@ -38,8 +38,8 @@ TOLERANCE = 0.2
 MOST_ROWS, MOST_TOKENS = 4096, 65536
 #: Rows and tokens on a GPU of unknown memory.
 FEW_ROWS, FEW_TOKENS = 128, 1024
-#: An engine with a memory of its own decodes as many as fit there. Its tensors of logits grow with
-#: the number, so a GPU below this size gets a lower one.
+#: An engine with separate memory decodes as many rows as fit there. Its logits grow with the number
+#: of rows, so a GPU below this size gets fewer.
 SMALL_GPU, FEW_OF_ENGINE = 70 * 10**9, 256
 #: Shards that are proposed for agents in host memory: two of them are on the device at once.
 _SHARDS = 4
@@ -61,8 +61,7 @@ class Setup(NamedTuple):
         place: Name of the device or limit with these bytes.
         processes: Number of processes.
         gpu: The GPU, if it is one of known memory.
-        total: Bytes of the device with those that others use, of which vLLM takes its share; 0 if
-            they are its `capacity`.
+        total: All bytes of the device, of which vLLM takes its share; 0 if they equal `capacity`.
     """
 
     size: ModelSize
@@ -128,7 +127,7 @@ def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
 def _largest(
     config: RunConfig, setup: Setup, known: Mapping[str, int], name: str, least: int, most: int
 ) -> int:
-    """Return the largest value of a limit that fits beside the known ones and can be reached."""
+    """Return the largest value of a limit that fits beside the `known` limits and is reachable."""
     needed: dict[int, int] = {}
     for value in (least, *(step for step in _STEPS if least < step <= most)):
         plan = setup.plan(config, **{**known, name: value})
@@ -202,7 +201,7 @@ def propose(config: RunConfig, setup: Setup) -> Fit | None:
 
 
 def _proposals(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
-    """Yield changes that need less memory, each with those before it, the cheapest first."""
+    """Yield changes that need less memory, the cheapest first; each includes those before it."""
     engine, plan = config.engine, setup.plan(config)
     # Where limits are null, a run chooses them, on a CPU if it is told the memory.
     changes: dict[str, object] = {f"engine.{name}": None for name in LIMITS}

@@ -37,7 +37,7 @@ LOGIT_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 ACTIVATION_BYTES = 1 << 29
 CPU_TOKENS = (2048, 8192)
 DEVICE_TOKENS = 4096
-#: Most splits of a gradient times agents, over the agents; see `llama.cuda.learn`.
+#: Most gradients of an adapter in splits, beyond one for each agent; see `llama.cuda.learn`.
 KERNEL_SPLITS = 40
 #: As in `model.forward.prefix` and `model.llama.attention`.
 MIN_SAVED_SHARE = 0.05
@@ -93,7 +93,7 @@ class MemoryPlan:
 def work_of(
     config: RunConfig, size: ModelSize, output: int, device: Device, processes: int = 1
 ) -> Work | None:
-    """Return the most that each process of a run computes at once; None if unknown.
+    """Return the largest work that each process of a run computes at once; None if unknown.
 
     `output` is the number of tokens of the longest completion.
     """
@@ -282,7 +282,7 @@ class LearnBatch:
     """The tokens of the largest micro-batch.
 
     Attributes:
-        rows: B.
+        rows: Number of rows.
         prefixes: Prompts that are computed once for several rows; 0 if whole rows are computed.
         prompt: Tokens of a prompt.
         rest: Tokens of a row that are computed per row.

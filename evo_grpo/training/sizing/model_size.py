@@ -1,6 +1,6 @@
 """Reads the size of a base model from its config.json or GGUF header, without torch or weights.
 
-Layer sizes are known only for the architectures in `biases`.
+Layer sizes are known only for the architectures that have `biases` in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _stored_parameters(folder: Path) -> int | None:
 
 def _header_parameters(file: Path) -> int:
     try:
-        # The package bounds the header and holds shapes against offsets and the size of the file.
+        # safetensors bounds the header, and checks shapes against offsets and the file's size.
         with safe_open(file, framework="np") as stored:
             return sum(prod(stored.get_slice(key).get_shape()) for key in stored.keys())  # noqa: SIM118 -- no mapping
     except (OSError, SafetensorError) as error:

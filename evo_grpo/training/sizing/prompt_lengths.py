@@ -22,7 +22,7 @@ from evo_grpo.model.files import config_file, gguf_header, read_object
 from evo_grpo.sources import Source, resolve
 
 MOST_READ = 10_000
-"""Most rows whose prompts are read; of more, a sample."""
+"""Most rows whose prompts are read; of more rows, a sample is read."""
 MOST_ADDED = 1_000_000
 """Most characters that a chat template may add to the messages."""
 MOST_MEMORY = 100 * 2**20
