@@ -45,8 +45,8 @@ def signs(
     claimed: list[bool] = []
     while sum(claimed) > count:
         count = sum(claimed)
-        most = max(1, pairs[min(count, 2)])
-        claimed = [p <= level / most for p in chances]
+        equal_pairs = max(1, pairs[min(count, 2)])
+        claimed = [p <= level / equal_pairs for p in chances]
     return [int(np.sign(d)) if ok else 0 for d, ok in zip(differences, claimed, strict=True)]
 
 

@@ -144,11 +144,11 @@ def keep_all(
         for s in standings
         if s not in usable and (drop or s.collapsed)
     ]
-    stay = usable if drop else standings
+    staying = usable if drop else standings
     generation = Generation(
-        tuple(s.member for s in stay),
-        tuple(s.hparams for s in stay),
-        tuple(s.slot for s in stay),
+        tuple(s.member for s in staying),
+        tuple(s.hparams for s in staying),
+        tuple(s.slot for s in staying),
         next_id,
     )
     return generation, tuple(decisions)

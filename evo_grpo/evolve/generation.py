@@ -95,12 +95,12 @@ def _shares_of_twins(
     Of equal agents, the best, else the first survivor, keeps its values and gets no shares. Shares
     are drawn from a stream that `rng` spawns.
     """
-    same: dict[Hparams, list[int]] = {}
+    places_of: dict[Hparams, list[int]] = {}
     for place, offspring in enumerate(plan):
-        same.setdefault(hparams[offspring.parent], []).append(place)
+        places_of.setdefault(hparams[offspring.parent], []).append(place)
     (stream,) = rng.spawn(1)
     shares: dict[int, tuple[float, ...]] = {}
-    for places in same.values():
+    for places in places_of.values():
         keeper = min(
             places, key=lambda p: (plan[p].parent != plan[p].position, not plan[p].elite, p)
         )

@@ -63,14 +63,14 @@ def fronts(scores: Sequence[Score], level: float | None) -> list[list[int]]:
     for i, score in enumerate(scores):
         for j, other in enumerate(scores):
             above[i, j] = i != j and dominates(score, other, level)
-    sorted_out: list[list[int]] = []
+    ordered: list[list[int]] = []
     remaining = np.arange(count)
     while len(remaining):
         below = above[np.ix_(remaining, remaining)].any(axis=0)
         assert not below.all(), "dominance has no circles"
-        sorted_out.append([int(index) for index in remaining[~below]])
+        ordered.append([int(index) for index in remaining[~below]])
         remaining = remaining[below]
-    return sorted_out
+    return ordered
 
 
 def crowding(scores: Sequence[Score]) -> list[float]:

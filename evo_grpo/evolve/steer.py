@@ -118,9 +118,9 @@ def _cloned(
             f"agent {old.agent}: expected another agent to clone, got itself; it has these weights "
             "already"
         )
-    born = parent.id not in boundary.played
-    op = "steer-restore" if born and parent.mutation.restores else "steer-clone"
-    mutation = replace(parent.mutation if born else Mutation(), op=op)
+    newborn = parent.id not in boundary.played
+    op = "steer-restore" if newborn and parent.mutation.restores else "steer-clone"
+    mutation = replace(parent.mutation if newborn else Mutation(), op=op)
     hparams = plan.hparams[source]
     cloned = _with_child(plan, target, parent, mutation, hparams, boundary)
     if _swaps(cloned.members, boundary.played):
@@ -149,12 +149,12 @@ def _set(
         raise ConfigError(
             f"agent {member.agent}: expected a change, got its present values: {assignments}"
         )
-    born = member.id not in boundary.played
-    changes: Changes = dict(member.mutation.changes) if born else {}
+    newborn = member.id not in boundary.played
+    changes: Changes = dict(member.mutation.changes) if newborn else {}
     for name, (value, after) in changes_between(old, new, boundary.hp_config).items():
         changes[name] = (changes.get(name, (value,))[0], after)
     op = "steer-set"
-    if born and (member.mutation.restores or member.mutation.op == "steer-clone"):
+    if newborn and (member.mutation.restores or member.mutation.op == "steer-clone"):
         op = "steer-restore" if member.mutation.restores else "steer-clone"
     child = _with_child(plan, index, member, Mutation(op, changes), new, boundary)
     return child, f"agent {member.agent} was set by hand: {assignments}"
@@ -227,6 +227,6 @@ def _without(decisions: Sequence[Decision], agent: Slot) -> tuple[Decision, ...]
 
 
 def _decision(kind: str, agent: int | None, other: int | None, sentence: str) -> Decision:
-    about = Slot(-1 if agent is None else agent)
-    from_whom = None if other is None else Slot(other)
-    return Decision(kind, about, from_whom, math.nan, math.nan, 0, sentence)
+    slot = Slot(-1 if agent is None else agent)
+    source = None if other is None else Slot(other)
+    return Decision(kind, slot, source, math.nan, math.nan, 0, sentence)

@@ -128,11 +128,11 @@ class OptunaExploration(Group):
 
         import optuna
 
-        kind = getattr(optuna.samplers, self.sampler)
-        seeded = {"seed": seed} if "seed" in inspect.signature(kind).parameters else {}
+        sampler_class = getattr(optuna.samplers, self.sampler)
+        seeded = {"seed": seed} if "seed" in inspect.signature(sampler_class).parameters else {}
         try:
             with _quiet():
-                return kind(**self.args, **seeded)
+                return sampler_class(**self.args, **seeded)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"evolve.exploration.args: {self.sampler} refuses {self.args}: {error}; see its "
