@@ -116,13 +116,13 @@ class FromPython:
             return config
         if not by_name and self.env is not None and (named is None) == (recorded_env is not None):
             return config if named is None else config.replace(env=named)
-        begun = recorded_env or f"settings with {', '.join(in_settings)}"
+        origin = recorded_env or f"settings with {', '.join(in_settings)}"
         if self.env is None:
             raise ConfigError(
-                f"{folder}: expected the environment that the run was begun with, {begun}, which "
+                f"{folder}: expected the environment that the run was begun with, {origin}, which "
                 f"no file can name, got none; give it in Python: {call}"
             )
-        text, remedy = f"environment that the run was begun with, {begun}", "give that environment"
+        text, remedy = f"environment that the run was begun with, {origin}", "give that environment"
         if by_name:
             text = f"task that the run was begun with, {config.env.kind!r} of population.yaml"
             remedy = "leave env out"
@@ -214,9 +214,9 @@ def resume_from_python(
         check_trackers(changed.config.record.trackers)
         prepared = given.cohort(changed.config, played, folder)
         record_changed(opened, changed)
-        watching = ObserverList((observer, followers))
+        observers = ObserverList((observer, followers))
         try:
-            return prepared, play_and_judge(changed.config, folder, opened, prepared, watching)
+            return prepared, play_and_judge(changed.config, folder, opened, prepared, observers)
         except BaseException:
             prepared.cohort.close_engine()
             raise

@@ -115,18 +115,18 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
     """
     final = rounds[-1]
     candidates: list[Finalist] = []
-    best = leading_agent(final)
-    if best is not None:
-        candidates.append(_finalist("last", best, cohort.agents[best.agent], best.checkpoint))
-    ever, archive = best_ever(rounds), cohort.archive
-    if archive is not None and ever is not None and ever is not best:
-        candidates.append(_finalist("archive", ever, archive, BEST))
+    leader = leading_agent(final)
+    if leader is not None:
+        candidates.append(_finalist("last", leader, cohort.agents[leader.agent], leader.checkpoint))
+    best, archive = best_ever(rounds), cohort.archive
+    if archive is not None and best is not None and best is not leader:
+        candidates.append(_finalist("archive", best, archive, BEST))
     if not candidates:
         raise RunFailedError(
             f"round {final.round + 1}: expected an agent with a finite fitness to compare with "
             "the base, got none; lower the bounds of lr, then start the run anew"
         )
-    several = ever is not None and ever.score is not None and bool(ever.score.further)
+    several = best is not None and best.score is not None and bool(best.score.further)
     if several:
         candidates = candidates[-1:]
     pair = None if several else _relatives(cohort, rounds)
@@ -254,7 +254,7 @@ def judge(
         stream=("test",),
     )
     base, tested = (result.score for result in results)
-    of = sorted({1, samples}) if fitness.correct is not None else []
+    ks = sorted({1, samples}) if fitness.correct is not None else []
     correct = fitness.correct or 0.0
     return {
         "split": "test",
@@ -270,7 +270,7 @@ def judge(
         },
         "gain": tested.mean - base.mean,
         "gain_se": compare(tested, base).error,
-        "passes": [_passes(k, correct, results) for k in of],
+        "passes": [_passes(k, correct, results) for k in ks],
         "rounds": len(rounds),
         "wall_seconds": seconds,
     }
@@ -299,8 +299,8 @@ def candidates_summary(candidates: Sequence[Finalist], choice: Choice) -> list[d
     `tie` is true for a finalist that the winner is not shown to beat, at `TIE_LEVEL` over all
     pairs. It is None for the winner, and if the finalists were not evaluated.
     """
-    won, scores = candidates.index(choice.best), [s for s in choice.scores if s is not None]
-    signs = claims(scores, won, TIE_LEVEL) if scores else [None] * len(candidates)
+    winner, scores = candidates.index(choice.best), [s for s in choice.scores if s is not None]
+    signs = claims(scores, winner, TIE_LEVEL) if scores else [None] * len(candidates)
     return [
         {
             "kind": candidate.kind,

@@ -36,15 +36,15 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
         )
     slots = tuple(record.agent for record in final.agents)
     # If some rank does not see the checkpoints, the first rank loads and sends them.
-    apart = not sees_folder(folder, cohort.team)
-    if apart and cohort.together:
+    unshared = not sees_folder(folder, cohort.team)
+    if unshared and cohort.together:
         raise RunDirError(
             f"run {folder}: expected all {cohort.team.size} processes to see it, which train each "
             "agent together (engine.zero), got one that does not; put it on a common disk"
         )
     cohort.place(slots, weights=False)
-    home = {slot: cohort.agents[slot].rank for slot in slots}
-    if apart:
+    ranks = {slot: cohort.agents[slot].rank for slot in slots}
+    if unshared:
         cohort.move(dict.fromkeys(slots, 0), weights=False)
     for slot in sorted(set(prepared.slots) - set(slots)):
         cohort.remove(slot)
@@ -66,8 +66,8 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
         state.dead_steps = int(record.metrics.get("dead_steps", 0))
     if cohort.archive is not None and best is not None and best.score is not None:
         cohort.archive.history = [best.score]
-    if apart:
-        cohort.move(home)
+    if unshared:
+        cohort.move(ranks)
     generation = recorded_generation(cohort, slots, final)
     inherit = prepared.round_settings.evolve.inherit_optimizer
     apply(cohort, slots, generation, inherit_optimizer=inherit)

@@ -119,12 +119,12 @@ def changed_inputs(
     objects: Mapping[str, str] | None = None,
 ) -> Changed:
     """Return the inputs that an unfinished run continues with, `objects` among them."""
-    played, begun = opened.rounds(), begun_extension(opened)
+    played, extension = opened.rounds(), begun_extension(opened)
     if not played:
         check_storage(config.record.storage)
     if rounds is not None:
-        _check_rounds(opened, rounds, begun or config.population.rounds)
-    planned = begun if rounds is None else rounds
+        _check_rounds(opened, rounds, extension or config.population.rounds)
+    planned = extension if rounds is None else rounds
     if planned is not None:
         config = config.replace(population=config.population.replace(rounds=planned))
     check_ranks(config, team)
@@ -222,10 +222,10 @@ def compare_inputs(
     record_inputs(folder, config, objects)
     recorded, played = read_inputs_of(folder.path), folder.rounds()
     # The run would continue by other rules than it began with.
-    if gone := [name for name in map(".".join, REMOVED) if name in recorded.settings]:
+    if removed := [name for name in map(".".join, REMOVED) if name in recorded.settings]:
         raise RunDirError(
             f"{folder.path}: expected a run that this version began, got change of an earlier "
-            f"version, with {', '.join(gone)}; finish it with evo-grpo "
+            f"version, with {', '.join(removed)}; finish it with evo-grpo "
             f"{recorded.software.get('evo-grpo')}, which began it, or start another run"
         )
     present, changes = _differences(folder.path, recorded, config, objects)
@@ -383,19 +383,19 @@ def _refuse(
 def _sentence(change: Change, go_on: str, place: str | None) -> str:
     name = f"the file of {change.name}" if change.kind == "files" else change.name
     both = f"{name} was {shown(change.before)} and is {shown(change.after)}"
-    begun = "" if place is None else f" (the run was begun with {place})"
+    origin = "" if place is None else f" (the run was begun with {place})"
     if change.name == ROUNDS:
         return f"{both}; put it back, and give --rounds {change.after} to evo-grpo resume"
     if change.kind == "settings":
         return f"{both}; put it back in {CONFIG}, or start another run"
     if change.after is None:
         return (
-            f"{name} is not there{begun}; put it back, go on from the folder in which the run was "
+            f"{name} is not there{origin}; put it back, go on from the folder in which the run was "
             "begun, or name the folder that has it with --code"
         )
     text = both
     if change.kind == "files" or str(change.before).startswith(DIGEST):
-        text = f"{name} has changed{begun}"
+        text = f"{name} has changed{origin}"
     return f"{text}; put it back as it was, or go on with this: {go_on}"
 
 

@@ -77,8 +77,8 @@ def run(
         with _removed_on_failure(folder, fresh=fresh):
             path = team.first(Path() if folder is None else folder.path)
             prepared = stack.enter_context(prepare(config, task, team))
-        watching = _watching(observer, followers, folder)
-        play_and_judge(config, path, folder, prepared, watching)
+        observers = _watching(observer, followers, folder)
+        play_and_judge(config, path, folder, prepared, observers)
     return path
 
 
@@ -112,8 +112,8 @@ def resume(
         if opened is not None and changed is not None:
             record_changed(opened, changed)
         prepared = stack.enter_context(prepare(config, task, team))
-        watching = _watching(observer, followers, opened)
-        play_and_judge(config, Path(folder), opened, prepared, watching)
+        observers = _watching(observer, followers, opened)
+        play_and_judge(config, Path(folder), opened, prepared, observers)
     return Path(folder)
 
 

@@ -171,10 +171,10 @@ def duration_of(
     size, engine, algorithm = setup.size, config.engine, config.algorithm
     card = None if setup.gpu is None else setup.gpu.card
     work = work_of(config, size, setup.output, setup.device, setup.processes)
-    apart = engine.quantization is not None or engine.offload_adapters or setup.processes > 1
-    apart = apart or not engine.cuda_graphs
+    unsupported = engine.quantization is not None or engine.offload_adapters or setup.processes > 1
+    unsupported = unsupported or not engine.cuda_graphs
     half = memory.dtype in ("bfloat16", "float16")
-    if card is None or work is None or size.shape is None or apart or not (half and fit.fits):
+    if card is None or work is None or size.shape is None or unsupported or not (half and fit.fits):
         return None
     counted = Counted(size.shape, card, work.agents, work.rank)
     kernels, output = work.kernels and memory.dtype == "bfloat16", setup.output
@@ -194,15 +194,15 @@ def duration_of(
     most = engine.max_rows_per_microbatch or rows
     least = max(engine.parts(), ceil(rows / most))
     work_of_step = rows, group, prompt, turns * output
-    once = _learning(counted, memory, work_of_step, kernels=kernels, least=least)
+    pass_seconds = _learning(counted, memory, work_of_step, kernels=kernels, least=least)
     # A forward pass is half of forward and backward, as the base has no gradients: again for each
     # epoch with checkpointing, and once a call for the reference.
-    again = 1.5 if engine.gradient_checkpointing else 1.0
-    referred = 0.5 if algorithm.beta or "beta" in config.search_space().names() else 0.0
+    epoch_passes = 1.5 if engine.gradient_checkpointing else 1.0
+    reference_passes = 0.5 if algorithm.beta or "beta" in config.search_space().names() else 0.0
     samples = fitness.per_prompt(fitness.samples)
     return Duration(
         generate=steps * turns * generation(rows, group),
-        learn=steps * once * (algorithm.update_epochs * again + referred),
+        learn=steps * pass_seconds * (algorithm.update_epochs * epoch_passes + reference_passes),
         evaluate=turns * sum(generation(count, samples) for count in evaluated if count),
         measured=card.measured,
     )

@@ -92,14 +92,14 @@ def read_prompts(
         split: _sample(task.splits[split], total) for split in SPLITS
     }
     dropped = [dropped_sentence(t, splits["train"], tokenizer) for t in templates]
-    warnings = list(dict.fromkeys(text for some in dropped for text in some))
+    warnings = list(dict.fromkeys(text for sentences in dropped for text in sentences))
     if isinstance(task.splits["train"], LazyRows):
         return None, None, warnings
     if tokenizer.backend is None:
         return PromptLengths(0, 0, 0, total, {}, {}), None, warnings
     read_rows = sum(map(len, splits.values()))
-    every = [RenderedPrompts(splits, t, tokenizer) for t in templates]
-    splits, left_out = _fitting(task, every, splits, context, whole=read_rows == total)
+    by_template = [RenderedPrompts(splits, t, tokenizer) for t in templates]
+    splits, left_out = _fitting(task, by_template, splits, context, whole=read_rows == total)
     first_prompt: FirstPrompt | None = None
     lengths: list[int] = []
     texts: dict[str, list[set[str]]] = {split: [] for split in SPLITS}
@@ -180,8 +180,8 @@ class FileTokenizer:
     ) -> dict[str, Any]:
         """Return the ids of a text, or of each of several texts."""
         del verbose
-        many = [texts] if isinstance(texts, str) else texts
-        encoded = self.backend.encode_batch_fast(many, add_special_tokens=add_special_tokens)
+        batch = [texts] if isinstance(texts, str) else texts
+        encoded = self.backend.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
         ids = [encoding.ids for encoding in encoded]
         return {"input_ids": ids[0] if isinstance(texts, str) else ids}
 
