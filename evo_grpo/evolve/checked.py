@@ -57,8 +57,8 @@ def _checked_plan(name: str, plan: object, size: int, places: int) -> tuple[Offs
     offspring = cast("list[Offspring]", entries)
     check_plan(f"{name}.plan", offspring, size, places)
     return tuple(
-        Offspring(Position(int(one.position)), Position(int(one.parent)), bool(one.elite))
-        for one in offspring
+        Offspring(Position(int(child.position)), Position(int(child.parent)), bool(child.elite))
+        for child in offspring
     )
 
 
@@ -78,35 +78,35 @@ class CheckedExplorer:
     ) -> tuple[Hparams, Changes]:
         """Vary an agent, and check the result."""
         try:
-            found: object = self.explorer.explore(candidate, hp_config, rng)
+            result: object = self.explorer.explore(candidate, hp_config, rng)
         except Exception as error:  # the class is the user's code and may raise anything
             raise ConfigError(
                 f"evolve.exploration: {self.name}.explore raised {type(error).__name__}: {error}; "
                 "it is called with an evo_grpo.Candidate, the ranges and a generator"
             ) from error
-        return _checked_values(self.name, found, candidate.hparams, hp_config)
+        return _checked_values(self.name, result, candidate.hparams, hp_config)
 
 
 def _checked_values(
     name: str, found: object, before: Hparams, hp_config: HyperparameterConfig
 ) -> tuple[Hparams, Changes]:
-    """Return the result of an exploration, whose changes have to lead to the values."""
+    """Return the result of an exploration, after checking that its changes lead to its values."""
     pair = cast("tuple[object, ...]", found) if isinstance(found, tuple) else ()
     if len(pair) != 2 or not isinstance(pair[0], Hparams) or not isinstance(pair[1], Mapping):
         raise ShapeError(
             f"{name}.explore: expected (hparams, changes), an Hparams and a mapping of names to "
             f"(old, new), got {shown(found)}"
         )
-    hparams, given = pair[0], cast("Mapping[object, object]", pair[1])
+    hparams, items = pair[0], cast("Mapping[object, object]", pair[1])
     changes: Changes = {}
-    known = {*MUTABLE, *before.named()}
-    for key, change in given.items():
+    names = {*MUTABLE, *before.named()}
+    for key, change in items.items():
         ends = cast("tuple[Any, ...]", tuple(change)) if isinstance(change, tuple | list) else ()
-        kind = type_of(str(key)) if key in known and has_no_order(str(key)) else None
+        kind = type_of(str(key)) if key in names and has_no_order(str(key)) else None
         valid = all(is_number(end) if kind is None else isinstance(end, kind) for end in ends)
-        if key not in known or len(ends) != 2 or not valid:
+        if key not in names or len(ends) != 2 or not valid:
             raise ShapeError(
-                f"{name}.explore: expected changes such as {{'lr': (old, new)}}, got {shown(given)}"
+                f"{name}.explore: expected changes such as {{'lr': (old, new)}}, got {shown(items)}"
             )
         old, new = (
             end if isinstance(end, str | bool) else int(end) if is_whole(end) else float(end)

@@ -21,13 +21,13 @@ TIE_LEVEL = 0.1
 
 
 def claims(scores: Sequence[Score], one: int, level: float) -> list[int]:
-    """Compare the score at index `one` with all scores, each on the same prompts in the same order.
+    """Return for each score 1 if score `one` is shown to be ahead, -1 if behind, else 0.
 
-    The result is 1 where agent `one` is shown to be ahead, -1 where it is behind, else 0.
+    `one` is an index of `scores`, which are on the same prompts in the same order.
     """
-    apart = [_apart(scores[one], other) for other in scores]
-    chances = [chance(scores[one], other) for other in scores]
-    return signs([float(a.mean()) if len(a) else 0.0 for a in apart], chances, len(scores), level)
+    gaps = [_apart(scores[one], other) for other in scores]
+    p_values = [chance(scores[one], other) for other in scores]
+    return signs([float(a.mean()) if len(a) else 0.0 for a in gaps], p_values, len(scores), level)
 
 
 def signs(
@@ -35,18 +35,18 @@ def signs(
 ) -> list[int]:
     """Return the sign of each difference that may be claimed, 0 for all others.
 
-    The differences are those of one agent to others, with their p-values; NaN is never claimed. The
-    probability of any claim about two equal agents is at most `level`, however the one of the
-    `agents` was chosen: Holm's test (1979) over all pairs, with the count of Shaffer (1986), since
-    fewer pairs can be equal once agents are known to differ from the one.
+    The differences are those of one agent to the others, `chances` their p-values; NaN is never
+    claimed. However that agent was chosen among `agents`, the probability of any claim about two
+    equal agents is at most `level`: Holm's test (1979) over all pairs, with the count of Shaffer
+    (1986), since fewer pairs can be equal once some agents are known to differ.
     """
     pairs = [math.comb(agents, 2), math.comb(agents - 1, 2), 1 + math.comb(max(agents - 2, 0), 2)]
     count = -1
     claimed: list[bool] = []
     while sum(claimed) > count:
         count = sum(claimed)
-        most = max(1, pairs[min(count, 2)])
-        claimed = [p <= level / most for p in chances]
+        equal_pairs = max(1, pairs[min(count, 2)])
+        claimed = [p <= level / equal_pairs for p in chances]
     return [int(np.sign(d)) if ok else 0 for d, ok in zip(differences, claimed, strict=True)]
 
 
@@ -59,17 +59,17 @@ def chance(first: Score, second: Score) -> float:
     is at least that of the t statistic corrected for skewness (Hall 1992, J. R. Statist. Soc. B
     54).
     """
-    apart = _apart(first, second)
-    moved = apart[apart != 0]
-    return max(sign_flip(moved), _skewed(apart)) if len(moved) else 1.0
+    differences = _apart(first, second)
+    nonzero = differences[differences != 0]
+    return max(sign_flip(nonzero), _skewed(differences)) if len(nonzero) else 1.0
 
 
 def _apart(first: Score, second: Score) -> np.ndarray:
-    """Return the differences per prompt at the first look; racing chooses who gets another."""
-    own, other = (one.first_look or one.per_prompt for one in (first, second))
-    if len(own) != len(other):
+    """Return the differences per prompt before racing, which evaluates selected agents again."""
+    rewards, others = (score.first_look or score.per_prompt for score in (first, second))
+    if len(rewards) != len(others):
         return np.empty(0)
-    differences = np.subtract(own, other, dtype=np.float64)
+    differences = np.subtract(rewards, others, dtype=np.float64)
     return differences[np.isfinite(differences)]
 
 

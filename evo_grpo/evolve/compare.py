@@ -1,8 +1,8 @@
 """Paired comparisons of two agents, and the evidence of validation and training together.
 
-Agents train on the same prompts, so their training rewards can be compared in pairs too. These lag
+Agents train on the same prompts, so their training rewards can be compared in pairs too. They lag
 behind: each comes from the weights before its step. A straight line through the steps since the
-last decision, taken at their end, removes the lag of an agent that learns at a steady pace.
+last decision has no lag at their end if the agent learns at a steady pace.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Comparison:
     Attributes:
         difference: Mean difference per prompt, in units of reward; NaN without a shared prompt.
         error: Standard error of that mean; NaN from fewer than two prompts.
-        p: Probability of at least this difference between equally good agents; 1 if it is not > 0.
+        p: Probability of at least this difference between equal agents; 1 unless it is above 0.
         objective: Name of the further objective that was compared; empty for fitness.
         steps: Steps of training whose rewards were compared beside the prompts.
     """
@@ -58,42 +58,42 @@ def compare(first: Score, second: Score) -> Comparison:
     if len(first.per_prompt) != len(second.per_prompt):
         return Comparison(first.mean - second.mean, math.nan, 0, 1.0)
     differences = np.subtract(first.per_prompt, second.per_prompt, dtype=np.float64)
-    known = np.isfinite(differences)
-    steps = int(known[len(known) - first.steps :].sum())
-    differences = differences[known]
+    finite = np.isfinite(differences)
+    steps = int(finite[len(finite) - first.steps :].sum())
+    differences = differences[finite]
     count = len(differences)
     if count == 0:
         return Comparison(math.nan, math.nan, 0, 1.0)
     error = float(differences.std(ddof=1) / np.sqrt(count)) if count > 1 else math.nan
     # Exact sums: the same rewards on other prompts are no difference, not even in the last bit.
     ahead, behind = (
-        math.fsum(np.asarray(one.per_prompt, dtype=np.float64)[known]) for one in (first, second)
+        math.fsum(np.asarray(s.per_prompt, dtype=np.float64)[finite]) for s in (first, second)
     )
     chance = sign_flip(differences[differences != 0]) / 2 if ahead > behind else 1.0
     return Comparison((ahead - behind) / count, error, count - steps, chance, steps=steps)
 
 
 def sign_flip(moved: np.ndarray) -> float:
-    """Return the share of sign patterns with at least the absolute sum of the differences.
+    """Return the share of sign patterns whose sum is at least as far from 0 as that of `moved`.
 
-    It is exact, within 3e-8, if all differences are multiples of 1/840 of the largest, else rounded
-    up.
+    `moved` are differences other than 0. The share is exact, within 3e-8, if they are multiples of
+    1/840 of the largest, else rounded up.
     """
     grid = min(_GRID, max(10, _CELLS // len(moved) ** 2))
     steps = np.abs(moved) * (grid / np.abs(moved).max())
-    whole = np.rint(steps).astype(np.int64)
-    lost = steps - whole
-    # A sum of some of the steps loses half of `lost`, and more by at most `all_of_it`; by more than
-    # `likely` with a probability of exp(-18) (Hoeffding 1963). 1e-6 is for the last bits of floats.
-    all_of_it, likely = np.abs(lost).sum() / 2, 3 * float(np.linalg.norm(lost))
-    unlikely = 3e-8 if all_of_it > likely + 1e-6 else 0.0
-    slack = lost.sum() / 2 + min(all_of_it, likely) + 1e-6
-    unit = np.gcd.reduce(whole)
+    rounded = np.rint(steps).astype(np.int64)
+    residuals = steps - rounded
+    # A random part of the steps loses half of the sum of `residuals`, and at most `largest` more;
+    # above `likely` with probability exp(-18) (Hoeffding 1963). 1e-6 covers the rounding of floats.
+    largest, likely = np.abs(residuals).sum() / 2, 3 * float(np.linalg.norm(residuals))
+    unlikely = 3e-8 if largest > likely + 1e-6 else 0.0
+    slack = residuals.sum() / 2 + min(largest, likely) + 1e-6
+    unit = np.gcd.reduce(rounded)
     least = math.ceil((max(steps[moved > 0].sum(), steps[moved < 0].sum()) - slack) / unit)
-    whole = np.sort(whole // unit)
-    sums = np.zeros(whole.sum() + 1)  # probability of each sum of the positive differences
+    rounded = np.sort(rounded // unit)
+    sums = np.zeros(rounded.sum() + 1)  # probability of each sum of the positive differences
     sums[0], end = 1.0, 1
-    for step in whole.tolist():
+    for step in rounded.tolist():
         half = sums[:end] / 2
         sums[:end] = half
         sums[step : end + step] += half
@@ -104,8 +104,8 @@ def sign_flip(moved: np.ndarray) -> float:
 LEAST_STEPS = 4
 """Fewest steps through which a line is drawn."""
 WORTH = 0.125
-"""Completions of an evaluation that a completion of training is worth: 1/4, since the end of a line
-has four times the variance of a mean of as many values, and half of that, since completions of one
+"""Weight of a completion of training against one of an evaluation: 1/4, since the end of a line has
+four times the variance of a mean of as many values, and half of that, since completions of one
 prompt are alike."""
 
 
@@ -123,18 +123,17 @@ def with_training(
         rows: Completions of one agent in a step.
         samples: Completions of each of the P prompts.
     """
-    steps = np.array([np.nan if one is None else one for one in rewards], dtype=np.float64)
+    steps = np.array([np.nan if reward is None else reward for reward in rewards], dtype=np.float64)
     count = len(steps)
     if count < LEAST_STEPS or not score.per_prompt or not np.isfinite(steps).all():
         return score
     prompts = np.array(score.per_prompt, dtype=np.float64)
     # Prompts without a reward count too: every agent of a decision has the same weights.
-    own, more = len(prompts) * samples, count * rows * WORTH
-    share = own / (own + more)
-    at = np.arange(count) - (count - 1) / 2
-    line = (
-        1 / count + at * (count / 2) / (at**2).sum()
-    )  # the line's value half a step after the last
+    evaluated, trained = len(prompts) * samples, count * rows * WORTH
+    share = evaluated / (evaluated + trained)
+    times = np.arange(count) - (count - 1) / 2
+    # Weights of the steps in the value of the fitted line half a step after the last step.
+    line = 1 / count + times * (count / 2) / (times**2).sum()
     entries = len(prompts) + count
     scaled = (
         *(entries * share / len(prompts) * prompts),

@@ -35,7 +35,7 @@ COLLAPSE_LEVEL = 0.01
 
 @dataclass(frozen=True)
 class Standing:
-    """An agent after an evaluation, as evolution sees it.
+    """An agent after an evaluation.
 
     `hparams` are those it trained with, `history` its scores, latest last (none for an agent that
     failed), and `collapsed` the reason why it can no longer learn, empty if it can.
@@ -66,7 +66,7 @@ class Strategy:
     archive_level: float = ARCHIVE_LEVEL
 
 
-def decide(  # noqa: PLR0913 -- a decision is made of all that a round has found
+def decide(  # noqa: PLR0913 -- one argument for each result of a round
     standings: Sequence[Standing],
     places: int,
     archive: Standing | None,
@@ -87,14 +87,14 @@ def decide(  # noqa: PLR0913 -- a decision is made of all that a round has found
     """
     # If all agents are unusable, collapsed ones may continue: there are no others.
     any_usable = any(map(_usable, standings))
-    # Rewards of training that stood for a fitness, in a round without a decision, do not count.
+    # Leave out rounds without a decision: their fitness is the mean reward of training.
     measured = [
-        [one for one in s.history[:-1] if one.per_prompt or not one.steps] + [*s.history[-1:]]
+        [old for old in s.history[:-1] if old.per_prompt or not old.steps] + [*s.history[-1:]]
         for s in standings
     ]
     histories = [
-        own[-strategy.window :] if _usable(s) or not any_usable else []
-        for s, own in zip(standings, measured, strict=True)
+        history[-strategy.window :] if _usable(s) or not any_usable else []
+        for s, history in zip(standings, measured, strict=True)
     ]
     if archive is not None and not any(histories):
         return _all_restored(standings, places, archive, strategy, round, next_id)
@@ -144,11 +144,11 @@ def keep_all(
         for s in standings
         if s not in usable and (drop or s.collapsed)
     ]
-    stay = usable if drop else standings
+    staying = usable if drop else standings
     generation = Generation(
-        tuple(s.member for s in stay),
-        tuple(s.hparams for s in stay),
-        tuple(s.slot for s in stay),
+        tuple(s.member for s in staying),
+        tuple(s.hparams for s in staying),
+        tuple(s.slot for s in staying),
         next_id,
     )
     return generation, tuple(decisions)
@@ -229,8 +229,8 @@ def _restored(
     for place, (member, values, _) in zip(worst, copies, strict=True):
         members[place], hparams[place], parents[place] = member, values, archive.slot
     new = Generation(tuple(members), tuple(hparams), tuple(parents), next_id + len(copies))
-    kept = [d for d in decisions if d.agent not in agents or d.kind == "collapsed"]
-    return new, [*kept, *(decision for _, _, decision in copies)]
+    remaining = [d for d in decisions if d.agent not in agents or d.kind == "collapsed"]
+    return new, [*remaining, *(decision for _, _, decision in copies)]
 
 
 def _all_restored(
@@ -319,7 +319,7 @@ def _decisions(
 def _why_left(
     other: Slot, lead: Comparison, own: Score | None, its: Score | None, strategy: Strategy
 ) -> str:
-    """Return why an agent left and not `other`; `own` and `its` are their scores."""
+    """Return why an agent left while agent `other` stays; `own` and `its` are their scores."""
     level = strategy.significance
 
     def counts(lead_of: Comparison) -> bool:

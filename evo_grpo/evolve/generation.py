@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Generation:
     """The agents of the next round, by position; other agents of this round leave.
 
-    `parents` are the slots that their weights come from, for a survivor its own one; `next_id` is
-    the first unused member id.
+    `parents` are the slots that their weights come from, for a survivor its slot; `next_id` is the
+    first unused member id.
     """
 
     members: tuple[Member, ...]
@@ -57,7 +57,7 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
 
     A copy, or an agent whose hyperparameters changed, becomes a new member; a survivor without
     changes keeps its member. The plan has passed `check_plan`; `members` and `hparams` are by
-    position. Hyperparameters that are only drawn at the start are set by a schedule alone.
+    position. Only a schedule changes hyperparameters that are otherwise drawn at the start alone.
     """
     space = hp_config if getattr(explorer, "scheduled", False) else hp_config.mutating()
     new_members: list[Member] = []
@@ -90,17 +90,17 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
 def _shares_of_twins(
     plan: Sequence[Offspring], hparams: Sequence[Hparams], names: int, rng: np.random.Generator
 ) -> dict[int, tuple[float, ...]]:
-    """Return shares for the agents of a plan with the same hyperparameters as another agent.
+    """Return shares by place in a plan, for agents with the same hyperparameters as another agent.
 
-    One of them keeps its values and gets none: the best agent, else the first survivor. Shares are
-    drawn from a stream that `rng` spawns.
+    Of equal agents, the best, else the first survivor, keeps its values and gets no shares. Shares
+    are drawn from a stream that `rng` spawns.
     """
-    same: dict[Hparams, list[int]] = {}
+    places_of: dict[Hparams, list[int]] = {}
     for place, offspring in enumerate(plan):
-        same.setdefault(hparams[offspring.parent], []).append(place)
+        places_of.setdefault(hparams[offspring.parent], []).append(place)
     (stream,) = rng.spawn(1)
     shares: dict[int, tuple[float, ...]] = {}
-    for places in same.values():
+    for places in places_of.values():
         keeper = min(
             places, key=lambda p: (plan[p].parent != plan[p].position, not plan[p].elite, p)
         )
@@ -118,20 +118,20 @@ def check_plan(name: str, plan: Sequence[Offspring], size: int, places: int) -> 
 
 
 def _wrong_in(plan: Sequence[Offspring], size: int, places: int) -> str:
-    numbers = [number for one in plan for number in (one.position, one.parent)]
+    numbers = [number for offspring in plan for number in (offspring.position, offspring.parent)]
     if not all(is_whole(number) and 0 <= number < size for number in numbers):
         return (
             f"expected positions and parents in 0..{size - 1}, the indices of `histories`, got "
             f"{shown(numbers)}"
         )
-    filled = [one.position for one in plan]
-    if not filled or len(filled) > places or any(a >= b for a, b in pairwise(filled)):
+    positions = [offspring.position for offspring in plan]
+    if not positions or len(positions) > places or any(a >= b for a, b in pairwise(positions)):
         return (
             f"expected 1 to {places} offspring at different positions in ascending order, got "
-            f"positions {shown(filled)}"
+            f"positions {shown(positions)}"
         )
-    survivors = {one.position for one in plan if one.parent == one.position}
-    for position, parent in ((one.position, one.parent) for one in plan):
+    survivors = {offspring.position for offspring in plan if offspring.parent == offspring.position}
+    for position, parent in ((offspring.position, offspring.parent) for offspring in plan):
         if parent not in survivors:
             return (
                 f"position {position} copies position {parent}, expected a parent that survives, "

@@ -28,8 +28,8 @@ def dominates(first: Score, second: Score, level: float | None) -> bool:
     worse mean counts without a test, because a copy destroys the agent that it overwrites.
     """
     pairs = list(zip(first.goals, second.goals, strict=False))
-    return all(one.mean >= other.mean for one, other in pairs) and any(
-        _better(one, other, level) for one, other in pairs
+    return all(goal.mean >= other.mean for goal, other in pairs) and any(
+        _better(goal, other, level) for goal, other in pairs
     )
 
 
@@ -45,40 +45,40 @@ def ahead(first: Score, second: Score, level: float | None) -> Comparison:
     if not dominates(first, second, level):
         return replace(fitness, p=1.0)
     compared = [fitness] + [
-        replace(compare(one.upward, other.upward), objective=one.name)
-        for one, other in zip(first.further, second.further, strict=False)
+        replace(compare(objective.upward, other.upward), objective=objective.name)
+        for objective, other in zip(first.further, second.further, strict=False)
     ]
-    better = [one for one in compared if one.difference > 0]
-    return min(better, key=lambda one: one.p, default=fitness)
+    better = [comparison for comparison in compared if comparison.difference > 0]
+    return min(better, key=lambda comparison: comparison.p, default=fitness)
 
 
 def fronts(scores: Sequence[Score], level: float | None) -> list[list[int]]:
     """Return the indices of scores by front, the best first; ascending within a front.
 
     Agents on a front are dominated only by agents of the fronts before it. Dominance by tests is
-    not transitive, but has no circles, since means never get worse along it and get better in one
-    goal.
+    not transitive, but has no cycles: along a chain, no mean gets worse and one gets better.
     """
     count = len(scores)
     above = np.zeros((count, count), dtype=bool)
-    for i, one in enumerate(scores):
+    for i, score in enumerate(scores):
         for j, other in enumerate(scores):
-            above[i, j] = i != j and dominates(one, other, level)
-    sorted_out: list[list[int]] = []
-    left = np.arange(count)
-    while len(left):
-        below = above[np.ix_(left, left)].any(axis=0)
+            above[i, j] = i != j and dominates(score, other, level)
+    ordered: list[list[int]] = []
+    remaining = np.arange(count)
+    while len(remaining):
+        below = above[np.ix_(remaining, remaining)].any(axis=0)
         assert not below.all(), "dominance has no circles"
-        sorted_out.append([int(index) for index in left[~below]])
-        left = left[below]
-    return sorted_out
+        ordered.append([int(index) for index in remaining[~below]])
+        remaining = remaining[below]
+    return ordered
 
 
 def crowding(scores: Sequence[Score]) -> list[float]:
-    """Return the crowding distance of each agent of a front: how much room it has.
+    """Return the crowding distance of each agent of a front.
 
-    It is the sum over goals of the distance between its two neighbours in that goal, as a share of
-    the range of the front. The ends of a front have an infinite distance, so they are kept first.
+    It is the sum over goals of the distance between the agent's two neighbours in that goal, as a
+    share of the range of the front. The ends of a front have an infinite distance, so they are kept
+    first.
     """
     distances = [0.0] * len(scores)
     for values in zip(*(tuple(goal.mean for goal in score.goals) for score in scores), strict=True):
@@ -98,15 +98,15 @@ def ranked(scores: Sequence[Score | None], level: float | None) -> list[Position
     With one goal, they are ordered by mean; with several, by front, crowding distance, fitness.
     Ties are ordered by position. An agent without a finite score is left out.
     """
-    known = {Position(p): s for p, s in enumerate(scores) if s is not None and s.is_finite}
-    if not any(score.further for score in known.values()):
-        return sorted(known, key=lambda position: (-known[position].mean, position))
-    positions = list(known)
+    finite = {Position(p): s for p, s in enumerate(scores) if s is not None and s.is_finite}
+    if not any(score.further for score in finite.values()):
+        return sorted(finite, key=lambda position: (-finite[position].mean, position))
+    positions = list(finite)
     order: list[Position] = []
-    for front in fronts(list(known.values()), level):
-        own = [positions[index] for index in front]
-        room = dict(zip(own, crowding([known[p] for p in own]), strict=True))
-        order += sorted(own, key=lambda p: (-room[p], -known[p].mean, p))
+    for front in fronts(list(finite.values()), level):
+        on_front = [positions[index] for index in front]
+        room = dict(zip(on_front, crowding([finite[p] for p in on_front]), strict=True))
+        order += sorted(on_front, key=lambda p: (-room[p], -finite[p].mean, p))
     return order
 
 

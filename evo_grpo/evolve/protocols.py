@@ -65,7 +65,7 @@ class Selector(Protocol):
 
 
 def rank(histories: Sequence[Sequence[Score]]) -> list[Position]:
-    """Return the positions of the agents that have not failed by mean score, best first.
+    """Return the positions of the agents that have not failed, ordered by mean score, best first.
 
     Ties are ordered by position. An agent without a finite score counts as failed.
     """
@@ -84,7 +84,7 @@ def rank(histories: Sequence[Sequence[Score]]) -> list[Position]:
 
 
 def best(histories: Sequence[Sequence[Score]], places: int) -> list[Position]:
-    """Return the positions of the `places` best agents, failed ones last, in ascending order."""
+    """Return the positions of the `places` best agents, ascending; failed agents rank last."""
     ranking = rank(histories)
     failed = sorted({Position(position) for position in range(len(histories))} - set(ranking))
     return sorted([*ranking, *failed][:places])

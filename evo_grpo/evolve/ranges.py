@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 _BELOW = ("clip_low", *BETAS)
-"""Those that are below 1."""
+"""Hyperparameters whose values are below 1."""
 _ABOVE = ("clip_high",)
 
 
 def end_of_distance(name: str, distance: RLParameter) -> RLParameter:
-    """Return the range of the bound at one end of a clip range, given that of its distance."""
+    """Return the range of the clip end `name`, given the range of its distance from 1."""
     if name in _BELOW:
         return distance.within(max(0.0, 1 - distance.max), 1 - distance.min)
     return distance.within(1 + distance.min, 1 + distance.max)
 
 
 def distance_range(name: str, parameter: RLParameter) -> RLParameter | None:
-    """Return the range of the distance from 1 of a hyperparameter that is searched by it.
+    """Return the range of a hyperparameter's distance from 1, if it is searched by that distance.
 
     None for all other hyperparameters, for choices, and if the range contains 1.
     """
@@ -102,7 +102,7 @@ def placed(name: str, parameter: RLParameter, share: float) -> float:
 
 
 def value_at(parameter: RLParameter, share: float) -> float:
-    """Return the value at a share in (0, 1] of a range, by the logarithm if that begins above 0."""
+    """Return the value at a share in (0, 1] of a range, on a log scale if the range is above 0."""
     low, high = parameter.min, parameter.max
     if parameter.dtype == "int":
         if low == 0:
@@ -114,7 +114,7 @@ def value_at(parameter: RLParameter, share: float) -> float:
 
 
 def share_of(name: str, parameter: RLParameter, value: float) -> float:
-    """Return the share of its range at which a value lies, the inverse of `placed`."""
+    """Return the share of the range at which a value lies, the inverse of `placed`."""
     distance = distance_range(name, parameter)
     if distance is not None:
         parameter, value = distance, abs(value - 1)

@@ -51,9 +51,9 @@ def settle(
     """
     parents = {offspring.position: offspring.parent for offspring in plan}
     elites = {offspring.position for offspring in plan if offspring.elite}
-    kept: dict[Position, tuple[Position, Comparison]] = {}
+    dropped: dict[Position, tuple[Position, Comparison]] = {}
     if level is not None:
-        parents, kept = _supported(parents, elites, scores, level)
+        parents, dropped = _supported(parents, elites, scores, level)
     new = tuple(
         Offspring(position, parents[position], position in elites) for position in sorted(parents)
     )
@@ -62,7 +62,7 @@ def settle(
         for position, parent in parents.items()
         if position != parent
     }
-    return Settled(new, copies, kept, _left(parents, scores, level))
+    return Settled(new, copies, dropped, _left(parents, scores, level))
 
 
 def _supported(
@@ -75,16 +75,16 @@ def _supported(
     order = ranked(scores, level)
     several = any(score is not None and score.further for score in scores)
     waiting = [position for position in order if position not in survivors]
-    every = map(Position, range(len(scores)))
-    unranked = [p for p in every if p not in survivors and p not in order]
+    positions = map(Position, range(len(scores)))
+    unranked = [p for p in positions if p not in survivors and p not in order]
     parents = {position: position for position in survivors}
-    kept: dict[Position, tuple[Position, Comparison]] = {}
+    dropped: dict[Position, tuple[Position, Comparison]] = {}
     for target, parent in planned.items():
         if target == parent:
             continue
         if several:
             position = target
-            waiting = [one for one in waiting if one != target]
+            waiting = [p for p in waiting if p != target]
         elif not waiting:
             # Only agents that cannot be ranked are left to be overwritten.
             parents[unranked.pop(0)] = parent
@@ -97,7 +97,7 @@ def _supported(
         else:
             parents[position] = position
             survivors.add(position)
-            kept[position] = (parent, lead)
+            dropped[position] = (parent, lead)
     # Agents that would leave take the places of significantly worse ones that stay.
     parents_of_copies = {parent for position, parent in parents.items() if position != parent}
     movable = [p for p in reversed(order) if p in survivors - elites - parents_of_copies]
@@ -106,27 +106,27 @@ def _supported(
         if lead is None or not lead.significant(level):
             break
         del parents[weak]
-        kept.pop(weak, None)
+        dropped.pop(weak, None)
         parents[strong] = strong
-    return parents, kept
+    return parents, dropped
 
 
 def _left(
     parents: Mapping[Position, Position], scores: Sequence[Score | None], level: float | None
 ) -> dict[Position, tuple[Position, Comparison] | None]:
     staying = [position for position in ranked(scores, level) if parents.get(position) == position]
-    left: dict[Position, tuple[Position, Comparison] | None] = {}
+    leaving: dict[Position, tuple[Position, Comparison] | None] = {}
     for number in range(len(scores)):
         position = Position(number)
         if position in parents:
             continue
         lead = _compared(scores, staying[-1], position, level) if staying else None
-        left[position] = None if lead is None else (staying[-1], lead)
-    return left
+        leaving[position] = None if lead is None else (staying[-1], lead)
+    return leaving
 
 
 def _compared(
     scores: Sequence[Score | None], first: Position, second: Position, level: float | None
 ) -> Comparison | None:
-    one, other = scores[first], scores[second]
-    return None if one is None or other is None else ahead(one, other, level)
+    score, other = scores[first], scores[second]
+    return None if score is None or other is None else ahead(score, other, level)

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 Sizes = list[int] | Literal["constant"] | None
 """Places by round: None halves them at decisions, a list gives them, "constant" keeps them."""
 LEAST = 2
-"""Agents that a population which halves is left with."""
+"""Number of agents at which a population is no longer halved."""
 SHARES = 4
-"""Least number of shares of a run after which it decides."""
+"""Least number of equal shares of a run; a run decides after each."""
 
 
 def halvings(size: int) -> int:
@@ -29,22 +29,22 @@ def halvings(size: int) -> int:
 def decisions_by_share(rounds: int, size: int) -> list[int]:
     """Return the rounds after which a run decides, as ascending numbers of finished rounds.
 
-    There are as many equal shares as halvings from `size` agents to `LEAST`, one more in which the
-    better of the last agents trains on, and at least `SHARES`, if there are as many rounds.
+    A run has two equal shares more than halvings from `size` agents to `LEAST`, so that the last
+    agents train on, and at least `SHARES`, if there are as many rounds.
     """
     shares = max(SHARES, halvings(size) + 2)
     return sorted({max(1, round(rounds * share / shares)) for share in range(1, shares + 1)})
 
 
 def decides_after(finished: int, decisions: Sequence[int]) -> bool:
-    """Return whether a run decides after so many finished rounds.
+    """Return whether a run decides after `finished` rounds.
 
-    In a run that is extended, the distance of the last two of `decisions` repeats.
+    In an extended run, the distance between the last two of `decisions` repeats.
     """
-    last = decisions[-1]
-    if finished <= last:
+    end = decisions[-1]
+    if finished <= end:
         return finished in decisions
-    return (finished - last) % (last - (decisions[-2] if len(decisions) > 1 else 0)) == 0
+    return (finished - end) % (end - (decisions[-2] if len(decisions) > 1 else 0)) == 0
 
 
 def places_by_round(size: int, sizes: Sizes, decisions: Sequence[int] = ()) -> tuple[int, ...]:
@@ -60,9 +60,9 @@ def places_by_round(size: int, sizes: Sizes, decisions: Sequence[int] = ()) -> t
     if sizes is None and decisions:
         halving = decisions[max(0, len(decisions) - 2 - halvings(size)) : -1]
         for finished in range(1, decisions[-1]):
-            here = places[-1]
-            halves = finished in halving and here > LEAST
-            places.append((here + 1) // 2 if halves else here)
+            current = places[-1]
+            halves = finished in halving and current > LEAST
+            places.append((current + 1) // 2 if halves else current)
     return tuple(places)
 
 
@@ -120,7 +120,7 @@ def _groups_of_agents(rows: int, steps: int, group_sizes: Sequence[int]) -> list
     carry = 0.0
     groups = [0] * agents
     for agent in sorted(range(agents), key=lambda i: (-group_sizes[i], i)):
-        wanted = rows / agents + carry
-        groups[agent] = max(steps, round(wanted / group_sizes[agent]))
-        carry = wanted - groups[agent] * group_sizes[agent]
+        target = rows / agents + carry
+        groups[agent] = max(steps, round(target / group_sizes[agent]))
+        carry = target - groups[agent] * group_sizes[agent]
     return groups

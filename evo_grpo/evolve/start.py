@@ -72,16 +72,16 @@ def start_problems(
     if len(init) != size:
         text = f"expected one mapping for each of {size} agents, got {len(init)}; `{{}}` stands "
         yield Problem((), f"{text}for an agent with the values of `algorithm`")
-    known = set(outside(first, hp_config))
+    tolerated = set(outside(first, hp_config))
     for index, values in enumerate(init[:size]):
         try:
             hparams = with_values(first, values, hp_config.names())
         except Problems as problems:
             yield from problems.below(index).found
             continue
-        for one in outside(hparams, hp_config):
-            if one not in known:
-                yield Problem((index, one.name), one.told())
+        for violation in outside(hparams, hp_config):
+            if violation not in tolerated:
+                yield Problem((index, violation.name), violation.told())
 
 
 def with_first_choices(first: Hparams, hp_config: HyperparameterConfig) -> Hparams:
@@ -109,8 +109,8 @@ def described_start(
             continue
     default = first.named()
     listed = [
-        {name: value for name, value in one.named().items() if value != default.get(name)}
-        for one in hparams
+        {name: value for name, value in agent.named().items() if value != default.get(name)}
+        for agent in hparams
     ]
     return "same" if any(start_problems(first, hp_config, len(hparams), listed)) else listed
 
@@ -124,10 +124,10 @@ def sample_hparams(
     rates are drawn by their distance from 1.
     """
     plain, clip_ends = first_parts(base, hp_config)
-    drawn = base
+    sample = base
     for name, parameter in plain.items():
-        drawn = drawn.with_value(name, draw_value(name, parameter, rng))
-    return _draw_clip_pair(drawn, clip_ends, rng) if clip_ends else drawn
+        sample = sample.with_value(name, draw_value(name, parameter, rng))
+    return _draw_clip_pair(sample, clip_ends, rng) if clip_ends else sample
 
 
 def spread(
@@ -145,23 +145,23 @@ def spread(
     }
     for row in latin_hypercube(count, len(plain) + len(clip_ends), rng).tolist():
         shares = iter(row)
-        drawn = first
+        hparams = first
         for (name, parameter), share in zip(plain.items(), shares, strict=False):
             value = (
                 places[name][math.ceil(share * count) - 1]
                 if name in places
                 else placed(name, parameter, share)
             )
-            drawn = drawn.with_value(name, value)
-        yield _clip_pair_at(drawn, clip_ends, row[len(plain) :], rng) if clip_ends else drawn
+            hparams = hparams.with_value(name, value)
+        yield _clip_pair_at(hparams, clip_ends, row[len(plain) :], rng) if clip_ends else hparams
 
 
 def _places(
     choices: Sequence[Value], first: Value | None, count: int, rng: np.random.Generator
 ) -> list[Value]:
-    """Return choices for `count` agents, evenly over them and the first; the rest is drawn."""
-    drawn = [choices[index] for index in rng.permutation(len(choices)).tolist()]
-    order = [one for one in drawn if one == first] + [one for one in drawn if one != first]
+    """Return `count` choices in random order, evenly frequent together with agent 0's `first`."""
+    shuffled = [choices[index] for index in rng.permutation(len(choices)).tolist()]
+    order = [c for c in shuffled if c == first] + [c for c in shuffled if c != first]
     begin = 1 if first in choices else 0
     return [order[place % len(order)] for place in range(begin, begin + count)]
 
@@ -203,16 +203,16 @@ def _draw_clip_pair(
 def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[str] = ()) -> Hparams:
     """Return hyperparameters with some values replaced, by name.
 
-    Reward weights, and values in place of a setting of the run, such as a prompt or a rank, can be
-    set if `first` has them or if they are in `searched`.
+    Reward weights, and values in place of a setting of the run, such as a prompt or a LoRA rank,
+    can be set only if `first` or `searched` has them.
     """
-    own = filter(is_of_every_agent, MUTABLE)
-    known = dict.fromkeys((*own, *first.named(), *searched))
+    of_every_agent = filter(is_of_every_agent, MUTABLE)
+    names = dict.fromkeys((*of_every_agent, *first.named(), *searched))
     for name in values:
-        if name not in known:
-            near = nearest(name, known)
+        if name not in names:
+            near = nearest(name, names)
             begin = f"did you mean {near!r}? Expected" if near else "expected"
-            text = f"unknown key; {begin} one of: {', '.join(known)}"
+            text = f"unknown key; {begin} one of: {', '.join(names)}"
             raise Problems.one(text, name)
     ends = {name: values[name] for name in CLIP_ENDS if name in values}
     if ends and "clip_coef" in values:
@@ -239,14 +239,14 @@ def starts_with(
     found: Sequence[Hparams],
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Return `population.init` as a list, half of which is found and the rest drawn.
+    """Return `population.init` as a list: at most half from `found`, the others drawn.
 
     Agent 0 has the values of `first`, the next ones those in `found`, best first; the others cover
     the ranges evenly. Each mapping has all values that may mutate, whatever the earlier runs had.
     """
-    best = [one for one in dict.fromkeys(found) if one != first][: size // 2]
-    drawn = spread(first, hp_config, size - 1 - len(best), generator(seed, "init"))
-    return [{}, *(_listed(one, hp_config) for one in (*best, *drawn))]
+    best = [agent for agent in dict.fromkeys(found) if agent != first][: size // 2]
+    others = spread(first, hp_config, size - 1 - len(best), generator(seed, "init"))
+    return [{}, *(_listed(agent, hp_config) for agent in (*best, *others))]
 
 
 def carried_over(
@@ -258,7 +258,7 @@ def carried_over(
     none of the choices is left out.
     """
     hparams = first
-    for name in (one for one in names if one not in CLIPS):
+    for name in (key for key in names if key not in CLIPS):
         value, parameter = earlier.get(name), hp_config[name]
         is_name = isinstance(value, str | bool)  # true and false have no nearest choice
         if value is None or (is_name and not parameter.allows(value)):
@@ -276,11 +276,11 @@ def in_both(names: Collection[str], hp_config: HyperparameterConfig) -> list[str
 def _with_clip(found: Hparams, earlier: Hparams, hp_config: HyperparameterConfig) -> Hparams:
     """Return hyperparameters with the clip range of an earlier agent, moved into its range."""
     if "clip_coef" in hp_config.names():
-        own = hp_config["clip_coef"]
+        parameter = hp_config["clip_coef"]
         if not isinstance(earlier.clip_coef, tuple) and not isinstance(found.clip_coef, tuple):
-            return found.replace(clip_coef=own.clip(earlier.clip_coef))
+            return found.replace(clip_coef=parameter.clip(earlier.clip_coef))
         low, high = earlier.clip_bounds
-        return found.replace(clip_coef=(1 - own.clip(1 - low), 1 + own.clip(high - 1)))
+        return found.replace(clip_coef=(1 - parameter.clip(1 - low), 1 + parameter.clip(high - 1)))
     bounds = dict(zip(CLIP_ENDS, found.clip_bounds, strict=True))
     for name, value in zip(CLIP_ENDS, earlier.clip_bounds, strict=True):
         if name in hp_config.names():

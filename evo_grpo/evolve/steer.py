@@ -41,8 +41,8 @@ class Membership(NamedTuple):
 class Boundary:
     """The state of a run between two rounds, after `round` (0-based).
 
-    `played` has the slot of each member that played it, `hp_config` the ranges, and `next_id` is a
-    member id that no member of the run has had.
+    `played` has the slot of each member that played the round, `hp_config` the ranges, and
+    `next_id` is a member id that no member of the run has had.
     """
 
     round: int
@@ -56,8 +56,9 @@ def steer(
 ) -> tuple[Membership, RequestOutcome]:
     """Carry out a request about agents; return the new plan, and the outcome of the request.
 
-    The parent of a clone is the member of its weights: one that finished the round, or the best
-    agent ever. A member that has not trained yet keeps its id. A refused request changes no agent.
+    The parent of a clone is the member whose weights it takes: one that finished the round, or the
+    best agent ever. A member that has not trained yet keeps its id. A refused request changes no
+    agent.
     """
     why = ""
     try:
@@ -86,10 +87,10 @@ def _index(plan: Membership, agent: int | None, boundary: Boundary) -> int:
     slots = [member.agent for member in plan.members]
     if agent is not None and agent in slots:
         return slots.index(Slot(agent))
-    left = ", which left after this round" if agent in boundary.played.values() else ""
+    ended = ", which left after this round" if agent in boundary.played.values() else ""
     raise ConfigError(
         f"agent {agent}: expected one that trains in round {boundary.round + 2}, "
-        f"{', '.join(map(str, slots))}, got {agent}{left}"
+        f"{', '.join(map(str, slots))}, got {agent}{ended}"
     )
 
 
@@ -117,9 +118,9 @@ def _cloned(
             f"agent {old.agent}: expected another agent to clone, got itself; it has these weights "
             "already"
         )
-    born = parent.id not in boundary.played
-    op = "steer-restore" if born and parent.mutation.restores else "steer-clone"
-    mutation = replace(parent.mutation if born else Mutation(), op=op)
+    newborn = parent.id not in boundary.played
+    op = "steer-restore" if newborn and parent.mutation.restores else "steer-clone"
+    mutation = replace(parent.mutation if newborn else Mutation(), op=op)
     hparams = plan.hparams[source]
     cloned = _with_child(plan, target, parent, mutation, hparams, boundary)
     if _swaps(cloned.members, boundary.played):
@@ -140,23 +141,23 @@ def _set(
         raise ConfigError(f"agent {member.agent}: expected a hyperparameter to set, got none")
     new = with_values(old, values, boundary.hp_config.names())
     before = set(outside(old, boundary.hp_config))
-    beyond = [one for one in outside(new, boundary.hp_config) if one not in before]
+    beyond = [value for value in outside(new, boundary.hp_config) if value not in before]
     remedy = "what it may be is in evolve.hyperparameters"
-    refuse(Problem((one.name,), one.told(remedy=remedy)) for one in beyond)
-    shown = ", ".join(f"{name} {_plain(value)}" for name, value in values.items())
+    refuse(Problem((value.name,), value.told(remedy=remedy)) for value in beyond)
+    assignments = ", ".join(f"{name} {_plain(value)}" for name, value in values.items())
     if new == old:
         raise ConfigError(
-            f"agent {member.agent}: expected a change, got its present values: {shown}"
+            f"agent {member.agent}: expected a change, got its present values: {assignments}"
         )
-    born = member.id not in boundary.played
-    changes: Changes = dict(member.mutation.changes) if born else {}
+    newborn = member.id not in boundary.played
+    changes: Changes = dict(member.mutation.changes) if newborn else {}
     for name, (value, after) in changes_between(old, new, boundary.hp_config).items():
         changes[name] = (changes.get(name, (value,))[0], after)
     op = "steer-set"
-    if born and (member.mutation.restores or member.mutation.op == "steer-clone"):
+    if newborn and (member.mutation.restores or member.mutation.op == "steer-clone"):
         op = "steer-restore" if member.mutation.restores else "steer-clone"
     child = _with_child(plan, index, member, Mutation(op, changes), new, boundary)
-    return child, f"agent {member.agent} was set by hand: {shown}"
+    return child, f"agent {member.agent} was set by hand: {assignments}"
 
 
 def _plain(value: object) -> str:
@@ -166,10 +167,10 @@ def _plain(value: object) -> str:
 def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig) -> Changes:
     """Return the differences as mutations record them: name -> (old, new).
 
-    A clip range appears by its ends if one of the values is a pair or its ends mutate. What is None
-    on one side is left out.
+    A clip range appears by its ends if one of the values is a pair or its ends mutate. Values that
+    are None on one side are left out.
     """
-    ends = any(isinstance(one.clip_coef, tuple) for one in (old, new)) or bool(
+    ends = any(isinstance(hparams.clip_coef, tuple) for hparams in (old, new)) or bool(
         set(CLIP_ENDS) & set(hp_config.names())
     )
     changes: Changes = {}
@@ -192,12 +193,12 @@ def _swaps(members: Sequence[Member], played: Mapping[int, Slot]) -> bool:
         and member.parent in played
         and not member.mutation.restores
     }
-    for first in sources:
-        slot, seen = first, set[Slot]()
-        while slot in sources and sources[slot] != slot and slot not in seen:
-            seen.add(slot)
+    for start in sources:
+        slot, visited = start, set[Slot]()
+        while slot in sources and sources[slot] != slot and slot not in visited:
+            visited.add(slot)
             slot = sources[slot]
-        if slot in seen:
+        if slot in visited:
             return True
     return False
 
@@ -212,10 +213,10 @@ def _with_child(
 ) -> Membership:
     """Replace a member by a child, which keeps the id of a member that has not trained yet."""
     old, played = plan.members[index], boundary.played
-    free = max([boundary.next_id - 1, *(one.id for one in plan.members)]) + 1
+    unused_id = max([boundary.next_id - 1, *(member.id for member in plan.members)]) + 1
     source = parent.id if parent.id in played else parent.parent
-    number = free if old.id in played else old.id
-    child = Member(number, old.agent, source, boundary.round + 1, mutation)
+    child_id = unused_id if old.id in played else old.id
+    child = Member(child_id, old.agent, source, boundary.round + 1, mutation)
     members, values = list(plan.members), list(plan.hparams)
     members[index], values[index] = child, hparams
     return plan._replace(members=tuple(members), hparams=tuple(values))
@@ -226,6 +227,6 @@ def _without(decisions: Sequence[Decision], agent: Slot) -> tuple[Decision, ...]
 
 
 def _decision(kind: str, agent: int | None, other: int | None, sentence: str) -> Decision:
-    about = Slot(-1 if agent is None else agent)
-    from_whom = None if other is None else Slot(other)
-    return Decision(kind, about, from_whom, math.nan, math.nan, 0, sentence)
+    slot = Slot(-1 if agent is None else agent)
+    source = None if other is None else Slot(other)
+    return Decision(kind, slot, source, math.nan, math.nan, 0, sentence)

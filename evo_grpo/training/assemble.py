@@ -89,8 +89,8 @@ class Objects:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the objects that were given."""
-        given = {"model": self.model, "tokenizer": self.tokenizer, "lora": self.lora}
-        return tuple(name for name, value in given.items() if value is not None)
+        objects = {"model": self.model, "tokenizer": self.tokenizer, "lora": self.lora}
+        return tuple(name for name, value in objects.items() if value is not None)
 
 
 def _nothing(slots: Sequence[Slot], rounds: int) -> None:
@@ -126,8 +126,8 @@ class Prepared:
         check_rewards(named_weights(self.env), space, fitness.reward, fitness.objectives, stop)
         check_columns(getattr(self.env, "task", None), self.round_settings.record.columns)
         refuse(below(fitness_problems(space, fitness), "evolve", "fitness"))
-        own = isinstance(self.round_settings.selector, CheckedSelector)
-        refuse(below(objective_problems(evolve, own=own), "evolve"))
+        user_defined = isinstance(self.round_settings.selector, CheckedSelector)
+        refuse(below(objective_problems(evolve, own=user_defined), "evolve"))
 
     def is_unfinished(self, rounds: Sequence[RoundRecord]) -> bool:
         """Return whether the run, or the call of `train`, has further rounds to play."""
@@ -227,10 +227,10 @@ def add_agents(
     cohort: Cohort, size: int, init: Start, start: AdapterCopy | None = None
 ) -> tuple[Slot, ...]:
     """Add the first population; without `start`, actors and references start from the base."""
-    adapter = rank_alpha(cohort.slots.config)
-    first = cohort.settings.algorithm.first_hparams(cohort.hp_config, adapter)
-    begin = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
-    dealt = enumerate(deal(begin, cohort.shards))
+    rank_and_alpha = rank_alpha(cohort.slots.config)
+    first = cohort.settings.algorithm.first_hparams(cohort.hp_config, rank_and_alpha)
+    starts = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
+    dealt = enumerate(deal(starts, cohort.shards))
     slots = [cohort.add(hparams, shard).slot for shard, part in dealt for hparams in part]
     check_widths(cohort, given=start is not None)
     if start is not None:
@@ -252,7 +252,7 @@ def _base(
         if unseen is not None:
             warnings.warn(f"{unseen}; the CPU computes", DoubtfulSetting, stacklevel=4)
     if base.device.type == "cuda":
-        # It plans each new shape for 30 ms: learning on an H200 took .81 s with it, .71 without.
+        # cuDNN plans each new shape for 30 ms: learning on an H200 took .81 s with it, .71 without.
         torch.backends.cuda.enable_cudnn_sdp(False)
     check_same_base(team, base, start)
     if settings.engine.base == "sharded" or settings.engine.zero == 3:
@@ -303,7 +303,7 @@ def _whole_base(
 
 
 def settings_of_rounds(config: RunConfig, prompts: int = DEFAULT_PROMPTS) -> RoundSettings:
-    """Return the settings of a run's rounds; `prompts` per step is used where none is set."""
+    """Return the settings of a run's rounds; `prompts` is the default of prompts per step."""
     algorithm = config.algorithm
     prompts = algorithm.prompts_per_step or prompts
     return round_settings(
@@ -336,21 +336,22 @@ def round_settings(
 def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
     """Build an environment with the cohort's tokenizer and seed, limited to the model's context.
 
-    `env` is as `Population.train` takes it. A prompt that leaves no room is a PromptTooLongError.
+    `env` is as `Population.train` takes it. A prompt without room for a completion is a
+    PromptTooLongError.
     """
-    made = resolve_environment(
+    environment = resolve_environment(
         env,
         tokenizer=cohort.base.tokenizer,
         seed=cohort.seed,
         max_output_tokens=cohort.max_output_tokens,
         batch_size=cohort.settings.algorithm.prompts_per_step,
     )
-    cohort.adapt_to(made)
-    return made
+    cohort.adapt_to(environment)
+    return environment
 
 
 def record_rewards(env: object, path: Path, team: Team, *, writes: bool, shared: bool) -> None:
-    """Keep judges' answers in a run folder, and ask each question once over all ranks.
+    """Record judges' answers in a run folder, and share them among all ranks.
 
     `writes` is whether this rank writes the folder's records, `shared` whether all ranks see it.
     """
@@ -363,7 +364,7 @@ def record_rewards(env: object, path: Path, team: Team, *, writes: bool, shared:
 
 
 def spent_on_rewards(env: object, team: Team, *, writes: bool) -> dict[str, float]:
-    """Keep all answers of judges, and return their cost in all processes."""
+    """Record all answers of judges, and return their cost, summed over all ranks."""
     spent = Counter[str]()
     if isinstance(env, ReasoningGym):
         part = env.spent_on_rewards(), env.unrecorded_rewards()

@@ -38,7 +38,7 @@ _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables of a launcher, removed because the process is not a rank of the run."""
 
 _left_alone: list[subprocess.Popen[bytes]] = []
-"""Processes that are still running after the wait for them: Python warns of one that is deleted."""
+"""Processes that still ran after the wait; Python would warn if they were deleted."""
 
 
 @final
@@ -72,7 +72,7 @@ class Followers(Observer):
         try:
             self._listen(seconds)
         finally:
-            _left_alone[:] = [one for one in (*_left_alone, process) if one.poll() is None]
+            _left_alone[:] = [child for child in (*_left_alone, process) if child.poll() is None]
         if not self._ended and not any(raised):
             warnings.warn(
                 f"readers are still at work after {seconds:g} s, in a process of their own; should "
@@ -179,9 +179,9 @@ def _read(process: subprocess.Popen[bytes], said: SimpleQueue[str | None]) -> No
 
 def _environment() -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
-    here = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[2])
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, here]))
+    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, root]))
     environment["OMP_NUM_THREADS"] = "1"
     return environment
 

@@ -67,7 +67,7 @@ class FromPython:
     strategies: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def config_of(self, folder: Path, call: str, *, played: bool) -> RunConfig:
-        """Return the settings of a run, after checking that exactly its objects are given.
+        """Return the settings of a run, after checking that these are exactly its objects.
 
         `call` is the call that takes the objects, for messages. `played` says whether a finished
         round has checkpoints with the state of the agents.
@@ -75,10 +75,10 @@ class FromPython:
         recorded, config = recorded_objects(folder), read_config(folder)
         config = self.with_env(recorded, config, folder, call)
         recorded = {n: text for n, text in recorded.items() if n.partition(".")[0] != "env"}
-        own = self.objects
-        objects = {"model": own.model, "tokenizer": own.tokenizer, "lora": own.lora}
-        named = {**objects, **self.strategies}
-        given = {name: value for name, value in named.items() if value is not None}
+        objects = self.objects
+        by_name = {"model": objects.model, "tokenizer": objects.tokenizer, "lora": objects.lora}
+        named = {**by_name, **self.strategies}
+        present = {name: value for name, value in named.items() if value is not None}
         if "agents" in recorded and not played:
             raise ConfigError(
                 f"{folder}: expected a run with a finished round, got one of agents that had "
@@ -87,15 +87,15 @@ class FromPython:
             )
         # A checkpoint has the LoRA configuration.
         needed = recorded.keys() - {"agents", *(("lora",) if played else ())}
-        if missing := sorted(needed - given.keys()):
+        if missing := sorted(needed - present.keys()):
             raise ConfigError(
                 f"{folder}: expected {' and '.join(f'{name}=' for name in missing)} as at the "
                 f"begin of the run, which no file can name, got none: {call}"
             )
-        for name in sorted(given.keys() - recorded.keys()):
+        for name in sorted(present.keys() - recorded.keys()):
             raise ConfigError(
                 f"{name}: expected none, since population.yaml names what the run was begun with, "
-                f"got {shown(given[name])}; leave {name} out, or start another run with "
+                f"got {shown(present[name])}; leave {name} out, or start another run with "
                 "Population.train"
             )
         return config
@@ -108,27 +108,27 @@ class FromPython:
         `recorded` are the objects of the run, as `recorded_objects` returns them; `call` is the
         call that takes the environment, for messages.
         """
-        own = recorded.get("env")
-        in_settings = [text for name, text in recorded.items() if name.startswith("env.")]
+        recorded_env = recorded.get("env")
+        in_settings = [part for name, part in recorded.items() if name.startswith("env.")]
         named = None if self.env is None else named_task(self.env)
-        by_name = own is None and not in_settings
+        by_name = recorded_env is None and not in_settings
         if by_name and (self.env is None or named == config.env):
             return config
-        if not by_name and self.env is not None and (named is None) == (own is not None):
+        if not by_name and self.env is not None and (named is None) == (recorded_env is not None):
             return config if named is None else config.replace(env=named)
-        begun = own or f"settings with {', '.join(in_settings)}"
+        origin = recorded_env or f"settings with {', '.join(in_settings)}"
         if self.env is None:
             raise ConfigError(
-                f"{folder}: expected the environment that the run was begun with, {begun}, which "
+                f"{folder}: expected the environment that the run was begun with, {origin}, which "
                 f"no file can name, got none; give it in Python: {call}"
             )
-        what, remedy = f"environment that the run was begun with, {begun}", "give that environment"
+        text, remedy = f"environment that the run was begun with, {origin}", "give that environment"
         if by_name:
-            what = f"task that the run was begun with, {config.env.kind!r} of population.yaml"
+            text = f"task that the run was begun with, {config.env.kind!r} of population.yaml"
             remedy = "leave env out"
         got = type(self.env).__name__ if named is None else f"the task {named.kind!r}"
         raise ConfigError(
-            f"env: expected the {what}, got {got}; {remedy}, or start another run with "
+            f"env: expected the {text}, got {got}; {remedy}, or start another run with "
             "Population.train"
         )
 
@@ -137,7 +137,7 @@ class FromPython:
         named = None if self.env is None else named_task(self.env)
         if named is not None:
             parts = reward_parts(
-                one.value for one in named.rewards if isinstance(one, PythonObject)
+                reward.value for reward in named.rewards if isinstance(reward, PythonObject)
             )
         else:
             parts = {} if self.env is None else environment_parts(self.env, seed)
@@ -149,14 +149,14 @@ class FromPython:
         return parts
 
     def round_settings(self, config: RunConfig, prompts: int | None = None) -> RoundSettings:
-        """Return the settings of rounds; `prompts` per step is used where no setting has it."""
+        """Return the settings of rounds; `prompts` is the default of prompts per step."""
         settings = settings_of_rounds(config, prompts or DEFAULT_PROMPTS)
-        own: dict[str, Any] = {
+        strategies: dict[str, Any] = {
             place: from_object(name, method, self.strategies[name])
             for name, place, method in STRATEGIES
             if name in self.strategies
         }
-        return replace(settings, **own)
+        return replace(settings, **strategies)
 
     def cohort(self, config: RunConfig, rounds: Sequence[RoundRecord], folder: Path) -> Prepared:
         """Build the base, the agents and the environment of a run, before it is restored."""
@@ -170,11 +170,11 @@ class FromPython:
         cohort, start = build_cohort(agents, objects)
         slots: Sequence[Slot] = tuple(a.agent for a in rounds[0].agents) if rounds else ()
         if slots:  # not 0, 1, ... if the population was a part of another one
-            made = add_agents(cohort, max(slots) + 1, "same", start)
+            added = add_agents(cohort, max(slots) + 1, "same", start)
         else:
             population = config.population
-            slots = made = add_agents(cohort, population.size, population.init, start)
-        for slot in sorted(set(made) - set(slots)):
+            slots = added = add_agents(cohort, population.size, population.init, start)
+        for slot in sorted(set(added) - set(slots)):
             cohort.remove(slot)
         env = environment_for(cohort, config.env if self.env is None else self.env)
         cohort.open_engine()
@@ -214,9 +214,9 @@ def resume_from_python(
         check_trackers(changed.config.record.trackers)
         prepared = given.cohort(changed.config, played, folder)
         record_changed(opened, changed)
-        watching = ObserverList((observer, followers))
+        observers = ObserverList((observer, followers))
         try:
-            return prepared, play_and_judge(changed.config, folder, opened, prepared, watching)
+            return prepared, play_and_judge(changed.config, folder, opened, prepared, observers)
         except BaseException:
             prepared.cohort.close_engine()
             raise

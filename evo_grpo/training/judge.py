@@ -26,7 +26,7 @@ from evo_grpo.training.assemble import Prepared, spent_on_rewards
 from evo_grpo.types import Member, Mutation, RewardScore, Score, Slot
 
 PRECEDENCE = ("mean", "last", "archive")
-"""Kinds of finalists; one has to be significantly better to win against one before it."""
+"""Kinds of finalists; a later kind wins only if it is significantly better than an earlier kind."""
 
 
 @dataclass(frozen=True)
@@ -107,35 +107,35 @@ def _judged(
 def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
     """Return the candidates for the best agent of a run; a mean gets a new slot.
 
-    With several objectives there is one, the agent of the front with the greatest fitness: a
-    comparison by fitness could choose an agent that another one dominates.
+    With several objectives the agent of the front with the greatest fitness is the only candidate:
+    a comparison by fitness could choose an agent that another one dominates.
 
     Raises:
         RunFailedError: No agent of the last round has a fitness, and there is no archive.
     """
-    last = rounds[-1]
+    final = rounds[-1]
     candidates: list[Finalist] = []
-    best = leading_agent(last)
-    if best is not None:
-        candidates.append(_finalist("last", best, cohort.agents[best.agent], best.checkpoint))
-    ever, archive = best_ever(rounds), cohort.archive
-    if archive is not None and ever is not None and ever is not best:
-        candidates.append(_finalist("archive", ever, archive, BEST))
+    leader = leading_agent(final)
+    if leader is not None:
+        candidates.append(_finalist("last", leader, cohort.agents[leader.agent], leader.checkpoint))
+    best, archive = best_ever(rounds), cohort.archive
+    if archive is not None and best is not None and best is not leader:
+        candidates.append(_finalist("archive", best, archive, BEST))
     if not candidates:
         raise RunFailedError(
-            f"round {last.round + 1}: expected an agent with a finite fitness to compare with "
+            f"round {final.round + 1}: expected an agent with a finite fitness to compare with "
             "the base, got none; lower the bounds of lr, then start the run anew"
         )
-    several = ever is not None and ever.score is not None and bool(ever.score.further)
+    several = best is not None and best.score is not None and bool(best.score.further)
     if several:
         candidates = candidates[-1:]
     pair = None if several else _relatives(cohort, rounds)
     # The first rank compares the finalists, and judges the best one.
-    compared = [one.slot for one in candidates] + [one.agent for one in pair or ()]
+    compared = [finalist.slot for finalist in candidates] + [record.agent for record in pair or ()]
     cohort.move(dict.fromkeys(compared, 0))
     if pair is not None:
         first, second = pair
-        born, mutation = last.round + 1, Mutation("mean")
+        born, mutation = final.round + 1, Mutation("mean")
         slot = add_spare_like(cohort, first.agent)
         member = Member(cohort.next_member, slot, first.member, born, mutation, second.member)
         # Do not reserve the id: an extension of the run uses the same ids with or without a mean.
@@ -220,11 +220,11 @@ def best_finalist(
     greatest mean score wins.
     """
     order = sorted(range(len(candidates)), key=lambda i: PRECEDENCE.index(candidates[i].kind))
-    there = [i for i in order if math.isfinite(scores[i].mean)] or order[:1]
+    finite = [i for i in order if math.isfinite(scores[i].mean)] or order[:1]
     if level is None:
-        return max(there, key=lambda i: scores[i].mean)
-    best = there[0]
-    for i in there[1:]:
+        return max(finite, key=lambda i: scores[i].mean)
+    best = finite[0]
+    for i in finite[1:]:
         if compare(scores[i], scores[best]).significant(level):
             best = i
     return best
@@ -254,7 +254,7 @@ def judge(
         stream=("test",),
     )
     base, tested = (result.score for result in results)
-    of = sorted({1, samples}) if fitness.correct is not None else []
+    ks = sorted({1, samples}) if fitness.correct is not None else []
     correct = fitness.correct or 0.0
     return {
         "split": "test",
@@ -270,7 +270,7 @@ def judge(
         },
         "gain": tested.mean - base.mean,
         "gain_se": compare(tested, base).error,
-        "passes": [_passes(k, correct, results) for k in of],
+        "passes": [_passes(k, correct, results) for k in ks],
         "rounds": len(rounds),
         "wall_seconds": seconds,
     }
@@ -299,8 +299,8 @@ def candidates_summary(candidates: Sequence[Finalist], choice: Choice) -> list[d
     `tie` is true for a finalist that the winner is not shown to beat, at `TIE_LEVEL` over all
     pairs. It is None for the winner, and if the finalists were not evaluated.
     """
-    won, scores = candidates.index(choice.best), [s for s in choice.scores if s is not None]
-    signs = claims(scores, won, TIE_LEVEL) if scores else [None] * len(candidates)
+    winner, scores = candidates.index(choice.best), [s for s in choice.scores if s is not None]
+    signs = claims(scores, winner, TIE_LEVEL) if scores else [None] * len(candidates)
     return [
         {
             "kind": candidate.kind,

@@ -41,7 +41,7 @@ DATA = ("env.train", "env.validation", "env.test")
 """Settings that name a data set."""
 _PACKAGES = ("evo-grpo", "torch", "transformers", "peft", "numpy")
 _OF_MACHINE = (
-    *(f"engine.{name}.{own}" for name, kind in ENGINES.items() for own in kind.of_machine),
+    *(f"engine.{name}.{setting}" for name, kind in ENGINES.items() for setting in kind.of_machine),
     *DATA,  # the content is compared instead
 )
 """Settings that may differ between the machines of the ranks."""
@@ -82,7 +82,7 @@ class Inputs:
 
     def changes_of_rounds(self, played: int) -> list[Mapping[str, Any]]:
         """Return the changes of the number of rounds that were made after `played` rounds."""
-        return [one for one in self.changes if one["name"] == ROUNDS and one["round"] == played]
+        return [c for c in self.changes if c["name"] == ROUNDS and c["round"] == played]
 
 
 _SCHEMA = TypeAdapter(Inputs)
@@ -222,7 +222,7 @@ def _processor() -> str:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what differs between two mappings: name, value before, value after; None for none."""
+    """Yield each difference of two mappings: name, value before, value after; None if missing."""
     for name in {**before, **after}:
         both = name in before and name in after
         if not both or _canonical(before[name]) != _canonical(after[name]):
@@ -254,15 +254,15 @@ def check_same_files(team: Team, config: RunConfig) -> None:
 
 
 def _compared(config: RunConfig) -> Mapping[str, Any]:
-    now = inputs_of(config)
-    settings = {name: value for name, value in now.settings.items() if name not in _OF_MACHINE}
+    inputs = inputs_of(config)
+    settings = {name: value for name, value in inputs.settings.items() if name not in _OF_MACHINE}
     # Each rank may take another device.
     settings["engine.device"] = str(settings["engine.device"]).partition(":")[0]
     for name in ("model.name", "model.adapter"):
         place = settings.get(name)
         if isinstance(place, str) and Path(place).exists():  # the content is compared once loaded
             settings[name] = "a path"
-    return {**settings, **_compared_files(now)}
+    return {**settings, **_compared_files(inputs)}
 
 
 def _compared_files(now: Inputs) -> Mapping[str, Any]:
@@ -273,13 +273,13 @@ def _compared_files(now: Inputs) -> Mapping[str, Any]:
 def _check_ranks(parts: Sequence[Mapping[str, Any]]) -> None:
     unlike = [
         f"rank {rank} has {name} {shown(mine)} where rank 0 has {shown(theirs)}"
-        for rank, given in enumerate(parts)
-        for name, theirs, mine in changed(parts[0], given)
+        for rank, part in enumerate(parts)
+        for name, theirs, mine in changed(parts[0], part)
     ]
     if unlike:
-        more = f"; and {len(unlike) - _MOST} more" if len(unlike) > _MOST else ""
+        tail = f"; and {len(unlike) - _MOST} more" if len(unlike) > _MOST else ""
         raise ConfigError(
             f"ranks: expected the same run on all {len(parts)}, got others: "
-            f"{'; '.join(unlike[:_MOST])}{more}. Start all ranks with the same settings, data and "
+            f"{'; '.join(unlike[:_MOST])}{tail}. Start all ranks with the same settings, data and "
             "code"
         )

@@ -34,7 +34,7 @@ from evo_grpo.training.start_adapter import with_adapter
 from evo_grpo.training.strategies import task_of
 
 OWN_BYTES = 2 << 30
-"""Bytes of a GPU up to which what is in use counts as the context of this process."""
+"""Bytes in use on a GPU up to which they count as the CUDA context of this process."""
 
 
 def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
@@ -70,7 +70,7 @@ def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
 
 
 def checked_task(config: RunConfig, team: Team | None = None) -> Task | None:
-    """Return the single-turn task of a recorded run; refuse a run that does not fit here."""
+    """Return the single-turn task of a recorded run; refuse a run that does not fit in memory."""
     check_trackers(config.record.trackers)
     task = task_of(config)
     _check_memory(config, _setup(config, task, 1 if team is None else team.size))
@@ -97,27 +97,27 @@ def check_ranks(config: RunConfig, team: Team) -> None:
 
 def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None:
     """Return where a run computes; None if the memory there is unknown."""
-    where, total = pick_device(config.engine.device), 0
-    if where.type not in ("cpu", "cuda"):
+    device, total = pick_device(config.engine.device), 0
+    if device.type not in ("cpu", "cuda"):
         return None
-    if where.type == "cpu":
-        on, place, there = "cpu", MACHINE, machine_memory()
+    if device.type == "cpu":
+        kind, place, room = "cpu", MACHINE, machine_memory()
     else:
-        on, place, (free, there) = "cuda", "the CUDA device", torch.cuda.mem_get_info(where)
-        total = there
-        # What torch has reserved is this process's own, of an earlier run.
-        others = there - free - torch.cuda.memory_reserved(where)
+        kind, place, (free, room) = "cuda", "the CUDA device", torch.cuda.mem_get_info(device)
+        total = room
+        # Memory that torch has reserved belongs to this process, from an earlier run.
+        others = room - free - torch.cuda.memory_reserved(device)
         if others > OWN_BYTES:
-            there, place = there - others, f"{place}, {format_bytes(others)} of which others use,"
-    place, capacity = within(config, place, there)
+            room, place = room - others, f"{place}, {format_bytes(others)} of which others use,"
+    place, capacity = within(config, place, room)
     if capacity is None:
         return None
     hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
     return Setup(
         read_model_size(config.model.name),
         config.algorithm.longest_output(config.search_space()) or hint,
-        str(pick_dtype(config.engine.dtype, where)).removeprefix("torch."),
-        on,
+        str(pick_dtype(config.engine.dtype, device)).removeprefix("torch."),
+        kind,
         capacity,
         place,
         processes,
@@ -130,10 +130,10 @@ def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfi
     limits: dict[str, int] = {}
     if setup is not None:
         limits = choose_limits(_with_adapter(config, setup), setup)
-    every = team.gather(limits)
+    by_rank = team.gather(limits)
     agreed = {
-        name: min(chosen[name] for chosen in every if name in chosen)
-        for name in set().union(*every)
+        name: min(rank_limits[name] for rank_limits in by_rank if name in rank_limits)
+        for name in set().union(*by_rank)
     }
     return config.replace(engine=config.engine.replace(**agreed)) if agreed else config
 

@@ -28,35 +28,35 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     It loads the checkpoints of the round, then evolves as recorded. A population of another size,
     and a checkpoint that is missing or was modified, are a CheckpointError.
     """
-    first, last, cohort = rounds[0], rounds[-1], prepared.cohort
-    if len(first.agents) != len(prepared.slots):
+    first_round, final, cohort = rounds[0], rounds[-1], prepared.cohort
+    if len(first_round.agents) != len(prepared.slots):
         raise CheckpointError(
             f"run {folder}: population.yaml asks for {len(prepared.slots)} agents, but its rounds "
-            f"were played by {len(first.agents)}; put population.size back"
+            f"were played by {len(first_round.agents)}; put population.size back"
         )
-    slots = tuple(record.agent for record in last.agents)
+    slots = tuple(record.agent for record in final.agents)
     # If some rank does not see the checkpoints, the first rank loads and sends them.
-    apart = not sees_folder(folder, cohort.team)
-    if apart and cohort.together:
+    unshared = not sees_folder(folder, cohort.team)
+    if unshared and cohort.together:
         raise RunDirError(
             f"run {folder}: expected all {cohort.team.size} processes to see it, which train each "
             "agent together (engine.zero), got one that does not; put it on a common disk"
         )
     cohort.place(slots, weights=False)
-    home = {slot: cohort.agents[slot].rank for slot in slots}
-    if apart:
+    ranks = {slot: cohort.agents[slot].rank for slot in slots}
+    if unshared:
         cohort.move(dict.fromkeys(slots, 0), weights=False)
     for slot in sorted(set(prepared.slots) - set(slots)):
         cohort.remove(slot)
     members, histories = _members_of(rounds), _histories_of(rounds)
-    checkpoints = {record.agent: _checkpoint(folder, record, last) for record in last.agents}
+    checkpoints = {record.agent: _checkpoint(folder, record, final) for record in final.agents}
     best = archived_agent(rounds) if prepared.round_settings.evolve.keeps_archive else None
     if best is not None and best.score is not None:
         cohort.archive = cohort.add_spare(members[best.member], best.hparams)
         place = _checkpoint(folder, best, rounds[best.round], BEST)
         checkpoints[cohort.archive.slot] = place
     _load(cohort, checkpoints)
-    for record in last.agents:
+    for record in final.agents:
         state = cohort.agents[record.agent]
         saved, recorded = list(state.history), histories[record.member]
         # Set the member before the history: a new member clears the history.
@@ -66,9 +66,9 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
         state.dead_steps = int(record.metrics.get("dead_steps", 0))
     if cohort.archive is not None and best is not None and best.score is not None:
         cohort.archive.history = [best.score]
-    if apart:
-        cohort.move(home)
-    generation = recorded_generation(cohort, slots, last)
+    if unshared:
+        cohort.move(ranks)
+    generation = recorded_generation(cohort, slots, final)
     inherit = prepared.round_settings.evolve.inherit_optimizer
     apply(cohort, slots, generation, inherit_optimizer=inherit)
     cohort.reserve_members(next_member_id(rounds))
@@ -128,10 +128,10 @@ def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
 
 
 def _members_of(rounds: Sequence[RoundRecord]) -> dict[int, Member]:
-    first = {
+    first_members = {
         a.member: Member(a.member, a.agent, a.parent, mutation=a.mutation) for a in rounds[0].agents
     }
-    return first | {member.id: member for record in rounds for member in record.members}
+    return first_members | {member.id: member for record in rounds for member in record.members}
 
 
 def _histories_of(rounds: Sequence[RoundRecord]) -> dict[int, list[Score]]:

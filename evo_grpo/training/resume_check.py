@@ -48,7 +48,7 @@ _HONOURED = (
     *("record.completions", "record.metrics", "record.checkpoints"),
     *("record.optuna", "record.storage", "record.trackers", "engine.memory"),
     "engine.offload_adapters",
-    *(f"engine.{name}.{own}" for name, kind in ENGINES.items() for own in kind.adjustable),
+    *(f"engine.{name}.{setting}" for name, kind in ENGINES.items() for setting in kind.adjustable),
     *("env.reward_timeout", "env.reward_failures", "env.reward_errors", "env.isolate"),
     "env.max_data_gb",
     *(f"population.stop.{rule}" for rule in StopConfig.model_fields),
@@ -119,16 +119,16 @@ def changed_inputs(
     objects: Mapping[str, str] | None = None,
 ) -> Changed:
     """Return the inputs that an unfinished run continues with, `objects` among them."""
-    played, begun = opened.rounds(), begun_extension(opened)
+    played, extension = opened.rounds(), begun_extension(opened)
     if not played:
         check_storage(config.record.storage)
     if rounds is not None:
-        _check_rounds(opened, rounds, begun or config.population.rounds)
-    wanted = begun if rounds is None else rounds
-    if wanted is not None:
-        config = config.replace(population=config.population.replace(rounds=wanted))
+        _check_rounds(opened, rounds, extension or config.population.rounds)
+    planned = extension if rounds is None else rounds
+    if planned is not None:
+        config = config.replace(population=config.population.replace(rounds=planned))
     check_ranks(config, team)
-    changed = compare_inputs(opened, config, rounds=wanted, allow=allow, objects=objects)
+    changed = compare_inputs(opened, config, rounds=planned, allow=allow, objects=objects)
     for note in changed.notes:
         warnings.warn(note, UserWarning, stacklevel=2)
     return changed
@@ -222,17 +222,17 @@ def compare_inputs(
     record_inputs(folder, config, objects)
     recorded, played = read_inputs_of(folder.path), folder.rounds()
     # The run would continue by other rules than it began with.
-    if gone := [name for name in map(".".join, REMOVED) if name in recorded.settings]:
+    if removed := [name for name in map(".".join, REMOVED) if name in recorded.settings]:
         raise RunDirError(
             f"{folder.path}: expected a run that this version began, got change of an earlier "
-            f"version, with {', '.join(gone)}; finish it with evo-grpo "
+            f"version, with {', '.join(removed)}; finish it with evo-grpo "
             f"{recorded.software.get('evo-grpo')}, which began it, or start another run"
         )
-    now, changes = _differences(folder.path, recorded, config, objects)
+    present, changes = _differences(folder.path, recorded, config, objects)
     refused = [
         change
         for change in changes
-        if not _is_harmless(change, recorded, now)
+        if not _is_harmless(change, recorded, present)
         and not (rounds is not None and change.name == ROUNDS)
         # Before the first round is finished, no result depends on a file.
         and (played or change.kind == "settings")
@@ -243,11 +243,11 @@ def compare_inputs(
         {"round": len(played), "name": change.name, "from": change.before, "to": change.after}
         for change in changes
     ]
-    known = {*recorded.settings, *(change.name for change in changes)}
-    entries += [  # by a newer version, at their defaults
+    compared = {*recorded.settings, *(change.name for change in changes)}
+    entries += [  # settings of a newer version, at their defaults
         {"round": len(played), "name": name, "from": None, "to": value}
-        for name, value in now.settings.items()
-        if name not in known
+        for name, value in present.settings.items()
+        if name not in compared
     ]
     ended = any(record.is_end for record in played[-1:])
     if rounds is not None and ended and all(change.name != ROUNDS for change in changes):
@@ -259,8 +259,8 @@ def compare_inputs(
         for change in changes
         if change.name in ROUNDING or change.kind == "software"
     ]
-    now = replace(now, changes=(*recorded.changes, *entries))
-    return Changed(recorded, now, config, rounds is not None, notes)
+    present = replace(present, changes=(*recorded.changes, *entries))
+    return Changed(recorded, present, config, rounds is not None, notes)
 
 
 def check_inputs(
@@ -276,8 +276,8 @@ def check_inputs(
     Changes that a resume permits are permitted too. The ConfigError names all others.
     """
     recorded = read_inputs_of(folder)
-    now, changes = _differences(folder, recorded, config, objects)
-    refused = [change for change in changes if not _is_harmless(change, recorded, now)]
+    present, changes = _differences(folder, recorded, config, objects)
+    refused = [change for change in changes if not _is_harmless(change, recorded, present)]
     _refuse(folder, recorded, refused, allow, command if objects is None else None)
 
 
@@ -288,7 +288,7 @@ def record_changes(folder: RunDir, changed: Changed) -> None:
 
 
 def begun_extension(folder: RunDir) -> int | None:
-    """Return the number of rounds that a run was extended to; None if it has played one since."""
+    """Return the number of rounds that a run was extended to; None if a round was played since."""
     if not os.path.lexists(folder.path / INPUTS):
         return None
     changes = read_inputs_of(folder.path).changes_of_rounds(len(folder.rounds()))
@@ -305,10 +305,10 @@ def changed_settings(recorded: Inputs, now: Mapping[str, Any]) -> list[tuple[str
 
 def check_whole(folder: Path, recorded: Inputs) -> None:
     """Refuse a population.yaml that lacks a setting, which would silently take its default."""
-    left = dict(flat(read_settings(folder)))
+    present = dict(flat(read_settings(folder)))
     # A setting of a newer version was never written to population.yaml.
     later = {change["name"] for change in recorded.changes if change["from"] is None}
-    if missing := [name for name in recorded.settings if name not in {*left, *later}]:
+    if missing := [name for name in recorded.settings if name not in {*present, *later}]:
         raise ConfigError(
             f"{folder / CONFIG}: expected every setting of the run, got none of "
             f"{', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; put the file back"
@@ -327,26 +327,28 @@ def _differences(
     check_whole(folder, recorded)
     parts = recorded.objects if objects is None else objects
     # The places stay those of the start of the run.
-    now = replace(inputs_of(config), id=recorded.id, places=recorded.places, objects=parts)
-    changes = [Change("settings", *one) for one in changed_settings(recorded, now.settings)]
+    present = replace(inputs_of(config), id=recorded.id, places=recorded.places, objects=parts)
+    changes = [
+        Change("settings", *values) for values in changed_settings(recorded, present.settings)
+    ]
     for kind in ("files", "software", "objects"):
-        differing = changed(getattr(recorded, kind), getattr(now, kind))
-        changes += [Change(kind, *one) for one in differing]
+        differing = changed(getattr(recorded, kind), getattr(present, kind))
+        changes += [Change(kind, *values) for values in differing]
     # A part that the recording version did not have cannot be compared.
-    return now, [change for change in changes if change.kind != "objects" or change.before]
+    return present, [change for change in changes if change.kind != "objects" or change.before]
 
 
 def _is_harmless(change: Change, recorded: Inputs, now: Inputs) -> bool:
     """Return whether the remaining rounds can use a changed input."""
     name, before, after = change.name, change.before, change.after
-    if change.kind == "files":  # a file that only another changed file reads goes with that one
+    if change.kind == "files":  # new or gone: the file that imports it changed too
         return name not in recorded.files or name not in now.files
     if change.kind != "settings" or may_change(name):
         return change.kind != "objects"
     # The content of a data set at a new path is compared; its suffix decides how it is read.
-    moved = name in DATA and isinstance(before, str) and isinstance(after, str)
-    same = moved and Path(before).suffix.lower() == Path(after).suffix.lower()
-    return same and recorded.files.get(name) is not None
+    both_paths = name in DATA and isinstance(before, str) and isinstance(after, str)
+    same_suffix = both_paths and Path(before).suffix.lower() == Path(after).suffix.lower()
+    return same_suffix and recorded.files.get(name) is not None
 
 
 def _refuse(
@@ -357,53 +359,57 @@ def _refuse(
     command: str | None,
 ) -> None:
     """Refuse changes by name, except those in `allow`; the remedy repeats `command`."""
-    allowed, known = set(allow), {*recorded.files, *recorded.objects}
-    if unknown := sorted(allowed - known):
-        names = ", ".join(sorted(known)) or "none, for this run reads no file of yours"
+    allowed, recorded_names = set(allow), {*recorded.files, *recorded.objects}
+    if unknown := sorted(allowed - recorded_names):
+        names = ", ".join(sorted(recorded_names)) or "none, for this run reads no file of yours"
         raise ConfigError(
             f"allow: expected names of files that the run reads ({names}), got {unknown[0]!r}"
         )
-    refused = [one for one in refused if one.kind == "settings" or one.name not in allowed]
-    more = {one.name for one in refused if one.kind != "settings" and one.after is not None}
-    names = sorted(allowed | more)
+    refused = [
+        change for change in refused if change.kind == "settings" or change.name not in allowed
+    ]
+    changed_names = {
+        change.name for change in refused if change.kind != "settings" and change.after is not None
+    }
+    names = sorted(allowed | changed_names)
     options = "".join(f" --allow {name!r}" for name in names)
     go_on = f"allow={names}" if command is None else f"evo-grpo {command}{as_option()}{options}"
-    sentences = [_sentence(one, go_on, recorded.places.get(one.name)) for one in refused]
+    sentences = [_sentence(change, go_on, recorded.places.get(change.name)) for change in refused]
     if sentences:
         source = f"{folder}: the run was begun with something else"
         raise Problems(*(Problem((), text) for text in sentences), source=source)
 
 
 def _sentence(change: Change, go_on: str, place: str | None) -> str:
-    what = f"the file of {change.name}" if change.kind == "files" else change.name
-    was = f"{what} was {shown(change.before)} and is {shown(change.after)}"
-    begun = "" if place is None else f" (the run was begun with {place})"
+    name = f"the file of {change.name}" if change.kind == "files" else change.name
+    both = f"{name} was {shown(change.before)} and is {shown(change.after)}"
+    origin = "" if place is None else f" (the run was begun with {place})"
     if change.name == ROUNDS:
-        return f"{was}; put it back, and give --rounds {change.after} to evo-grpo resume"
+        return f"{both}; put it back, and give --rounds {change.after} to evo-grpo resume"
     if change.kind == "settings":
-        return f"{was}; put it back in {CONFIG}, or start another run"
+        return f"{both}; put it back in {CONFIG}, or start another run"
     if change.after is None:
         return (
-            f"{what} is not there{begun}; put it back, go on from the folder in which the run was "
+            f"{name} is not there{origin}; put it back, go on from the folder in which the run was "
             "begun, or name the folder that has it with --code"
         )
-    told = was
+    text = both
     if change.kind == "files" or str(change.before).startswith(DIGEST):
-        told = f"{what} has changed{begun}"
-    return f"{told}; put it back as it was, or go on with this: {go_on}"
+        text = f"{name} has changed{origin}"
+    return f"{text}; put it back as it was, or go on with this: {go_on}"
 
 
 def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return recorded settings with this version's defaults, None if this version refuses them."""
     nested: dict[str, Any] = {}
     for name, value in settings.items():
-        *groups, last = name.split(".")
+        *groups, key = name.split(".")
         place = nested
         for group in groups:
             place = place.setdefault(group, {})
             if not isinstance(place, dict):  # a key chosen by the user contains a dot
                 return dict(settings)
-        place[last] = value
+        place[key] = value
     try:
         return dict(flat(from_dict(in_todays_keys(nested)).model_dump(mode="json")))
     except ConfigError:

@@ -71,14 +71,14 @@ def run(
             _check_place(where, config, force=force)
         config, task = resolve(config, team)
         team.wait_for_all()  # every rank finds its code and data before the folder is created
-        folder, fresh = None, where is None or not where.exists()  # fresh: ours to remove whole
+        folder, fresh = None, where is None or not where.exists()  # fresh: removed on failure
         if team.rank == 0:
             folder = stack.enter_context(_new_folder(where, config, force=force))
         with _removed_on_failure(folder, fresh=fresh):
             path = team.first(Path() if folder is None else folder.path)
             prepared = stack.enter_context(prepare(config, task, team))
-        watching = _watching(observer, followers, folder)
-        play_and_judge(config, path, folder, prepared, watching)
+        observers = _watching(observer, followers, folder)
+        play_and_judge(config, path, folder, prepared, observers)
     return path
 
 
@@ -103,7 +103,7 @@ def resume(
                 changed = continued_inputs(opened, rounds, allow, team)
         config = team.first(None if changed is None else changed.config)
         if config is None:  # the run is finished
-            if opened is not None:  # its end may not be told, or read: a kill came before
+            if opened is not None:  # a kill may have kept its end from the observers
                 _tell_the_end(opened, observer, followers)
             return Path(folder)
         check_same_files(team, config)
@@ -112,8 +112,8 @@ def resume(
         if opened is not None and changed is not None:
             record_changed(opened, changed)
         prepared = stack.enter_context(prepare(config, task, team))
-        watching = _watching(observer, followers, opened)
-        play_and_judge(config, Path(folder), opened, prepared, watching)
+        observers = _watching(observer, followers, opened)
+        play_and_judge(config, Path(folder), opened, prepared, observers)
     return Path(folder)
 
 
@@ -140,7 +140,7 @@ def play_and_judge(
     place = path.absolute()
     if folder is not None:
         folder.path = place
-    steers = limit is None  # the populations of `resume --compare` have one, and take no requests
+    steers = limit is None  # populations of `resume --compare` have a limit, and take no requests
     past = team.first(  # a new run's inputs are recorded here
         None if folder is None else _take_up_past(config, folder, prepared, steers=steers)
     )
@@ -205,7 +205,7 @@ def play_rounds(
         rounds.append(record)
         slots = next_slots(record)
         prepared.between_rounds(slots, len(rounds))
-        if record.ends_process:  # asked for by a person; the run stays unfinished
+        if record.ends_process:  # a person asked for this; the run stays unfinished
             break
     return slots
 

@@ -27,21 +27,21 @@ def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> 
     ):
         number = rows.get(split, asked_for)
         if asked_for > number:
-            rest = "only these are used; add rows, or lower it"
-            yield f"{key} is {asked_for}, but {split} has {count(number, 'row')}: {rest}"
+            remedy = "only these are used; add rows, or lower it"
+            yield f"{key} is {asked_for}, but {split} has {count(number, 'row')}: {remedy}"
 
 
 def few_prompts(task: Task) -> Iterator[str]:
     """Yield a sentence if a validation split has too few different prompts to tell agents apart.
 
-    Tasks that generate rows, or have one prompt, are left out: their answers count.
+    Tasks that generate rows, or have one prompt, are left out: their answers vary.
     """
     if any(isinstance(rows, LazyRows) for rows in task.splits.values()):
         return
     templates = [Template.of_task(task, name) for name in task.prompts or [None]]
     number, template = min(
-        ((_different(task.splits["validation"], one), one) for one in templates),
-        key=lambda found: found[0],
+        ((_different(task.splits["validation"], candidate), candidate) for candidate in templates),
+        key=lambda pair: pair[0],
     )
     if number < FEWEST and (number > 1 or _different(task.splits["train"], template) > 1):
         yield (
@@ -52,21 +52,21 @@ def few_prompts(task: Task) -> Iterator[str]:
 
 def _different(rows: Iterable[DatasetRow], template: Template) -> int:
     """Return the number of different prompts, counted up to `FEWEST`."""
-    seen: set[str] = set()
+    prompts: set[str] = set()
     for row in rows:
-        seen.add(template.plain(row))
-        if len(seen) == FEWEST:
+        prompts.add(template.plain(row))
+        if len(prompts) == FEWEST:
             break
-    return len(seen)
+    return len(prompts)
 
 
 def warn_of_shortages(
     task: object, prompts: int, fitness: FitnessConfig, *, tests: bool = True
 ) -> None:
     """Warn of settings that exceed the rows of their split; `tests` includes the test split."""
-    whole = task if isinstance(task, Task) else None
-    splits = {} if whole is None else whole.splits
-    rows = {str(split): len(own) for split, own in splits.items() if tests or split != "test"}
-    few = () if whole is None else few_prompts(whole)
+    single_turn = task if isinstance(task, Task) else None
+    splits = {} if single_turn is None else single_turn.splits
+    rows = {str(split): len(items) for split, items in splits.items() if tests or split != "test"}
+    few = () if single_turn is None else few_prompts(single_turn)
     for text in (*shortages(rows, prompts, fitness), *few):
         warnings.warn(text, DoubtfulSetting, stacklevel=4)

@@ -98,8 +98,8 @@ def with_adapter(model: ModelConfig, base: ModelSize, searched: Collection[str])
     )
     _check_tensors(start.state, base, of_adapter, model)
     # An adapter takes the rank, the alpha and the layers of its agent where these are searched.
-    kept = {name: getattr(lora, name) for name in _SEARCHED if f"lora.{name}" in searched}
-    of_adapter = of_adapter.model_copy(update=kept)
+    updates = {name: getattr(lora, name) for name in _SEARCHED if f"lora.{name}" in searched}
+    of_adapter = of_adapter.model_copy(update=updates)
     return model.model_copy(update={"lora": of_adapter})
 
 

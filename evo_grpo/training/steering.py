@@ -1,7 +1,7 @@
 """Carries out the user's requests to a running run between two rounds, and records them.
 
-The first rank reads the requests and changes the plan of the next round; all ranks carry it out. A
-request is done once the record of its round has its outcome, which a resume repeats.
+The first rank reads the requests and changes the plan of the next round; all ranks carry out the
+plan. A request is done once the record of its round has its outcome, which a resume repeats.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class RunSteering(Steerer):
         new = rounds[-1].steering[before:] if rounds else ()
         self._done |= carried_out(rounds)
         # New requests are removed only after they are recorded.
-        done = (self._done | self._of_earlier_processes()) - {outcome.request.id for outcome in new}
-        remove_requests(self._place, done)
+        ids = (self._done | self._of_earlier_processes()) - {outcome.request.id for outcome in new}
+        remove_requests(self._place, ids)
         if new:
             self._amend(rounds[-1])
         for outcome in new:
@@ -102,18 +102,20 @@ class RunSteering(Steerer):
         """Carry out new requests while the run is paused; return after a short time without any."""
         until = time.monotonic() + SECONDS_BETWEEN_EXCHANGES
         while True:
-            now = self._look(replace(plan, notes=()))
-            new = now.record.steering[len(plan.record.steering) :]
+            steered = self._look(replace(plan, notes=()))
+            new = steered.record.steering[len(plan.record.steering) :]
             if new:
-                self._amend(now.record)
+                self._amend(steered.record)
                 for outcome in new:
                     if outcome.request.op not in ON_RUN:
-                        now = self._noting(now, _in_words(outcome))
-                if not now.paused and not now.record.ends_process:
-                    return self._noting(now, f"round {now.record.round + 2} begins, as asked for")
-                return self._noting_the_end(now)
-            if time.monotonic() >= until or now.notes:
-                return now
+                        steered = self._noting(steered, _in_words(outcome))
+                if not steered.paused and not steered.record.ends_process:
+                    return self._noting(
+                        steered, f"round {steered.record.round + 2} begins, as asked for"
+                    )
+                return self._noting_the_end(steered)
+            if time.monotonic() >= until or steered.notes:
+                return steered
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _noting_the_end(self, plan: RoundPlan) -> RoundPlan:
@@ -132,23 +134,23 @@ class RunSteering(Steerer):
         self.folder.lock.write_round(plan.record.round + 1)
         requests = read_requests(self._place).requests
         fresh = [request for request in requests if request.id not in self._done]
-        done: list[RequestOutcome] = []
-        if not plan.last:  # else they are kept for a run of more rounds
-            plan, done, self._next_id = with_agents_steered(
+        outcomes: list[RequestOutcome] = []
+        if not plan.last:  # after the last round, they wait for an extension of the run
+            plan, outcomes, self._next_id = with_agents_steered(
                 plan, fresh, self.hp_config, self._next_id
             )
         paused = plan.record.paused_by is not None
-        for request in (one for one in fresh if one.op in ON_RUN):
+        for request in (r for r in fresh if r.op in ON_RUN):
             if request.op == "stop-after-round" and request.after > plan.record.round:
                 continue  # it is for a later round
             why = _refused(request, paused=paused, last=plan.last)
-            done.append(RequestOutcome(request, why))
+            outcomes.append(RequestOutcome(request, why))
             if why:
-                plan = self._noting(plan, _in_words(done[-1]))
+                plan = self._noting(plan, _in_words(outcomes[-1]))
             elif request.op != "stop-after-round":
                 paused = request.op == "pause"
-        self._done |= {one.request.id for one in done}
-        return with_steering(plan, done, self._next_id)
+        self._done |= {outcome.request.id for outcome in outcomes}
+        return with_steering(plan, outcomes, self._next_id)
 
 
 def resumed(
@@ -165,29 +167,29 @@ def resumed(
     ]
     next_id = next_member_id(rounds)
     plan = RoundPlan(rounds[-1], {}, last=False)
-    plan, done, next_id = with_agents_steered(plan, fresh, hp_config, next_id)
-    done += [
+    plan, outcomes, next_id = with_agents_steered(plan, fresh, hp_config, next_id)
+    outcomes += [
         RequestOutcome(request, "the process that it was asked of has ended")
         for request in fresh
         if request.op in ON_RUN and not is_new(request, folder)
     ]
-    return with_steering(plan, done, next_id).record
+    return with_steering(plan, outcomes, next_id).record
 
 
 def with_agents_steered(
     plan: RoundPlan, requests: Sequence[Request], hp_config: HyperparameterConfig, next_id: int
 ) -> tuple[RoundPlan, list[RequestOutcome], int]:
     """Carry out requests about agents; return the plan, their outcomes, and an unused member id."""
-    record, done = plan.record, list[RequestOutcome]()
+    record, outcomes = plan.record, list[RequestOutcome]()
     steered = Membership(record.members, record.next_hparams, record.decisions)
     played = {agent.member: agent.agent for agent in record.agents}
     for request in requests:
         if request.op in ON_RUN or request.after > record.round:
             continue
-        steered, became = steer(
+        steered, outcome = steer(
             steered, request, Boundary(record.round, played, hp_config, next_id)
         )
-        done.append(became)
+        outcomes.append(outcome)
         next_id = max([next_id, *(member.id + 1 for member in steered.members)])
     record = replace(
         record,
@@ -195,7 +197,7 @@ def with_agents_steered(
         next_hparams=steered.hparams,
         decisions=steered.decisions,
     )
-    return replace(plan, record=record), done, next_id
+    return replace(plan, record=record), outcomes, next_id
 
 
 def with_steering(plan: RoundPlan, done: Sequence[RequestOutcome], next_id: int) -> RoundPlan:

@@ -46,11 +46,11 @@ def check_strategies(evolve: EvolveConfig) -> None:
 
     They have to exist, accept their arguments, and have the method `plan` or `explore`.
     """
-    chosen = (
+    strategies = (
         ("selection", "plan", evolve.selection),
         ("exploration", "explore", evolve.exploration),
     )
-    for name, method, strategy in chosen:
+    for name, method, strategy in strategies:
         if not isinstance(strategy, OwnStrategy):
             continue
         where = f"evolve.{name}"
@@ -111,9 +111,9 @@ def from_object(name: str, method: str, given: object) -> Selector | Explorer:
 
 
 def _instance(own: OwnStrategy, where: str, method: str) -> Any:  # noqa: ANN401 -- of the user's class
-    made = load_function(own.kind, where)
+    factory = load_function(own.kind, where)
     try:
-        strategy = made(**own.args)
+        strategy = factory(**own.args)
     except Exception as error:  # the class is the user's code and may raise anything
         raise _refused_arguments(own, where, f"{type(error).__name__}: {error}") from error
     if not callable(getattr(strategy, method, None)):

@@ -3,7 +3,7 @@
 The training thread copies an agent's tensors to the CPU. One writer thread writes everything in
 order; the line in rounds.jsonl comes last and records the round. A crash loses only unwritten
 rounds. After an error of the writer nothing more is written, because later rounds would depend on
-an unrecorded one; the next call, or closing the writer, raises it.
+an unrecorded one; the next call, or closing the writer, raises the error.
 """
 
 from __future__ import annotations
@@ -173,10 +173,10 @@ def sees_folder(path: Path, team: Team) -> bool:
     if team.rank == 0:
         (path / name).touch()
     sign = path / team.first(name)
-    seen = all(team.gather(sign.is_file()))
+    visible = all(team.gather(sign.is_file()))
     if team.rank == 0:
         sign.unlink(missing_ok=True)
-    return seen
+    return visible
 
 
 @final
@@ -237,5 +237,5 @@ def with_files(record: RoundRecord, files: Mapping[str, str]) -> RoundRecord:
 
 def _written(folder: Path, name: str, agent: Snapshot) -> dict[str, str]:
     with writing(folder / name):
-        written = agent.write(folder / name)
-    return {f"{name}/{file}": digest for file, digest in written.items()}
+        digests = agent.write(folder / name)
+    return {f"{name}/{file}": digest for file, digest in digests.items()}

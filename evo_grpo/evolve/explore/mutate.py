@@ -62,15 +62,15 @@ class Mutations(Group):
         hparams = candidate.hparams
         if not hp_config or not self._may_mutate(candidate):
             return hparams, {}
-        ranges = [name for name in hp_config.names() if hp_config[name].choices is None]
-        chosen = [name for name in hp_config.names() if hp_config[name].choices is not None]
-        rl_hp, choice = bool(ranges) * self.rl_hp, bool(chosen) * self.choice
-        drawn = rng.random() * (self.no_mutation + rl_hp + choice)
-        if self.step == "between" and not any(one.hparams != hparams for one in candidate.trials):
+        with_range = [name for name in hp_config.names() if hp_config[name].choices is None]
+        with_choices = [name for name in hp_config.names() if hp_config[name].choices is not None]
+        rl_hp, choice = bool(with_range) * self.rl_hp, bool(with_choices) * self.choice
+        draw = rng.random() * (self.no_mutation + rl_hp + choice)
+        if self.step == "between" and not any(t.hparams != hparams for t in candidate.trials):
             return self._spread(candidate, hp_config)
-        if drawn >= rl_hp + choice:
+        if draw >= rl_hp + choice:
             return hparams, {}
-        names = ranges if drawn < rl_hp else chosen
+        names = with_range if draw < rl_hp else with_choices
         name = names[int(rng.integers(len(names)))]
         parameter = hp_config[name]
         share = candidate.shares[hp_config.names().index(name)] if candidate.shares else None
@@ -79,7 +79,7 @@ class Mutations(Group):
             parameter = end_of_distance(name, parameter)
         if self.step == "factors" or share is None or parameter.choices is not None:
             return step(hparams, name, parameter, rng.random())
-        tried = [one.hparams for one in candidate.trials]
+        tried = [trial.hparams for trial in candidate.trials]
         value = between(hparams, name, parameter, tried, share)
         if not in_order(hparams, name, value):
             return step(hparams, name, parameter, rng.random())
@@ -101,13 +101,13 @@ class Mutations(Group):
             parts(hparams, hp_config.parameters), candidate.shares, strict=False
         ):
             if parameter.choices is not None:
-                places = parameter.choices
-                value = places[min(len(places) - 1, int(share * len(places)))]
+                choices = parameter.choices
+                value = choices[min(len(choices) - 1, int(share * len(choices)))]
             else:
                 value = placed(name, parameter, share)
             weight = self.rl_hp if parameter.choices is None else self.choice
             if weight == 0 or not in_order(hparams, name, value):
                 continue
-            moved, change = put(hparams, {name: value}, {name: parameter})
-            hparams, changes = moved, changes | change
+            new, change = put(hparams, {name: value}, {name: parameter})
+            hparams, changes = new, changes | change
         return hparams, changes

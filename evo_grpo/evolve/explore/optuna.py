@@ -90,14 +90,14 @@ class OptunaExploration(Group):
     def check(self, first: Hparams, hp_config: HyperparameterConfig) -> None:
         """Let the sampler propose for an invented run, to find the errors of `explore` early."""
         rng = generator(0, "check")
-        drawn = [sample_hparams(first, hp_config, rng) for _ in range(_TRIALS)]
-        trials = [Trial(hparams, float(number), 0) for number, hparams in enumerate(drawn)]
+        samples = [sample_hparams(first, hp_config, rng) for _ in range(_TRIALS)]
+        trials = [Trial(hparams, float(number), 0) for number, hparams in enumerate(samples)]
         self.explore(Candidate(first, copied=True, trials=trials), hp_config.mutating(), rng)
 
     def _propose(
         self, space: Mapping[str, RLParameter], trials: Sequence[Trial], seed: int
     ) -> dict[str, Any]:
-        """Return the proposed value by name, or its distance from 1; see `evolve.ranges`."""
+        """Return proposed values by name, some as distances from 1; see `evolve.ranges`."""
         import optuna  # slow to import, and most runs do not need it
 
         distributions = {n: _distribution(_measure(n, p)) for n, p in space.items()}
@@ -106,9 +106,9 @@ class OptunaExploration(Group):
             study = optuna.create_study(direction="maximize", sampler=sampler)
             for hparams, fitness in _relative(trials):
                 params = _params(hparams, space)
-                known = {name: distributions[name] for name in params}
+                measured = {name: distributions[name] for name in params}
                 study.add_trial(
-                    optuna.trial.create_trial(params=params, distributions=known, value=fitness)
+                    optuna.trial.create_trial(params=params, distributions=measured, value=fitness)
                 )
             try:
                 return study.ask(distributions).params
@@ -128,11 +128,11 @@ class OptunaExploration(Group):
 
         import optuna
 
-        kind = getattr(optuna.samplers, self.sampler)
-        seeded = {"seed": seed} if "seed" in inspect.signature(kind).parameters else {}
+        sampler_class = getattr(optuna.samplers, self.sampler)
+        seeded = {"seed": seed} if "seed" in inspect.signature(sampler_class).parameters else {}
         try:
             with _quiet():
-                return kind(**self.args, **seeded)
+                return sampler_class(**self.args, **seeded)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"evolve.exploration.args: {self.sampler} refuses {self.args}: {error}; see its "

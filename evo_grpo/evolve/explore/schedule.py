@@ -103,19 +103,19 @@ class ScheduleExploration(Group):
         hparams = first
         for index, entry in enumerate(self.rounds):
             values = {name: value for name, value in entry.items() if name != ROUND}
-            here = ("rounds", index)
+            path = ("rounds", index)
             space = dict(parts(hparams, hp_config.parameters))
             for name in values.keys() - space.keys():
                 text = (
                     f"expected one of {', '.join(space) or 'none'}, since only what has a range "
                     f"changes; give it one: evolve.hyperparameters.{name}"
                 )
-                yield Problem((*here, name), text)
+                yield Problem((*path, name), text)
             try:
                 hparams = with_values(hparams, values, hp_config.names())
             except Problems as problems:
-                yield from problems.below(*here).found
+                yield from problems.below(*path).found
                 continue
-            for one in outside(hparams, hp_config):
-                if one.name in values:
-                    yield Problem((*here, one.name), one.told())
+            for violation in outside(hparams, hp_config):
+                if violation.name in values:
+                    yield Problem((*path, violation.name), violation.told())

@@ -64,17 +64,17 @@ def step(
 def between(
     hparams: Hparams, name: str, parameter: RLParameter, tried: Sequence[Hparams], share: float
 ) -> Value:
-    """Return a value between those that were tried next to the present one, below and above it.
+    """Return a value between the nearest tried values below and above the present value.
 
     It lies between the middles of the two gaps beside the present value, at `share` in (0, 1], so
-    that values move far while few are known. On a side without a tried value, the gap reaches to
-    the end of the range. Distances are those of `ranges.value_at`.
+    that values move far while few have been tried. On a side without a tried value, the gap reaches
+    to the end of the range. Distances are those of `ranges.value_at`.
     """
 
     def place(one: Hparams) -> float:
         return share_of(name, parameter, cast("float", value_of(one, name, parameter)))
 
-    here, places = place(hparams), [place(one) for one in tried]
+    here, places = place(hparams), [place(other) for other in tried]
     below = max((p for p in places if p < here - _SAME), default=None)
     above = min((p for p in places if p > here + _SAME), default=None)
     low = 0.0 if below is None else (below + here) / 2

@@ -61,23 +61,23 @@ class ParetoSelector:
         from evo_grpo.evolve.goals import dominates, ranked  # loads numpy, which settings do not
 
         usable = set(rank(histories))
-        known = {
+        score_of = {
             position: _score(histories[position])
             for position in map(Position, range(len(histories)))
             if position in usable
         }
-        scores = [known.get(Position(position)) for position in range(len(histories))]
+        scores = [score_of.get(Position(position)) for position in range(len(histories))]
         order = ranked(scores, self.level)
-        front = self._front(known, order[0])
+        front = self._front(score_of, order[0])
         staying = [position for position in order[:places] if position in front]
         parents = {position: position for position in staying}
         for position in order[len(staying) : places]:
-            above = [p for p in staying if dominates(known[p], known[position], self.level)]
+            above = [p for p in staying if dominates(score_of[p], score_of[position], self.level)]
             parents[position] = self._drawn(above, rng) if above else position
-        failed = [p for p in map(Position, range(len(histories))) if p not in known]
+        failed = [p for p in map(Position, range(len(histories))) if p not in score_of]
         for position in failed[: max(0, places - len(order))]:
             parents[position] = self._drawn(staying, rng)
-        ends = _ends({position: known[position] for position in staying})
+        ends = _ends({position: score_of[position] for position in staying})
         return tuple(
             Offspring(position, parents[position], position in ends) for position in sorted(parents)
         )
@@ -101,7 +101,7 @@ def _score(history: Sequence[Score]) -> Score:
     """Return the score of an agent; several scores, possible with a single goal, are averaged."""
     if len(history) == 1:
         return history[0]
-    return replace(history[-1], mean=math.fsum(one.mean for one in history) / len(history))
+    return replace(history[-1], mean=math.fsum(score.mean for score in history) / len(history))
 
 
 def _ends(front: Mapping[Position, Score]) -> set[Position]:

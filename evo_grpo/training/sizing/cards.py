@@ -1,4 +1,4 @@
-"""The GPUs of this machine, and a table of cards: their memory, and what they reach."""
+"""The GPUs of this machine, and a table of cards with their memory and their rates."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CARDS = {
 }
 #: Cards of a compute capability below 8.0, which emulate bfloat16.
 OLDER = ("t4", "v100")
-#: Words in the names of other cards than that without them; "24q" is a share of one.
+#: Words that make the name of another card; "24q" names a share of a card's memory.
 _OTHERS = {"laptop", "ti", "super", "d", "nvl", "max"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb|gib|g)?")
 
@@ -85,10 +85,10 @@ class Gpu(NamedTuple):
     def card(self) -> Card | None:
         """The GPU's row of the table; None if it has none."""
         words = set(_plain(self.name).split("-"))
-        known = [name for name in CARDS if words.issuperset(name.split("-"))]
-        if not known or words & _OTHERS or any(re.fullmatch(r"\d+q", word) for word in words):
+        matching = [name for name in CARDS if words.issuperset(name.split("-"))]
+        if not matching or words & _OTHERS or any(re.fullmatch(r"\d+q", word) for word in words):
             return None
-        return CARDS[max(known, key=len)]
+        return CARDS[max(matching, key=len)]
 
     @property
     def older(self) -> bool:
@@ -97,17 +97,17 @@ class Gpu(NamedTuple):
 
 
 def parse_gpu(text: str) -> Gpu:
-    """Return the card `24GB` (10^9 bytes each), `24GiB` (2^30) or `a100-80gb`.
+    """Return the GPU that `24GB` (10^9 bytes each), `24GiB` (2^30) or `a100-80gb` describes.
 
     Raises ConfigError if the text is neither a size nor a known name.
     """
-    known = _plain(text)
-    if known in CARDS:
-        return Gpu(text, int(CARDS[known].gib * 2**30))
+    name = _plain(text)
+    if name in CARDS:
+        return Gpu(text, int(CARDS[name].gib * 2**30))
     size = _SIZE.fullmatch(text.strip().lower())
     if size is not None and 0 < float(size[1]) < 1e5:
         return Gpu(text, int(float(size[1]) * (2**30 if size[2] == "gib" else 10**9)))
-    close = nearest(known, CARDS)
+    close = nearest(name, CARDS)
     raise ConfigError(
         f"--gpu: expected a size such as 24GB, or one of {', '.join(CARDS)}; got {text!r}"
         + (f", did you mean {close}?" if close else "")
@@ -157,23 +157,23 @@ def unseen_gpus(build: str) -> str | None:
     visible = cuda_devices()
     if not visible:
         return None
-    seen = "a GPU" if len(visible) == 1 else f"{len(visible)} GPUs"
+    gpus = "a GPU" if len(visible) == 1 else f"{len(visible)} GPUs"
     remedy = (
         "install torch's build for CUDA (pytorch.org, or docs/install.md)"
         if not build.startswith("CUDA")
         else "the driver may be too old for it; update the driver, or install torch's build for an "
         "older CUDA"
     )
-    return f"nvidia-smi lists {seen}, and torch, built for {build}, sees none: {remedy}"
+    return f"nvidia-smi lists {gpus}, and torch, built for {build}, sees none: {remedy}"
 
 
 def _visible(devices: list[Gpu | None]) -> list[Gpu | None]:
     """Return the devices that CUDA_VISIBLE_DEVICES selects, which nvidia-smi ignores."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if setting is None:
         return devices
     visible: list[Gpu | None] = []
-    for name in map(str.strip, chosen.split(",")):
+    for name in map(str.strip, setting.split(",")):
         if name.startswith(("GPU-", "MIG-")):
             visible.append(None)
         elif name.isdigit() and int(name) < len(devices):

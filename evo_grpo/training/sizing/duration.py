@@ -20,7 +20,7 @@ from evo_grpo.training.sizing.memory import PROMPT_TOKENS, MemoryPlan, work_of
 #: Seconds that a captured kernel takes beside its bytes and FLOPs: fits decode steps of the shape
 #: of Qwen2.5-0.5B on an H200, 2026-11-28.
 LAUNCH = 3.5e-6
-#: Seconds of a capture with the plain step before it; the larger of two, H200, 2026-11-26.
+#: Seconds to capture a graph, with the plain step before it; the larger of two, H200, 2026-11-26.
 CAPTURE = 0.017
 #: Time of torch's operations over that of kernels, in a decode step and in learning: the means of
 #: six and two ratios on the H200, 2026-11-28; those of learning are counted on the kernels' side.
@@ -62,27 +62,27 @@ class Counted:
         )
 
     def _kernel(self, flops: float, numbers: float, rate: float, launches: int = 1) -> float:
-        moved = HALF * numbers / (rate * 1e12)
-        return launches * LAUNCH + max(flops / (self.card.tflops * 1e12), moved)
+        transfer = HALF * numbers / (rate * 1e12)
+        return launches * LAUNCH + max(flops / (self.card.tflops * 1e12), transfer)
 
     def step(self, rows: int, columns: int) -> float:
-        """Return the seconds of a decode step of so many rows, over `columns` of the cache."""
-        s, read = self.shape, self.card.read
+        """Return the seconds of a decode step of `rows` rows, over `columns` of the cache."""
+        s, rate = self.shape, self.card.read
 
         def product(inputs: int, outputs: int, ranks: int) -> float:
             width = outputs + ranks * self.agents
             numbers = inputs * width + rows * (inputs + width) + self.agents * self.rank * outputs
-            return self._kernel(2.0 * rows * inputs * width, numbers, read)
+            return self._kernel(2.0 * rows * inputs * width, numbers, rate)
 
         def other(numbers: float) -> float:
-            return self._kernel(0.0, rows * numbers, read)
+            return self._kernel(0.0, rows * numbers, rate)
 
         layer = sum(product(*linear) for linear in self.linears)
         layer += other(2 * (s.query_width + 2 * s.kv_width))
         layer += other(2 * s.kv_width * columns + 2 * s.query_width)
         layer += 2 * other(4 * s.hidden) + other(3 * s.inner)
         words = s.vocabulary
-        head = self._kernel(2.0 * rows * s.hidden * words, words * (s.hidden + rows), read)
+        head = self._kernel(2.0 * rows * s.hidden * words, words * (s.hidden + rows), rate)
         return s.layers * layer + head + 2 * other(words) + 3 * LAUNCH
 
     def rollout(self, rows: int, prompts: int, prompt: int, output: int) -> float:
@@ -122,9 +122,9 @@ class Counted:
         layer += kernel(5 * attended, 8 * tokens * qkv, 10) + 2 * kernel(0, 2.5 * tokens * qkv)
         layer += 4 * kernel(0, 4 * tokens * hidden)
         layer += kernel(0, 3 * tokens * inner) + kernel(0, 6 * tokens * inner)
-        drawn, words = rows * output, s.vocabulary
-        head = 2 * kernel(2.0 * drawn * hidden * words, drawn * words)
-        return s.layers * layer + head + kernel(0, 3 * drawn * words)
+        sampled, words = rows * output, s.vocabulary
+        head = 2 * kernel(2.0 * sampled * hidden * words, sampled * words)
+        return s.layers * layer + head + kernel(0, 3 * sampled * words)
 
 
 class Duration(NamedTuple):
@@ -171,10 +171,10 @@ def duration_of(
     size, engine, algorithm = setup.size, config.engine, config.algorithm
     card = None if setup.gpu is None else setup.gpu.card
     work = work_of(config, size, setup.output, setup.device, setup.processes)
-    apart = engine.quantization is not None or engine.offload_adapters or setup.processes > 1
-    apart = apart or not engine.cuda_graphs
+    unsupported = engine.quantization is not None or engine.offload_adapters or setup.processes > 1
+    unsupported = unsupported or not engine.cuda_graphs
     half = memory.dtype in ("bfloat16", "float16")
-    if card is None or work is None or size.shape is None or apart or not (half and fit.fits):
+    if card is None or work is None or size.shape is None or unsupported or not (half and fit.fits):
         return None
     counted = Counted(size.shape, card, work.agents, work.rank)
     kernels, output = work.kernels and memory.dtype == "bfloat16", setup.output
@@ -194,15 +194,15 @@ def duration_of(
     most = engine.max_rows_per_microbatch or rows
     least = max(engine.parts(), ceil(rows / most))
     work_of_step = rows, group, prompt, turns * output
-    once = _learning(counted, memory, work_of_step, kernels=kernels, least=least)
+    pass_seconds = _learning(counted, memory, work_of_step, kernels=kernels, least=least)
     # A forward pass is half of forward and backward, as the base has no gradients: again for each
     # epoch with checkpointing, and once a call for the reference.
-    again = 1.5 if engine.gradient_checkpointing else 1.0
-    referred = 0.5 if algorithm.beta or "beta" in config.search_space().names() else 0.0
+    epoch_passes = 1.5 if engine.gradient_checkpointing else 1.0
+    reference_passes = 0.5 if algorithm.beta or "beta" in config.search_space().names() else 0.0
     samples = fitness.per_prompt(fitness.samples)
     return Duration(
         generate=steps * turns * generation(rows, group),
-        learn=steps * once * (algorithm.update_epochs * again + referred),
+        learn=steps * pass_seconds * (algorithm.update_epochs * epoch_passes + reference_passes),
         evaluate=turns * sum(generation(count, samples) for count in evaluated if count),
         measured=card.measured,
     )

@@ -25,15 +25,15 @@ SECONDS = 4.0
 def fetch_small_files(name: str) -> str | None:
     """Fetch a model's small files into the hub's cache; return why the hub did not answer, or None.
 
-    Cached files are fetched again if the hub has others. Nothing is fetched for a model that is no
-    hub id, or if HF_HUB_OFFLINE is set. A model that the hub refuses is a ModelError.
+    Cached files are fetched again if the hub has newer ones. Nothing is fetched for a model that is
+    no hub id, or if HF_HUB_OFFLINE is set. A model that the hub refuses is a ModelError.
     """
     source = resolve(name)
     if source.local:
         return None
     try:
         _download(source.path)
-    except Exception as error:  # the hub's client has changed the library of its requests
+    except Exception as error:  # the client's HTTP library, and its errors, differ between versions
         return _reason(name, error)
     return None
 
@@ -66,10 +66,10 @@ def _download(repository: str) -> None:
         def __init__(self, *given: Any, **keywords: Any) -> None:
             super().__init__(*given, **{**keywords, "disable": True})
 
-    own = os.environ.get("HF_ENDPOINT")
+    endpoint = os.environ.get("HF_ENDPOINT")
     # A download repeats a failed request for almost a minute; this shows a missing network at once.
-    get_hf_file_metadata(hf_hub_url(repository, CONFIG, endpoint=own), timeout=SECONDS)
-    get = partial(hf_hub_download, repository, endpoint=own, tqdm_class=Silent)
+    get_hf_file_metadata(hf_hub_url(repository, CONFIG, endpoint=endpoint), timeout=SECONDS)
+    get = partial(hf_hub_download, repository, endpoint=endpoint, tqdm_class=Silent)
     get(CONFIG)
     for file in OTHERS:
         try:
@@ -106,5 +106,5 @@ def _reason(name: str, error: Exception) -> str:
     ):
         if isinstance(error, kinds):
             raise ModelError(f"model {name!r}: {text}") from None
-    first = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
-    return f"{hub} cannot be reached: {hub_words(first, 200)}"
+    first_line = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+    return f"{hub} cannot be reached: {hub_words(first_line, 200)}"

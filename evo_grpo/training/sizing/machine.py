@@ -38,8 +38,8 @@ TOLERANCE = 0.2
 MOST_ROWS, MOST_TOKENS = 4096, 65536
 #: Rows and tokens on a GPU of unknown memory.
 FEW_ROWS, FEW_TOKENS = 128, 1024
-#: An engine with a memory of its own decodes as many as fit there. Its tensors of logits grow with
-#: the number, so a GPU below this size gets a lower one.
+#: An engine with separate memory decodes as many rows as fit there. Its logits grow with the number
+#: of rows, so a GPU below this size gets fewer.
 SMALL_GPU, FEW_OF_ENGINE = 70 * 10**9, 256
 #: Shards that are proposed for agents in host memory: two of them are on the device at once.
 _SHARDS = 4
@@ -61,8 +61,7 @@ class Setup(NamedTuple):
         place: Name of the device or limit with these bytes.
         processes: Number of processes.
         gpu: The GPU, if it is one of known memory.
-        total: Bytes of the device with those that others use, of which vLLM takes its share; 0 if
-            they are its `capacity`.
+        total: All bytes of the device, of which vLLM takes its share; 0 if they equal `capacity`.
     """
 
     size: ModelSize
@@ -128,7 +127,7 @@ def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
 def _largest(
     config: RunConfig, setup: Setup, known: Mapping[str, int], name: str, least: int, most: int
 ) -> int:
-    """Return the largest value of a limit that fits beside the known ones and can be reached."""
+    """Return the largest value of a limit that fits beside the `known` limits and is reachable."""
     needed: dict[int, int] = {}
     for value in (least, *(step for step in _STEPS if least < step <= most)):
         plan = setup.plan(config, **{**known, name: value})
@@ -171,18 +170,18 @@ class Fit(NamedTuple):
                 f"{text}; none of the changes that were tried make it fit: take a smaller model or "
                 "fewer agents, or divide the base among devices with engine.base: sharded"
             )
-        written = {n: json.dumps(value).strip('"') for n, value in self.proposal.changes.items()}
-        options = " ".join(f"--set {name}={value}" for name, value in written.items())
+        values = {n: json.dumps(value).strip('"') for n, value in self.proposal.changes.items()}
+        options = " ".join(f"--set {name}={value}" for name, value in values.items())
         return f"{text}; it takes about {format_bytes(self.proposal.plan.peak)} with {options}"
 
 
 def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
     """Return whether a run fits where it computes, with a proposal if not; None if unknown."""
-    chosen = choose_limits(config, setup)
-    plan = setup.plan(config, **chosen)
+    limits = choose_limits(config, setup)
+    plan = setup.plan(config, **limits)
     if plan is None:
         return None
-    numbers = {f"engine.{name}": value for name, value in chosen.items()}
+    numbers = {f"engine.{name}": value for name, value in limits.items()}
     return Fit(
         setup, plan, numbers, proposal=None if plan.fits(setup.capacity) else propose(config, setup)
     )
@@ -202,7 +201,7 @@ def propose(config: RunConfig, setup: Setup) -> Fit | None:
 
 
 def _proposals(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
-    """Yield changes that need less memory, each with those before it, the cheapest first."""
+    """Yield changes that need less memory, the cheapest first; each includes those before it."""
     engine, plan = config.engine, setup.plan(config)
     # Where limits are null, a run chooses them, on a CPU if it is told the memory.
     changes: dict[str, object] = {f"engine.{name}": None for name in LIMITS}
@@ -237,12 +236,12 @@ def _tried(config: RunConfig, setup: Setup, changes: Mapping[str, object]) -> Fi
         tried = changed(config, changes)
     except EvoGrpoError:  # the settings contradict the change
         return None
-    chosen = choose_limits(tried, setup)
-    plan = setup.plan(tried, **chosen)
+    limits = choose_limits(tried, setup)
+    plan = setup.plan(tried, **limits)
     if plan is None or not plan.fits(setup.capacity * ROOM):
         return None
     new = {name: value for name, value in changes.items() if attrgetter(name)(config) != value}
-    return Fit(setup, plan, chosen, new)
+    return Fit(setup, plan, limits, new)
 
 
 def changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:
@@ -286,8 +285,8 @@ def setup_here(
     `longest` is the number of tokens of the longest completion. `gpu` is the card to plan for; None
     plans for this machine.
     """
-    seen = [] if gpu is not None else cuda_devices()
-    devices = [gpu_seen for gpu_seen in seen if gpu_seen is not None]
+    listed = [] if gpu is not None else cuda_devices()
+    devices = [entry for entry in listed if entry is not None]
     processes = config.most_processes if config.engine.base == "sharded" else 1
     for dtype, device in dtypes(config, gpu).items():
         card = gpu
@@ -301,7 +300,7 @@ def setup_here(
             capacity = None if card is None else card.bytes
             if card is not None and card.older and config.engine.dtype == "auto":
                 dtype = "float16"
-        elif config.engine.device == "auto" and seen:
+        elif config.engine.device == "auto" and listed:
             continue  # the run would use CUDA
         else:
             place, capacity = MACHINE, machine_memory()

@@ -37,7 +37,7 @@ LOGIT_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 ACTIVATION_BYTES = 1 << 29
 CPU_TOKENS = (2048, 8192)
 DEVICE_TOKENS = 4096
-#: Most splits of a gradient times agents, over the agents; see `llama.cuda.learn`.
+#: Most gradients of an adapter in splits, beyond one for each agent; see `llama.cuda.learn`.
 KERNEL_SPLITS = 40
 #: As in `model.forward.prefix` and `model.llama.attention`.
 MIN_SAVED_SHARE = 0.05
@@ -93,7 +93,7 @@ class MemoryPlan:
 def work_of(
     config: RunConfig, size: ModelSize, output: int, device: Device, processes: int = 1
 ) -> Work | None:
-    """Return the most that each process of a run computes at once; None if unknown.
+    """Return the largest work that each process of a run computes at once; None if unknown.
 
     `output` is the number of tokens of the longest completion.
     """
@@ -104,7 +104,7 @@ def work_of(
     algorithm, fitness, engine = config.algorithm, config.evolve.fitness, config.engine
     # The first round has the most agents. With ZeRO every process has all agents.
     agents, dealt = config.population.size, 1 if engine.zero is not None else processes
-    own = -(-agents // dealt)
+    per_process = -(-agents // dealt)
     # The agents of a shard generate and learn in one batch.
     together = -(-agents // engine.parts(dealt))
     rows = together * (algorithm.prompts_per_step or DEFAULT_PROMPTS) * algorithm.group_size
@@ -114,7 +114,7 @@ def work_of(
     specialised = engine.each_alone and engine.quantization is None and not lora.dropout
     family = FAMILIES[size.architecture]
     return Work(
-        agents=own,
+        agents=per_process,
         archive=config.evolve.keeps_archive,
         references=algorithm.separate_reference,
         start=config.model.adapter is not None and not algorithm.separate_reference,
@@ -135,7 +135,7 @@ def work_of(
         and engine.kernels != "off"
         and engine.compile is None,
         # The part that computes, and the next one.
-        resident=min(own, 2 * together) if offloads else None,
+        resident=min(per_process, 2 * together) if offloads else None,
     )
 
 
@@ -185,8 +185,8 @@ def base_bytes(size: ModelSize, dtype: str, quantization: str | None = None) -> 
         return None
     inside = sum(inputs * outputs for inputs, outputs in size.linears.values())
     outputs = sum(outputs for _, outputs in size.linears.values())
-    kept = inside + 4 * outputs if quantization == "int8" else inside // 2 + inside * 4 // 64
-    return kept + (size.parameters - inside) * each
+    quantized = inside + 4 * outputs if quantization == "int8" else inside // 2 + inside * 4 // 64
+    return quantized + (size.parameters - inside) * each
 
 
 def predict(
@@ -229,8 +229,8 @@ def predict(
     held += rollout.held_memory(load)
     if device == "cpu":
         # Agents are copied before the next round, and the copies are written while it trains.
-        written = work.agents * stored_bytes(work.parameters, reference=work.references)
-        held.append(Part("checkpoints being written", written, "population.size, model.lora.r"))
+        snapshots = work.agents * stored_bytes(work.parameters, reference=work.references)
+        held.append(Part("checkpoints being written", snapshots, "population.size, model.lora.r"))
     budget = engine.max_tokens_per_microbatch or micro_batch_tokens(size.shape, each, device)
     return MemoryPlan(
         dtype,
@@ -282,7 +282,7 @@ class LearnBatch:
     """The tokens of the largest micro-batch.
 
     Attributes:
-        rows: B.
+        rows: Number of rows.
         prefixes: Prompts that are computed once for several rows; 0 if whole rows are computed.
         prompt: Tokens of a prompt.
         rest: Tokens of a row that are computed per row.
@@ -301,8 +301,8 @@ class LearnBatch:
     @property
     def seen(self) -> int:
         """Keys that a layer computes or copies."""
-        own = self.rest + (self.prompt if self.prefixes else 0)
-        return self.prefixes * self.prompt + self.rows * own
+        per_row = self.rest + (self.prompt if self.prefixes else 0)
+        return self.prefixes * self.prompt + self.rows * per_row
 
 
 def learn_batch(work: Work, budget: int, most_rows: int | None) -> LearnBatch:
@@ -330,38 +330,38 @@ def saved_bytes(shape: Shape, work: Work, batch: LearnBatch, each: int, device: 
     if work.kernels:
         # Inputs and outputs of both norms, q, k, v, outputs of heads, gate and up, products with A,
         # and log-sum-exps, of rests twice.
-        kept = 4 * hidden + 2 * (queries + kv + inner) + 7 * work.rank
-        kept += (queries + 2 * kv) * work.head_norms
+        numbers = 4 * hidden + 2 * (queries + kv + inner) + 7 * work.rank
+        numbers += (queries + 2 * kv) * work.head_norms
         rests = batch.rows * batch.rest if batch.prefixes else 0
-        return each * tokens * kept + 4 * shape.heads * (tokens + rests)
+        return each * tokens * numbers + 4 * shape.heads * (tokens + rests)
     # The inputs of both norms and of the linear layers, the gate, both parts of its product, and
     # the products with A of seven adapters.
-    kept = tokens * (4 * hidden + 2 * queries + 4 * inner + 7 * work.rank)
+    numbers = tokens * (4 * hidden + 2 * queries + 4 * inner + 7 * work.rank)
     wide = 2 * tokens  # float32 scales of both norms
     if not work.specialised:
-        kept += tokens * 2 * kv
+        numbers += tokens * 2 * kv
         wide += 2 * tokens * shape.heads if work.head_norms else 0
         if each < 4:  # norms keep a copy of their input in float32
-            kept += tokens * 2 * hidden
+            numbers += tokens * 2 * hidden
         if work.head_norms:
-            kept += tokens * (queries + kv) * (1 if each == 4 else 2)
-        return each * kept + 4 * (wide + tokens * shape.heads)
+            numbers += tokens * (queries + kv) * (1 if each == 4 else 2)
+        return each * numbers + 4 * (wide + tokens * shape.heads)
     if work.head_norms:
-        kept += tokens * (queries + 2 * kv)
+        numbers += tokens * (queries + 2 * kv)
         wide += 2 * tokens * shape.heads
-    kept += 2 * kv * batch.seen
+    numbers += 2 * kv * batch.seen
     rests = batch.rest + (batch.prompt if batch.prefixes else 0)
     if device == "cpu" and batch.rest * rests <= SHORT * SHORT and batch.prompt <= SHORT:
         # The attention of short rows keeps its weights.
         prompts = batch.prefixes * batch.prompt * batch.prompt
-        kept += shape.heads * (prompts + batch.rows * batch.rest * rests)
+        numbers += shape.heads * (prompts + batch.rows * batch.rest * rests)
     else:
         wide += tokens * shape.heads
         if batch.prefixes:
-            kept += tokens * queries  # the outputs of prompts and rests are joined
+            numbers += tokens * queries  # the outputs of prompts and rests are joined
             if device == "cuda":  # keys and values are repeated for the heads
-                kept += 2 * (queries - kv) * batch.rows * rests
-    return each * kept + 4 * wide
+                numbers += 2 * (queries - kv) * batch.rows * rests
+    return each * numbers + 4 * wide
 
 
 def _learning(

@@ -1,6 +1,6 @@
 """Reads the size of a base model from its config.json or GGUF header, without torch or weights.
 
-Layer sizes are known only for the architectures in `biases`.
+Layer sizes are known only for the architectures that have `biases` in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -100,19 +100,19 @@ def adapted_layers(size: ModelSize, lora: LoraSettings) -> dict[str, tuple[int, 
     if not size.linears:
         return {}
     excluded = lora.exclude_modules
-    chosen = {
+    layers = {
         layer: ends
         for layer, ends in size.linears.items()
         if matches(layer, lora.target_modules)
         and not (excluded is not None and matches(layer, excluded))
     }
-    if not chosen:
+    if not layers:
         names = sorted({layer.rpartition(".")[2] for layer in size.linears})
         raise ConfigError(
             f"model.lora.target_modules: {lora.target_modules!r} matches no layer of {size.name}; "
             f"expected all-linear or some of {', '.join(names)}"
         )
-    return chosen
+    return layers
 
 
 def check_adapters_fit(
@@ -159,7 +159,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
     head = _positive_integer(config.get("head_dim")) or hidden // heads
     kv_heads = _positive_integer(config.get("num_key_value_heads")) or heads
     qkv_bias, o_bias = family.biases
-    one: dict[str, tuple[int, int, bool]] = {
+    linears: dict[str, tuple[int, int, bool]] = {
         "self_attn.q_proj": (hidden, heads * head, _flag(config, qkv_bias)),
         "self_attn.k_proj": (hidden, kv_heads * head, _flag(config, qkv_bias)),
         "self_attn.v_proj": (hidden, kv_heads * head, _flag(config, qkv_bias)),
@@ -171,8 +171,8 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
         ("up", hidden, inner),
         ("down", inner, hidden),
     ):
-        one[f"mlp.{part}_proj"] = (inputs, outputs, mlp_bias)
-    per_layer = sum(i * o + o * bias for i, o, bias in one.values())
+        linears[f"mlp.{part}_proj"] = (inputs, outputs, mlp_bias)
+    per_layer = sum(i * o + o * bias for i, o, bias in linears.values())
     per_layer += 2 * hidden + (2 * head if family.head_norms else 0)
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
     return ModelSize(
@@ -183,7 +183,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
         {
             f"model.layers.{layer}.{part}": (inputs, outputs)
             for layer in range(layers)
-            for part, (inputs, outputs, _) in one.items()
+            for part, (inputs, outputs, _) in linears.items()
         },
         shape=Shape(layers, hidden, inner, heads * head, kv_heads * head, vocabulary, heads),
     )
@@ -203,7 +203,7 @@ def _stored_parameters(folder: Path) -> int | None:
 
 def _header_parameters(file: Path) -> int:
     try:
-        # The package bounds the header and holds shapes against offsets and the size of the file.
+        # safetensors bounds the header, and checks shapes against offsets and the file's size.
         with safe_open(file, framework="np") as stored:
             return sum(prod(stored.get_slice(key).get_shape()) for key in stored.keys())  # noqa: SIM118 -- no mapping
     except (OSError, SafetensorError) as error:

@@ -22,7 +22,7 @@ from evo_grpo.model.files import config_file, gguf_header, read_object
 from evo_grpo.sources import Source, resolve
 
 MOST_READ = 10_000
-"""Most rows whose prompts are read; of more, a sample."""
+"""Most rows whose prompts are read; of more rows, a sample is read."""
 MOST_ADDED = 1_000_000
 """Most characters that a chat template may add to the messages."""
 MOST_MEMORY = 100 * 2**20
@@ -91,25 +91,25 @@ def read_prompts(
     splits: Mapping[Split, Sequence[DatasetRow]] = {
         split: _sample(task.splits[split], total) for split in SPLITS
     }
-    dropped = [dropped_sentence(one, splits["train"], tokenizer) for one in templates]
-    warnings = list(dict.fromkeys(text for some in dropped for text in some))
+    dropped = [dropped_sentence(t, splits["train"], tokenizer) for t in templates]
+    warnings = list(dict.fromkeys(text for sentences in dropped for text in sentences))
     if isinstance(task.splits["train"], LazyRows):
         return None, None, warnings
     if tokenizer.backend is None:
         return PromptLengths(0, 0, 0, total, {}, {}), None, warnings
-    read = sum(map(len, splits.values()))
-    every = [RenderedPrompts(splits, one, tokenizer) for one in templates]
-    splits, left_out = _fitting(task, every, splits, context, whole=read == total)
-    first: FirstPrompt | None = None
+    read_rows = sum(map(len, splits.values()))
+    by_template = [RenderedPrompts(splits, t, tokenizer) for t in templates]
+    splits, left_out = _fitting(task, by_template, splits, context, whole=read_rows == total)
+    first_prompt: FirstPrompt | None = None
     lengths: list[int] = []
     texts: dict[str, list[set[str]]] = {split: [] for split in SPLITS}
     for template in templates:
         cut = answer if task.too_long == "truncate_left" else None
         rendered = RenderedPrompts(splits, template, tokenizer, cut)
         rendered.limit(context or _NO_LIMIT)
-        if first is None and splits["train"]:
+        if first_prompt is None and splits["train"]:
             ids = list(rendered.get("train", 0).token_ids)
-            first = FirstPrompt(tokenizer.decode(ids), len(ids))
+            first_prompt = FirstPrompt(tokenizer.decode(ids), len(ids))
         for split in SPLITS:
             texts[split].append(set())
             for number, length in enumerate(rendered.lengths(split)):
@@ -123,10 +123,10 @@ def read_prompts(
                         f"embeddings of {vocabulary} tokens: its tokenizer has more; resize the "
                         "embeddings, or take the tokenizer of the model"
                     )
-    count = {split: min(map(len, own), default=0) for split, own in texts.items()}
-    different = count if lengths and read == total else {}
+    count = {split: min(map(len, prompts), default=0) for split, prompts in texts.items()}
+    different = count if lengths and read_rows == total else {}
     least, most = min(lengths, default=0), max(lengths, default=0)
-    return PromptLengths(least, most, read, total, different, left_out), first, warnings
+    return PromptLengths(least, most, read_rows, total, different, left_out), first_prompt, warnings
 
 
 def _fitting(
@@ -141,9 +141,9 @@ def _fitting(
     if context is None or task.too_long == "error":
         return splits, {}
     whole = whole and task.too_long == "drop"
-    kept = fitting_rows(every, splits, context - 1, whole=whole)
-    late = {str(split): len(rows) - len(kept[split]) for split, rows in splits.items()}
-    return splits if task.too_long == "truncate_left" else kept, late
+    fitting = fitting_rows(every, splits, context - 1, whole=whole)
+    too_long = {str(split): len(rows) - len(fitting[split]) for split, rows in splits.items()}
+    return splits if task.too_long == "truncate_left" else fitting, too_long
 
 
 def _sample(rows: Sequence[DatasetRow], total: int) -> Sequence[DatasetRow]:
@@ -164,8 +164,8 @@ class FileTokenizer:
     def __init__(self, model: str) -> None:
         file, config = (_file(model, name) for name in ("tokenizer.json", _CONFIG))
         self.backend: Any = None if file is None else _backend(model, file)
-        found = chat_template_of(model) or ""
-        named = found if isinstance(found, dict) else {"default": found}
+        template = chat_template_of(model) or ""
+        named = template if isinstance(template, dict) else {"default": template}
         self.chat_template = named.get(Path(_TEMPLATE).stem) or named.get("default")
         self._special: dict[str, str] = {}
         for name, value in ({} if config is None else read_object(model, config)).items():
@@ -180,9 +180,9 @@ class FileTokenizer:
     ) -> dict[str, Any]:
         """Return the ids of a text, or of each of several texts."""
         del verbose
-        many = [texts] if isinstance(texts, str) else texts
-        encoded = self.backend.encode_batch_fast(many, add_special_tokens=add_special_tokens)
-        ids = [one.ids for one in encoded]
+        batch = [texts] if isinstance(texts, str) else texts
+        encoded = self.backend.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
+        ids = [encoding.ids for encoding in encoded]
         return {"input_ids": ids[0] if isinstance(texts, str) else ids}
 
     def encode(
@@ -258,8 +258,8 @@ def _statm() -> int:
 
 def _file(model: str, name: str) -> Path | None:
     source = resolve(model)
-    found = None if source.gguf_file is not None else config_file(source, name)
-    return found if found is not None and found.is_file() else None
+    path = None if source.gguf_file is not None else config_file(source, name)
+    return path if path is not None and path.is_file() else None
 
 
 def _backend(model: str, file: Path) -> Any:  # noqa: ANN401 -- the package has no types
@@ -295,9 +295,9 @@ def chat_template_of(name: str) -> str | dict[str, str] | None:
 
 def _templates_in_folder(name: str, folder: Path) -> str | dict[str, str] | None:
     files = [folder / _TEMPLATE, *sorted((folder / _TEMPLATES).glob("*.jinja"))]
-    found = {file.stem: _text_of(name, file) for file in files if file.is_file()}
-    if found:
-        return found
+    templates = {file.stem: _text_of(name, file) for file in files if file.is_file()}
+    if templates:
+        return templates
     file = folder / _CONFIG
     return _template_in(read_object(name, file).get("chat_template")) if file.is_file() else None
 
@@ -305,8 +305,8 @@ def _templates_in_folder(name: str, folder: Path) -> str | dict[str, str] | None
 def _template_in(value: object) -> str | dict[str, str]:
     """Return the chat template in a file of a tokenizer; a list has several, each with a name."""
     if isinstance(value, list):
-        entries = [one for one in cast("list[object]", value) if isinstance(one, dict)]
-        return {str(one.get("name")): str(one.get("template")) for one in entries}
+        entries = [entry for entry in cast("list[object]", value) if isinstance(entry, dict)]
+        return {str(entry.get("name")): str(entry.get("template")) for entry in entries}
     return value if isinstance(value, str) else ""
 
 
@@ -322,12 +322,12 @@ def _template_in_cache(source: Source) -> str | dict[str, str] | None:
     # Imported here: only a hub id needs it; it is a dependency of transformers.
     from huggingface_hub import try_to_load_from_cache
 
-    config, own = (try_to_load_from_cache(source.path, file) for file in (_CONFIG, _TEMPLATE))
-    if isinstance(own, str):
-        return _text_of(source.name, Path(own))
+    config, jinja = (try_to_load_from_cache(source.path, file) for file in (_CONFIG, _TEMPLATE))
+    if isinstance(jinja, str):
+        return _text_of(source.name, Path(jinja))
     if not isinstance(config, str):
         return None
-    if found := _template_in(read_object(source.name, Path(config)).get("chat_template")):
-        return found
+    if template := _template_in(read_object(source.name, Path(config)).get("chat_template")):
+        return template
     # None: the file was never requested; otherwise the cache records that it does not exist.
-    return None if own is None else ""
+    return None if jinja is None else ""
