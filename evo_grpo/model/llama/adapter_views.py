@@ -84,15 +84,15 @@ class JoinedStack:
         if not downs:
             return None
         a = downs[0] if len(downs) == 1 else torch.cat(downs, dim=1)
-        made = cls(a, tuple(parts), column)
+        joined = cls(a, tuple(parts), column)
         apart = goes_apart([part.b.shape[1] for part in parts], a.device)
-        return made if apart else cls(a, made._one, column)
+        return joined if apart else cls(a, joined._one, column)
 
     def blocks(self, tokens: int) -> tuple[Block, ...]:
         """Return the blocks, apart or as one, whichever is faster for `tokens` tokens in all."""
-        apart = sum(b[0].numel() for _, _, b in self.parts)
-        saved = tokens * (self.a.shape[1] * self.width - apart)
-        return self.parts if saved >= (len(self.parts) - 1) * _START else self._one
+        block_elements = sum(b[0].numel() for _, _, b in self.parts)
+        saved_products = tokens * (self.a.shape[1] * self.width - block_elements)
+        return self.parts if saved_products >= (len(self.parts) - 1) * _START else self._one
 
     @cached_property
     def _one(self) -> tuple[Block, ...]:
@@ -170,10 +170,10 @@ class JoinedAdapters:
         parts = list(zip(self.parts, b, strict=True))
         if len(parts) == 1 or goes_apart([part.rank for part in self.parts], self.a.device):
             return tuple(
-                Block(p.rows, p.columns, self._once(p.name, dtype, partial(_up, own, dtype)))
-                for p, own in parts
+                Block(p.rows, p.columns, self._once(p.name, dtype, partial(_up, leaf, dtype)))
+                for p, leaf in parts
             )
-        ups = [part.block(own) for part, own in parts]
+        ups = [part.block(leaf) for part, leaf in parts]
         join = partial(as_one, ups, self.a.shape[1], self.width, dtype)
         return (Block(slice(None), slice(None), self._once("b", dtype, join)),)
 
@@ -264,14 +264,14 @@ class AdapterViews:
         row = column = 0
         for name, size in zip(base.names, base.sizes, strict=True):
             layer = self._layers.get(name)
-            own = [
+            weights = [
                 adapter_weights(layer, a) if layer and a is not None and a in layer.lora_A else None
                 for a in self.adapters
             ]
-            rank = max((len(pair[0]) for pair in own if pair is not None), default=0)
+            rank = max((len(pair[0]) for pair in weights if pair is not None), default=0)
             if rank:
                 parts.append(Part(name, row, rank, column, size))
-                pairs.append(own)
+                pairs.append(weights)
                 row += rank
             column += size
         if not parts:
@@ -281,20 +281,20 @@ class AdapterViews:
         a = like.new_zeros(count, row, like.shape[1])
         b = [like.new_zeros(count, part.size, part.rank) for part in parts]
         scale = like.new_zeros(count, row)
-        for part, up, own in zip(parts, b, pairs, strict=True):
-            for i, (name, pair) in enumerate(zip(self.adapters, own, strict=True)):
+        for part, b_leaf, weights in zip(parts, b, pairs, strict=True):
+            for i, (name, pair) in enumerate(zip(self.adapters, weights, strict=True)):
                 if pair is not None:
                     rank = len(pair[0])
                     a[i, part.row : part.row + rank] = pair[0]
-                    up[i, :, :rank] = pair[1]
+                    b_leaf[i, :, :rank] = pair[1]
                     scale[i, part.row : part.row + rank] = self._layers[part.name].scaling[
                         str(name)
                     ]
-        joined = (a.requires_grad_(), tuple(own.requires_grad_() for own in b))
+        joined = (a.requires_grad_(), tuple(weights.requires_grad_() for weights in b))
         width = sum(base.sizes)
-        most = KEPT_ELEMENTS if like.device.type == "cpu" else KEPT_DEVICE_ELEMENTS
-        kept = {} if count * row * max(width, a.shape[2]) <= most else None
-        return JoinedAdapters(*joined, scale, tuple(parts), width, kept)
+        limit = KEPT_ELEMENTS if like.device.type == "cpu" else KEPT_DEVICE_ELEMENTS
+        cache = {} if count * row * max(width, a.shape[2]) <= limit else None
+        return JoinedAdapters(*joined, scale, tuple(parts), width, cache)
 
 
 def adapter_views(
@@ -308,10 +308,10 @@ def adapter_views(
     if set(adapters) <= set(side_by_side) <= set(trained):
         views: dict[tuple[str, ...], AdapterViews] = slots.derived.setdefault("adapter_views", {})
         if side_by_side not in views and _alike(slots.layers, side_by_side):
-            for others in [names for names in views if set(names) & set(side_by_side)]:
-                del views[others]  # their parameters become views of other tensors
-            made = views[side_by_side] = AdapterViews(slots.layers, weights, side_by_side)
-            made.share_storage()
+            for stale in [names for names in views if set(names) & set(side_by_side)]:
+                del views[stale]  # their parameters become views of other tensors
+            new_views = views[side_by_side] = AdapterViews(slots.layers, weights, side_by_side)
+            new_views.share_storage()
         if side_by_side in views:
             return views[side_by_side].drop_kept()
     return AdapterViews(slots.layers, weights, adapters)

@@ -46,10 +46,10 @@ class Attention:
         window: int | None = None,
     ) -> None:
         self.heads, self.kv_heads, self.spans = heads, kv_heads, spans
-        own = spans[0].cos.shape[-1] ** -0.5
-        self.scale = own if scale is None else scale
+        default_scale = spans[0].cos.shape[-1] ** -0.5
+        self.scale = default_scale if scale is None else scale
         # torch's own scale is not to the bit that of Python.
-        self._given_scale = None if self.scale == own else self.scale
+        self._given_scale = None if self.scale == default_scale else self.scale
         self.source = None if prefix is None else prefix.source
         self._after: Tensor | None = None
         if prefix is not None:
@@ -59,8 +59,8 @@ class Attention:
         if window is not None and spans[0].columns > window:
             self._first = causal(spans[0].columns, like, window)
         # The rest of a row reads the keys of its prefix too.
-        keys = accumulate(span.columns for span in spans)
-        scores = max(span.columns * seen for span, seen in zip(spans, keys, strict=True))
+        counts = accumulate(span.columns for span in spans)
+        scores = max(span.columns * count for span, count in zip(spans, counts, strict=True))
         fits = like.device.type == "cpu" and scores <= SHORT * SHORT
         #: For short rows, the masks added to the scores of each span's S keys, 0 or -inf: (G T, S)
         #: for all rows or (B kv_heads, G T, S), with G = heads // kv_heads query heads stacked
@@ -71,23 +71,23 @@ class Attention:
         """Attend: q, k and v side by side (M, (heads + 2 kv_heads) D) to (M, heads * D)."""
         if self.masks:
             return ShortAttention.apply(joined, self)
-        q, k, v, *rest = Rotate.apply(joined, self.heads, self.kv_heads, self.spans)
+        q, k, v, *of_rests = Rotate.apply(joined, self.heads, self.kv_heads, self.spans)
         # Rows are padded on the right, where causal attention does not look.
         mixed = [_attend(q, k, v, self._first, self._given_scale)]
         if self.source is not None:
-            q_then, k_then, v_then = rest
-            keys = torch.cat([k.index_select(0, self.source), k_then], dim=2)
-            values = torch.cat([v.index_select(0, self.source), v_then], dim=2)
+            q_rest, k_rest, v_rest = of_rests
+            keys = torch.cat([k.index_select(0, self.source), k_rest], dim=2)
+            values = torch.cat([v.index_select(0, self.source), v_rest], dim=2)
             assert self._after is not None
             mask = self._after if self._after.ndim == 2 else self._after[:, None]
-            mixed.append(_attend(q_then, keys, values, mask, self._given_scale))
+            mixed.append(_attend(q_rest, keys, values, mask, self._given_scale))
         flat = [part.transpose(1, 2).flatten(0, 1).flatten(1) for part in mixed]
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
     def _masks(self, like: Tensor) -> tuple[Tensor, ...]:
         """Repeat the masks for the query heads of one key head."""
-        first = causal(self.spans[0].columns, like) if self._first is None else self._first
-        masks = [first] if self._after is None else [first, self._after]
+        first_mask = causal(self.spans[0].columns, like) if self._first is None else self._first
+        masks = [first_mask] if self._after is None else [first_mask, self._after]
         group = self.heads // self.kv_heads
         tall = [mask.repeat(*(1,) * (mask.ndim - 2), group, 1) for mask in masks]
         return tuple(m if m.ndim == 2 else m.repeat_interleave(self.kv_heads, 0) for m in tall)
@@ -144,17 +144,19 @@ def after_prefix(
     `prefix` and C = `rest` the mask is (B, C, Tp + C), or (C, Tp + C). A window restricts it.
     """
     device = lengths.device
-    own = torch.ones(rest, rest, dtype=torch.bool, device=device).tril_()
-    before = torch.arange(prefix, device=device) < lengths[:, None]
-    seen = torch.cat(
-        [before[:, None].expand(-1, rest, -1), own.expand(len(lengths), -1, -1)], dim=-1
+    causal_rest = torch.ones(rest, rest, dtype=torch.bool, device=device).tril_()
+    in_prefix = torch.arange(prefix, device=device) < lengths[:, None]
+    visible = torch.cat(
+        [in_prefix[:, None].expand(-1, rest, -1), causal_rest.expand(len(lengths), -1, -1)], dim=-1
     )
     if window is not None and prefix + rest > window:
-        after = lengths[:, None] + torch.arange(rest, device=device)
-        columns = torch.arange(prefix, device=device).expand(len(lengths), -1)
-        places = torch.cat([columns, after], dim=1)
-        seen &= after[:, :, None] - places[:, None] < window
-    mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
+        rest_positions = lengths[:, None] + torch.arange(rest, device=device)
+        prefix_positions = torch.arange(prefix, device=device).expand(len(lengths), -1)
+        positions = torch.cat([prefix_positions, rest_positions], dim=1)
+        visible &= rest_positions[:, :, None] - positions[:, None] < window
+    mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(
+        ~visible, float("-inf")
+    )
     return mask[0] if len(lengths) == 1 else mask
 
 
@@ -164,30 +166,30 @@ class ShortAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, joined: Tensor, plan: Attention) -> Tensor:
         """Attend: q, k and v side by side (M, (heads + 2 kv_heads) D) to (M, heads * D)."""
-        heads, both = plan.heads, plan.heads + plan.kv_heads
+        heads, k_stop = plan.heads, plan.heads + plan.kv_heads
         size = plan.spans[0].cos.shape[-1]
         out = joined.new_empty(joined.shape[0], heads * size)
-        kept: list[Tensor] = []
+        saved: list[Tensor] = []
         for span, mask in zip(plan.spans, plan.masks, strict=True):
             parts = heads_of(span.rows_of(joined), span)
             q = rotate(parts[:, :heads], span.cos, span.sin)
             q = q.view(span.rows * plan.kv_heads, -1, size)
             shape = (span.rows, plan.kv_heads, mask.shape[-1], size)
             keys, values = joined.new_empty(shape), joined.new_empty(shape)
-            before = mask.shape[-1] - span.columns
-            if before and plan.source is not None:
-                for new, old in ((keys, kept[1]), (values, kept[2])):
-                    known = old.view(-1, plan.kv_heads, before, size)
-                    new[:, :, :before] = known.index_select(0, plan.source)
-            rotate(parts[:, heads:both], span.cos, span.sin, out=keys[:, :, before:])
-            values[:, :, before:] = parts[:, both:]
+            prefix_columns = mask.shape[-1] - span.columns
+            if prefix_columns and plan.source is not None:
+                for buffer, flat in ((keys, saved[1]), (values, saved[2])):
+                    prefixes = flat.view(-1, plan.kv_heads, prefix_columns, size)
+                    buffer[:, :, :prefix_columns] = prefixes.index_select(0, plan.source)
+            rotate(parts[:, heads:k_stop], span.cos, span.sin, out=keys[:, :, prefix_columns:])
+            values[:, :, prefix_columns:] = parts[:, k_stop:]
             keys, values = keys.flatten(0, 1), values.flatten(0, 1)
             scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=plan.scale)
             weights = torch.softmax(scores, dim=-1)
             mixed = torch.bmm(weights, values).view(span.rows, heads, span.columns, size)
             heads_of(span.rows_of(out), span).copy_(mixed)
-            kept += [q, keys, values, weights]
-        ctx.save_for_backward(*kept)
+            saved += [q, keys, values, weights]
+        ctx.save_for_backward(*saved)
         ctx.plan = plan
         return out
 
@@ -195,15 +197,15 @@ class ShortAttention(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
         """Gradients of q, k and v, rotated back, into one tensor."""
         plan: Attention = ctx.plan
-        kept = ctx.saved_tensors
+        saved = ctx.saved_tensors
         (grad,) = grads
         size = plan.spans[0].cos.shape[-1]
-        heads, both = plan.heads, plan.heads + plan.kv_heads
-        joined = grad.new_empty(grad.shape[0], (both + plan.kv_heads) * size)
-        shared: tuple[Tensor, Tensor] | None = None
+        heads, k_stop = plan.heads, plan.heads + plan.kv_heads
+        joined = grad.new_empty(grad.shape[0], (k_stop + plan.kv_heads) * size)
+        prefix_grads: tuple[Tensor, Tensor] | None = None
         for i in reversed(range(len(plan.spans))):
             span = plan.spans[i]
-            q, keys, values, weights = kept[4 * i : 4 * i + 4]
+            q, keys, values, weights = saved[4 * i : 4 * i + 4]
             d_mixed = heads_of(span.rows_of(grad), span).reshape(q.shape)
             d_values = torch.bmm(weights.transpose(1, 2), d_mixed)
             d_weights = torch.bmm(d_mixed, values.transpose(1, 2))
@@ -212,21 +214,21 @@ class ShortAttention(torch.autograd.Function):
             d_keys = torch.bmm(d_scores.transpose(1, 2), q)
             d_keys = d_keys.view(span.rows, plan.kv_heads, -1, size)
             d_values = d_values.view_as(d_keys)
-            if shared is not None:
-                d_keys, d_values = d_keys.add_(shared[0]), d_values.add_(shared[1])
-            before = keys.shape[1] - span.columns
-            if before and plan.source is not None:
+            if prefix_grads is not None:
+                d_keys, d_values = d_keys.add_(prefix_grads[0]), d_values.add_(prefix_grads[1])
+            prefix_columns = keys.shape[1] - span.columns
+            if prefix_columns and plan.source is not None:
                 # The gradient of a prefix is the sum over its rows.
-                zeros = grad.new_zeros(plan.spans[0].rows, plan.kv_heads, before, size)
-                shared = (
-                    zeros.index_add(0, plan.source, d_keys[:, :, :before]),
-                    zeros.index_add(0, plan.source, d_values[:, :, :before]),
+                zeros = grad.new_zeros(plan.spans[0].rows, plan.kv_heads, prefix_columns, size)
+                prefix_grads = (
+                    zeros.index_add(0, plan.source, d_keys[:, :, :prefix_columns]),
+                    zeros.index_add(0, plan.source, d_values[:, :, :prefix_columns]),
                 )
-                d_keys, d_values = d_keys[:, :, before:], d_values[:, :, before:]
+                d_keys, d_values = d_keys[:, :, prefix_columns:], d_values[:, :, prefix_columns:]
             parts = heads_of(span.rows_of(joined), span)
             cos = span.cos * plan.scale
             sin = None if span.sin is None else span.sin * plan.scale
             rotate_back(d_q, cos, sin, out=parts[:, :heads])
-            rotate_back(d_keys, cos, sin, out=parts[:, heads:both])
-            parts[:, both:].copy_(d_values)
+            rotate_back(d_keys, cos, sin, out=parts[:, heads:k_stop])
+            parts[:, k_stop:].copy_(d_values)
         return joined, None

@@ -45,16 +45,16 @@ class Refill:
         number of columns then used.
         """
         used = mask.shape[-1]
-        first = int(mask.any(0).flatten().int().argmax())  # waits for the device
-        end = max(used - first, joining)
+        start = int(mask.any(0).flatten().int().argmax())  # waits for the device
+        end = max(used - start, joining)
         out = mask.new_zeros(len(mask) + len(self.source), 1, 1, room)
         out[..., end:] = True
-        out[..., end - (used - first) : end].index_copy_(0, self.stay_to, mask[..., first:])
+        out[..., end - (used - start) : end].index_copy_(0, self.stay_to, mask[..., start:])
         if len(self.source):
             column = torch.arange(joining, device=mask.device)
-            own = (column < self.lengths[:, None])[:, None, None]
-            out[..., end - joining : end].index_copy_(0, self.join_to, own)
-        return out, slice(first, used), slice(end - (used - first), end), end
+            attended = (column < self.lengths[:, None])[:, None, None]
+            out[..., end - joining : end].index_copy_(0, self.join_to, attended)
+        return out, slice(start, used), slice(end - (used - start), end), end
 
     def moved(
         self, before: Tensor, joining: Tensor | None, room: int, old: slice, new: slice
@@ -124,12 +124,12 @@ class GrowingCache:
         if self._bias is None:
             assert self._mask is not None
             keys = self.keys[0]
-            hidden = keys.new_full((keys.shape[0], 1, keys.shape[-1]), float("-inf"))
-            hidden[..., : self.used].masked_fill_(self._mask[..., : self.used], 0.0)
-            self._bias = hidden.repeat_interleave(keys.shape[1], 0)
+            bias = keys.new_full((keys.shape[0], 1, keys.shape[-1]), float("-inf"))
+            bias[..., : self.used].masked_fill_(self._mask[..., : self.used], 0.0)
+            self._bias = bias.repeat_interleave(keys.shape[1], 0)
             if self._windows:
-                places = _places(self._mask, keys.shape[-1])
-                self._places = places.repeat_interleave(keys.shape[1], 0)
+                positions = _places(self._mask, keys.shape[-1])
+                self._places = positions.repeat_interleave(keys.shape[1], 0)
         # Kept between steps: each step reveals one more column, that of its token.
         self._bias[..., self.used] = 0.0
         self.used += 1
@@ -151,20 +151,20 @@ class GrowingCache:
         keys, values = self.keys[layer], self.values[layer]
         keys[..., self.used - 1] = k
         values[:, :, self.used - 1] = v
-        bias, first = self._bias, 0
+        bias, start = self._bias, 0
         if self._windows:
             window = self._windows[layer]
-            bias, first = self._biases[window], self._first[window]
+            bias, start = self._biases[window], self._first[window]
         assert bias is not None
         # Whole blocks: a softmax over a ragged width is slow.
         width = -(-self.used // _BLOCK) * _BLOCK
         scores = torch.baddbmm(
-            bias[..., first:width],
+            bias[..., start:width],
             q.reshape(rows * kv_heads, -1, size),
-            keys.flatten(0, 1)[..., first:width],
+            keys.flatten(0, 1)[..., start:width],
             alpha=self.scale,
         )
-        mixed = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1)[:, first:width])
+        mixed = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1)[:, start:width])
         return mixed.view(rows, -1)
 
     def _move(self, rows: Tensor, columns: int) -> None:
@@ -209,12 +209,12 @@ class FixedCache:
         """See `GrowingCache`."""
         room = -(-columns // _LEAST) * _LEAST
         used = self._used
-        for pieces in (self.keys, self.values):
-            for i, piece in enumerate(pieces):
+        for buffers in (self.keys, self.values):
+            for i, buffer in enumerate(buffers):
                 # Zeros: columns that are not used yet are multiplied by a weight of 0.
-                new = piece.new_zeros(source.shape[0], piece.shape[1], room, piece.shape[3])
-                new[:, :, :used] = piece.index_select(0, source)
-                pieces[i] = new
+                expanded = buffer.new_zeros(source.shape[0], buffer.shape[1], room, buffer.shape[3])
+                expanded[:, :, :used] = buffer.index_select(0, source)
+                buffers[i] = expanded
         self._start(mask, used)
 
     def _start(self, mask: Tensor, used: int) -> None:
@@ -230,9 +230,9 @@ class FixedCache:
 
     def keep(self, rows: Tensor) -> None:
         """See `GrowingCache`."""
-        for pieces in (self.keys, self.values):
-            for i, piece in enumerate(pieces):
-                pieces[i] = piece.index_select(0, rows)
+        for buffers in (self.keys, self.values):
+            for i, buffer in enumerate(buffers):
+                buffers[i] = buffer.index_select(0, rows)
         self._bias = self._bias.index_select(0, rows)
         if self._windows:
             self._places = self._places.index_select(0, rows)
@@ -243,8 +243,8 @@ class FixedCache:
         `arrived` is used up; it is None if no row joins. Returns the number of columns then in use.
         """
         room, used = self._bias.shape[-1], int(self.column) + 1
-        before = self._bias[..., :used] == 0
-        mask, old, new, end = moves.masks(before, arrived._used if arrived else 0, room)
+        attended = self._bias[..., :used] == 0
+        mask, old, new, end = moves.masks(attended, arrived._used if arrived else 0, room)
         for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             joining = arrived.keys[i] if arrived else None
             self.keys[i] = moves.moved(keys, joining, room, old, new)
@@ -258,8 +258,8 @@ class FixedCache:
     def reserve(self, columns: int) -> None:
         """See `GrowingCache`."""
         if self.width is None or columns > self.width:
-            wanted = max(_LEAST, 1 << (columns - 1).bit_length())
-            self.width = min(wanted, self._bias.shape[-1])
+            width = max(_LEAST, 1 << (columns - 1).bit_length())
+            self.width = min(width, self._bias.shape[-1])
 
     def begin(self) -> None:
         """See `GrowingCache`."""
@@ -274,7 +274,7 @@ class FixedCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `GrowingCache`."""
-        own = self._biases[self._windows[layer]] if self._windows else self._bias
+        layer_bias = self._biases[self._windows[layer]] if self._windows else self._bias
         rows, kv_heads, size = k.shape
         keys, values = self.keys[layer], self.values[layer]
         keys.index_copy_(2, self.column, k[:, :, None])
@@ -282,7 +282,7 @@ class FixedCache:
         # The query heads of one key head take the place of a row's tokens: kernels that take a
         # mask know no groups of heads.
         q = q.reshape(rows, kv_heads, -1, size)
-        bias = own[..., : self.width].expand(-1, kv_heads, q.shape[2], -1)
+        bias = layer_bias[..., : self.width].expand(-1, kv_heads, q.shape[2], -1)
         mixed = nn.functional.scaled_dot_product_attention(
             q,
             keys[:, :, : self.width],

@@ -108,10 +108,10 @@ def departures_of(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> tuple[s
     departures, values = _inspect(base)
     if departures:
         return tuple(departures)
-    kept: tuple[list[object], str | None] | None = base.derived.get(_DIFFERENCE)
-    if kept is None or kept[0] != values:
-        kept = base.derived[_DIFFERENCE] = values, find_difference(base, adapted)
-    return () if kept[1] is None else (kept[1],)
+    cached: tuple[list[object], str | None] | None = base.derived.get(_DIFFERENCE)
+    if cached is None or cached[0] != values:
+        cached = base.derived[_DIFFERENCE] = values, find_difference(base, adapted)
+    return () if cached[1] is None else (cached[1],)
 
 
 def find_departures(base: SharedBase) -> tuple[str, ...]:
@@ -144,17 +144,17 @@ def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
     like = nn.Parameter, base.dtype, base.device
     modules: list[nn.Module] = [trunk]
     for module in modules:
-        own, kind = vars(module), type(module)
-        children: dict[str, nn.Module] = own["_modules"]
+        attributes, kind = vars(module), type(module)
+        children: dict[str, nn.Module] = attributes["_modules"]
         modules += [children["base_layer"]] if kind is AdaptedLinear else children.values()
-        if what := _departure(module, kinds, trunk.config, like):
-            name = next(name for name, one in base.model.named_modules() if one is module)
-            departures.append(f"{name} {what}")
+        if departure := _departure(module, kinds, trunk.config, like):
+            name = next(name for name, m in base.model.named_modules() if m is module)
+            departures.append(f"{name} {departure}")
         if kind not in called:
-            values += [kind, *(weight is None for weight in own["_parameters"].values())]
+            values += [kind, *(weight is None for weight in attributes["_parameters"].values())]
         if kind not in called and kind is not nn.Linear:  # its weight says all
-            rest = {k: v for k, v in own.items() if k not in _STATE}
-            values += [v for v in rest.values() if isinstance(v, _VALUES) or callable(v)]
+            extras = {k: v for k, v in attributes.items() if k not in _STATE}
+            values += [v for v in extras.values() if isinstance(v, _VALUES) or callable(v)]
     if not departures:
         departures += _of_layers(layers_of(base), description.layers)
     return departures, values
@@ -164,12 +164,12 @@ def _of_layers(layers: Sequence[nn.Module], described: Sequence[LayerKind]) -> I
     """Yield how layers differ from the configuration where the comparison does not show it."""
     if len(layers) != len(described):
         yield f"it has {len(layers)} layers, and {len(described)} by its configuration"
-    for layer, of in zip(layers, described, strict=False):
+    for layer, kind in zip(layers, described, strict=False):
         # The comparison's row may be within both windows.
         attention: Any = layer.self_attn
-        window = getattr(attention, "sliding_window", of.window)
-        if window != of.window:
-            yield f"one of its layers has a window of {window}, not {of.window}"
+        window = getattr(attention, "sliding_window", kind.window)
+        if window != kind.window:
+            yield f"one of its layers has a window of {window}, not {kind.window}"
 
 
 def _departure(
@@ -178,12 +178,12 @@ def _departure(
     """Return how a module differs; `weights` has the class, dtype and device of weights."""
     if type(module) not in kinds:
         return f"is a {_name(module)}, which is not of the library"
-    if (what := tampered(module)) is not None:
-        return what
-    own = vars(module)
-    if own.get("config", config) is not config:
+    if (problem := tampered(module)) is not None:
+        return problem
+    attributes = vars(module)
+    if attributes.get("config", config) is not config:
         return "has a configuration of its own"
-    for name, weight in own["_parameters"].items():
+    for name, weight in attributes["_parameters"].items():
         if weight is not None and (type(weight), weight.dtype, weight.device) != weights:
             return f"has a {name} of another kind than the head"
     return None
@@ -203,14 +203,14 @@ def _of_code(
     for namespace in (code, *map(vars, (masking_utils, sdpa_attention))):
         for name in foreign_functions(namespace):
             yield f"{namespace['__name__']}.{name} is replaced"
-    chosen = attention or "eager"
-    eager = code["eager_attention_forward"] if chosen == "eager" else None
-    for what, function in (
-        ("attention", code["ALL_ATTENTION_FUNCTIONS"].get(chosen, eager)),
-        ("mask of the attention", masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(chosen)),
+    implementation = attention or "eager"
+    eager = code["eager_attention_forward"] if implementation == "eager" else None
+    for role, function in (
+        ("attention", code["ALL_ATTENTION_FUNCTIONS"].get(implementation, eager)),
+        ("mask of the attention", masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)),
     ):
         if function is None or not from_libraries(function):
-            yield f"the {what} {chosen!r} is not transformers' own"
+            yield f"the {role} {implementation!r} is not transformers' own"
     if name := global_hook():
         yield f"there is a {name}"
 
@@ -262,7 +262,7 @@ def _compare(weights: LlamaWeights, ids: Tensor) -> None:
     base, norm, layers = weights.base, weights.norm, layers_of(weights.base)
     attentions: dict[LayerKind, Attention] = {}
     #: The input of the first layer, and the output of each layer and of the last norm.
-    passed = [weights.embedded(ids)]
+    states = [weights.embedded(ids)]
 
     def of_layer(
         number: int,
@@ -271,18 +271,18 @@ def _compare(weights: LlamaWeights, ids: Tensor) -> None:
         kwargs: dict[str, Any],
         output: Any,  # noqa: ANN401 -- a tensor, or a tuple in older releases
     ) -> None:
-        if number != len(passed) - 1:
-            raise _Difference(f"layer {number} runs when {len(passed) - 1} layers have run")
+        if number != len(states) - 1:
+            raise _Difference(f"layer {number} runs when {len(states) - 1} layers have run")
         x: Tensor = args[0] if args else kwargs["hidden_states"]
-        _same(x, passed[-1], f"what comes before layer {number}")
+        _same(x, states[-1], f"what comes before layer {number}")
         theirs = output if isinstance(output, Tensor) else output[0]
         _compare_update(_joined(weights, attentions, number, module, x), theirs, x, number)
-        passed.append(theirs)
+        states.append(theirs)
 
     def of_norm(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         del module
         _same(normalized(norm, args[0]), output, "its last norm")
-        passed.append(output)
+        states.append(output)
 
     # Before the weights are restored to half precision.
     hooks: list[Any] = [
@@ -295,9 +295,9 @@ def _compare(weights: LlamaWeights, ids: Tensor) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    if len(passed) != len(layers) + 2:
-        raise _Difference(f"it runs {len(passed) - 2} of {len(layers)} layers")
-    _same(hidden, passed[-1], "what follows its last norm")
+    if len(states) != len(layers) + 2:
+        raise _Difference(f"it runs {len(states) - 2} of {len(layers)} layers")
+    _same(hidden, states[-1], "what follows its last norm")
 
 
 def _joined(
@@ -308,17 +308,17 @@ def _joined(
     x: Tensor,
 ) -> Tensor:
     """Run a layer as the joined one, x (1, T, H)."""
-    described = weights.description
-    kind = described.layers[number]
+    description = weights.description
+    kind = description.layers[number]
     # A copy of one layer: in half precision its weights have been widened for now.
-    layer = JoinedLayer.join(module, described.family, {}, in_place=False)
+    layer = JoinedLayer.join(module, description.family, {}, in_place=False)
     if kind not in attentions:
         columns = x.shape[1]
         chunks = make_chunks((1,), columns, 0, x.device)
         spans = (Span(0, 1, columns, chunks, *weights.rotary(columns, x[0], kind.table)),)
-        attentions[kind] = attention_of(described, kind, spans, None, x[0])
+        attentions[kind] = attention_of(description, kind, spans, None, x[0])
     run = attentions[kind]
-    return run_layer(described, layer, x[0], run, _product, normalized, normalized_heads)[None]
+    return run_layer(description, layer, x[0], run, _product, normalized, normalized_heads)[None]
 
 
 def _product(base: JoinedLinear, x: Tensor, residual: Tensor | None = None) -> Tensor:

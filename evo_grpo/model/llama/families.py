@@ -207,14 +207,14 @@ def _layers(config: Any, family: Family) -> tuple[LayerKind, ...] | None:  # noq
         return None
     if not family.windows and window is not None:
         return None
-    turns = list(getattr(config, "no_rope_layers", None) or ()) if family.without_rotary else []
-    if turns and len(turns) < count:
+    ropes = list(getattr(config, "no_rope_layers", None) or ()) if family.without_rotary else []
+    if ropes and len(ropes) < count:
         return None
     # OLMo 3 has one table for all layers in older releases of transformers.
-    own = family.tables and set(types) <= set(getattr(config, "rope_parameters", None) or ())
+    per_type = family.tables and set(types) <= set(getattr(config, "rope_parameters", None) or ())
     return tuple(
         LayerKind(
-            table=None if turns and not turns[i] else kind if own else ALL_LAYERS,
+            table=None if ropes and not ropes[i] else kind if per_type else ALL_LAYERS,
             window=window if family.windows == "all" or kind == "sliding_attention" else None,
         )
         for i, kind in enumerate(types[:count])

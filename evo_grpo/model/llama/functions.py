@@ -87,8 +87,8 @@ class HeadNorms(torch.autograd.Function):
                 out=group.of(out),
             )
             inverses.append(inverse)
-        rest = groups[-1].stop
-        out[:, rest:] = joined[:, rest:]
+        stop = groups[-1].stop
+        out[:, stop:] = joined[:, stop:]
         ctx.save_for_backward(joined, *inverses)
         ctx.groups = groups
         return out
@@ -100,8 +100,8 @@ class HeadNorms(torch.autograd.Function):
         joined, *inverses = ctx.saved_tensors
         (grad,) = grads
         for group, inverse in zip(groups, inverses, strict=True):
-            own = group.of(grad)
-            rms_norm_backward(own, group.of(joined), group.weight, inverse, out=own)
+            group_grad = group.of(grad)
+            rms_norm_backward(group_grad, group.of(joined), group.weight, inverse, out=group_grad)
         return grad, None
 
 
@@ -236,8 +236,8 @@ class LoraLinear(torch.autograd.Function):
             low = torch.bmm(chunks.split(span.rows_of(x)), chunks.per_chunk(down).transpose(1, 2))
             lows.append(low.mul_(chunks.per_chunk(scale)))
             for rows, columns, up in blocks:
-                own = span.rows_of(y)[..., columns]
-                chunks.add_product(own, low[..., rows], chunks.per_chunk(up))
+                outputs = span.rows_of(y)[..., columns]
+                chunks.add_product(outputs, low[..., rows], chunks.per_chunk(up))
         ctx.save_for_backward(x, weight, a, *b, *lows)
         ctx.spans, ctx.adapters = spans, adapters
         return y
@@ -247,8 +247,8 @@ class LoraLinear(torch.autograd.Function):
         """Gradients of x, residual, a and b."""
         spans: tuple[Span, ...] = ctx.spans
         adapters: JoinedAdapters = ctx.adapters
-        x, weight, a, *rest = ctx.saved_tensors
-        b, lows = rest[: len(adapters.b)], rest[len(adapters.b) :]
+        x, weight, a, *b_and_lows = ctx.saved_tensors
+        b, lows = b_and_lows[: len(adapters.b)], b_and_lows[len(adapters.b) :]
         grad = grads[0].contiguous()
         down, blocks = adapters.down(a, x.dtype), adapters.blocks(b, x.dtype)
         scale = adapters.scales(x.dtype)
@@ -259,23 +259,23 @@ class LoraLinear(torch.autograd.Function):
             chunks = span.chunks
             pieces = chunks.spread(span.rows_of(grad))
             d_low = torch.empty_like(low)
-            for place, (rows, columns, up) in enumerate(blocks):
+            for number, (rows, columns, up) in enumerate(blocks):
                 piece = pieces[..., columns]
                 torch.bmm(piece, chunks.per_chunk(up).transpose(1, 2), out=d_low[..., rows])
-                more_b = torch.bmm(piece.transpose(1, 2), low[..., rows])
-                more_b = chunks.per_agent(more_b.to(a.dtype), len(a))
+                span_d_b = torch.bmm(piece.transpose(1, 2), low[..., rows])
+                span_d_b = chunks.per_agent(span_d_b.to(a.dtype), len(a))
                 if span is spans[0]:
-                    d_b.append(more_b)
+                    d_b.append(span_d_b)
                 else:
-                    d_b[place].add_(more_b)
+                    d_b[number].add_(span_d_b)
             d_low.mul_(chunks.per_chunk(scale))
-            more_a = torch.bmm(d_low.transpose(1, 2), chunks.split(span.rows_of(x)))
-            more_a = chunks.per_agent(more_a.to(a.dtype), len(a))
-            d_a = more_a if d_a is None else d_a.add_(more_a)
+            span_d_a = torch.bmm(d_low.transpose(1, 2), chunks.split(span.rows_of(x)))
+            span_d_a = chunks.per_agent(span_d_a.to(a.dtype), len(a))
+            d_a = span_d_a if d_a is None else d_a.add_(span_d_a)
             if d_x is not None:
                 chunks.add_product(span.rows_of(d_x), d_low, chunks.per_chunk(down))
-        kept = grad if ctx.needs_input_grad[1] else None
-        return d_x, kept, None, None, None, None, d_a, *adapters.apart(d_b)
+        d_residual = grad if ctx.needs_input_grad[1] else None
+        return d_x, d_residual, None, None, None, None, d_a, *adapters.apart(d_b)
 
 
 def rms_norm(

@@ -50,8 +50,8 @@ class LlamaForward:
         self.weights = LlamaWeights.of(slots.base, slots.layers)
         self._views = adapter_views(slots, self.weights, self.adapters)
         # All rows of a name use its first index; so do all rows of None.
-        held = reversed(list(enumerate(self._views.adapters)))
-        self._places = {name: place for place, name in held}
+        indexed = reversed(list(enumerate(self._views.adapters)))
+        self._places = {name: index for index, name in indexed}
         self._layout: RowLayout | None = None
 
     @contextmanager
@@ -85,21 +85,23 @@ class LlamaForward:
     def _run_shared(self, prefix: SharedPrefix) -> Tensor:
         """Run shared prefixes and rests; return hidden states (Q * Tp + B * C, H)."""
         x = self.weights.embedded(torch.cat([prefix.ids.flatten(), prefix.rest.flatten()]))
-        prefixes, columns = prefix.ids.shape
-        rows, after = prefix.rest.shape
+        prefixes, prefix_columns = prefix.ids.shape
+        rows, rest_columns = prefix.rest.shape
         starts = prefix.row_lengths
-        places = starts[:, None] + torch.arange(after, device=x.device)
+        positions = starts[:, None] + torch.arange(rest_columns, device=x.device)
         # Rows with prefixes of equal length share one table.
-        places = places[0] if len(starts) == 1 else places[:, None]
+        positions = positions[0] if len(starts) == 1 else positions[:, None]
         chunks = self._chunks(prefix.ids, prefix.counts)
-        chunks_then = self._chunks(prefix.rest, self._current.counts)
+        rest_chunks = self._chunks(prefix.rest, self._current.counts)
 
         def spans(table: str | None) -> tuple[Span, ...]:
-            cos, sin = self.weights.rotary(max(prefix.lengths) + after, x, table)
-            sin_then = None if sin is None else sin[places]
-            sin = None if sin is None else sin[:columns]
-            first = Span(0, prefixes, columns, chunks, cos[:columns], sin)
-            return first, Span(first.stop, rows, after, chunks_then, cos[places], sin_then)
+            cos, sin = self.weights.rotary(max(prefix.lengths) + rest_columns, x, table)
+            rest_sin = None if sin is None else sin[positions]
+            sin = None if sin is None else sin[:prefix_columns]
+            prefix_span = Span(0, prefixes, prefix_columns, chunks, cos[:prefix_columns], sin)
+            return prefix_span, Span(
+                prefix_span.stop, rows, rest_columns, rest_chunks, cos[positions], rest_sin
+            )
 
         return self._layers(x, spans, prefix)
 
@@ -107,8 +109,8 @@ class LlamaForward:
         """Return the chunks of rows, with the number of rows of each adapter of the layout."""
         ranks = [adapters.a.shape[1] for adapters in self._views.joined.values() if adapters]
         chunks = make_chunks(counts, ids.shape[1], max(ranks, default=0), ids.device)
-        places = [self._places[name] for name in self._current.adapters]
-        return chunks.placed(places, len(self._views.adapters), ids.device)
+        indices = [self._places[name] for name in self._current.adapters]
+        return chunks.placed(indices, len(self._views.adapters), ids.device)
 
     @property
     def _current(self) -> RowLayout:
@@ -138,11 +140,11 @@ class LlamaForward:
 
     def _layer(self, layer: JoinedLayer, x: Tensor, *, attention: Attention) -> Tensor:
         product = partial(self._linear, spans=attention.spans)
-        described = self.weights.description
+        description = self.weights.description
         if self.base.compiled is not None:
             heads = partial(heads_one_by_one, norm=_by_module)
-            return run_layer(described, layer, x, attention, product, _by_module, heads)
-        return run_layer(described, layer, x, attention, product, normalized, normalized_heads)
+            return run_layer(description, layer, x, attention, product, _by_module, heads)
+        return run_layer(description, layer, x, attention, product, normalized, normalized_heads)
 
     def _linear(
         self,
@@ -191,7 +193,7 @@ def run_layer(
     linear layer, its input and an optional summand of its output. `norm` takes a norm and its
     input; `heads` is like `normalized_heads`.
     """
-    before, after, then, last = layer.norms
+    before, after, before_mlp, after_mlp = layer.norms
 
     def added(base: JoinedLinear, inner: Tensor, x: Tensor, after: Norm | None) -> Tensor:
         if after is None and description.residual_multiplier == 1.0:
@@ -201,13 +203,13 @@ def run_layer(
             y = norm(after, y)
         return torch.add(x, y, alpha=description.residual_multiplier)
 
-    joined = product(layer.qkv, x if before is None else norm(before, x))
+    qkv = product(layer.qkv, x if before is None else norm(before, x))
     if layer.head_norms:
-        joined = heads(description, layer, joined)
-    x = added(layer.out, attention(joined), x, after)
-    both = product(layer.gate_up, x if then is None else norm(then, x))
-    inner = glu(both, gelu=description.gelu)
-    return added(layer.down, inner, x, last)
+        qkv = heads(description, layer, qkv)
+    x = added(layer.out, attention(qkv), x, after)
+    gate_and_up = product(layer.gate_up, x if before_mlp is None else norm(before_mlp, x))
+    inner = glu(gate_and_up, gelu=description.gelu)
+    return added(layer.down, inner, x, after_mlp)
 
 
 def normalized(norm: Norm, x: Tensor) -> Tensor:
@@ -234,11 +236,11 @@ def heads_one_by_one(
     """Apply the norms of q and k by a function of a norm and its input; see `normalized_heads`."""
     *parts, v = joined.split([n * d.head_dim for n in (d.heads, d.kv_heads, d.kv_heads)], dim=-1)
     rows = (-1,) if d.family.head_norms == "all" else (-1, d.head_dim)
-    done = [
-        norm(own, part.unflatten(-1, rows)).flatten(1)
-        for own, part in zip(layer.head_norms, parts, strict=True)
+    normed = [
+        norm(head_norm, part.unflatten(-1, rows)).flatten(1)
+        for head_norm, part in zip(layer.head_norms, parts, strict=True)
     ]
-    return torch.cat([*done, v], dim=-1)
+    return torch.cat([*normed, v], dim=-1)
 
 
 def _groups(d: Description, layer: JoinedLayer) -> tuple[NormGroup, ...]:
@@ -251,5 +253,5 @@ def _groups(d: Description, layer: JoinedLayer) -> tuple[NormGroup, ...]:
             return (NormGroup(0, torch.cat(weights), q.eps, q.rounds_once),)
     else:
         weights = weights[0][None], weights[1][None]
-    first = NormGroup(0, weights[0], q.eps, q.rounds_once)
-    return first, NormGroup(first.stop, weights[1], k.eps, k.rounds_once)
+    q_group = NormGroup(0, weights[0], q.eps, q.rounds_once)
+    return q_group, NormGroup(q_group.stop, weights[1], k.eps, k.rounds_once)

@@ -89,8 +89,8 @@ class Norm:
     @property
     def eps(self) -> float:
         """Least mean square."""
-        own = vars(self.module)
-        return float(own["variance_epsilon"] if "variance_epsilon" in own else own["eps"])
+        fields = vars(self.module)
+        return float(fields["variance_epsilon"] if "variance_epsilon" in fields else fields["eps"])
 
 
 @dataclass
@@ -139,9 +139,9 @@ class JoinedLayer:
 
     def serves(self, layer: Any, family: Family) -> bool:  # noqa: ANN401 -- as above
         """Return whether the modules and the memory of the weights are unchanged."""
-        own = (*self.norms, *self.head_norms)
+        norms = (*self.norms, *self.head_norms)
         present = (*norms_of(layer, family), *head_norms_of(layer, family))
-        if any((n and n.module) is not module for n, module in zip(own, present, strict=True)):
+        if any((n and n.module) is not module for n, module in zip(norms, present, strict=True)):
             return False
         linears = iter(linears_of(layer))
         return all(group.serves(linears) for group in self.linears())
@@ -213,8 +213,8 @@ class LlamaWeights:
             return like.new_ones(length, self.description.head_dim), None
         trunk: Any = self.base.trunk
         positions = torch.arange(length, device=like.device)[None]
-        own = {} if table == ALL_LAYERS else {"layer_type": table}
-        cos, sin = (part.to(like.dtype) for part in trunk.rotary_emb(like, positions, **own))
+        keywords = {} if table == ALL_LAYERS else {"layer_type": table}
+        cos, sin = (part.to(like.dtype) for part in trunk.rotary_emb(like, positions, **keywords))
         half = self.description.head_dim // 2
         return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
 
@@ -254,14 +254,14 @@ def _join(modules: list[nn.Module], names: Mapping[int, str], in_place: bool) ->
     linears = [plain(module) for module in modules]
     sizes = tuple(linear.weight.shape[0] for linear in linears)
     # A layer without adapters has no name that `FusedForward.adapts` knows.
-    own = tuple(names.get(id(module), f"{id(module)}") for module in modules)
+    part_names = tuple(names.get(id(module), f"{id(module)}") for module in modules)
     if len(linears) == 1:
-        return JoinedLinear(own, sizes, linears[0].weight, linears[0].bias)
+        return JoinedLinear(part_names, sizes, linears[0].weight, linears[0].bias)
     weight = _side_by_side([linear.weight for linear in linears], in_place)
     bias = None
     if any(linear.bias is not None for linear in linears):
         bias = _side_by_side([linear.bias for linear in linears], in_place)
-    return JoinedLinear(own, sizes, weight, bias)
+    return JoinedLinear(part_names, sizes, weight, bias)
 
 
 def _side_by_side(parts: Sequence[Tensor], in_place: bool) -> Tensor:
@@ -283,9 +283,9 @@ def _side_by_side(parts: Sequence[Tensor], in_place: bool) -> Tensor:
 
 def _begins(joined: Tensor, parts: Sequence[Tensor]) -> bool:
     """Return whether the parts are consecutive in memory from the start of a tensor."""
-    place = joined.data_ptr()
+    address = joined.data_ptr()
     for part in parts:
-        if part.data_ptr() != place or part.dtype != joined.dtype or not part.is_contiguous():
+        if part.data_ptr() != address or part.dtype != joined.dtype or not part.is_contiguous():
             return False
-        place += part.numel() * part.element_size()
+        address += part.numel() * part.element_size()
     return True

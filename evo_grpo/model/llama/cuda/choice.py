@@ -150,16 +150,16 @@ def differs(slots: AdapterSlots, adapters: Sequence[str | None]) -> str | None:
     """
     base = slots.base
     names = [name for name in adapters if name is not None][:2]
-    known: dict[object, float] = base.derived.setdefault("kernels compared", {})
+    differences: dict[object, float] = base.derived.setdefault("kernels compared", {})
     key = base.device, base.dtype
     try:
-        if names and key not in known:
-            known[key] = _largest_difference(slots, names)
+        if names and key not in differences:
+            differences[key] = _largest_difference(slots, names)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-    difference = known.get(key, 0.0)
+    difference = differences.get(key, 0.0)
     if difference <= _MOST + _MOST_OF_A_LAYER * len(layers_of(base)):
         return None
     return f"gradients differ by {difference:.0%} from those of torch's operations"
@@ -168,7 +168,7 @@ def differs(slots: AdapterSlots, adapters: Sequence[str | None]) -> str | None:
 def _largest_difference(slots: AdapterSlots, names: Sequence[str]) -> float:
     """Return the largest relative difference of a gradient of two adapters."""
     parameters = [p for name in names for p in slots.parameters(name)]
-    before = [(p.detach().clone(), p.grad) for p in parameters]
+    originals = [(p.detach().clone(), p.grad) for p in parameters]
     device = slots.base.device
     try:
         with own_generator(device), torch.autocast(device.type, enabled=False):
@@ -180,7 +180,7 @@ def _largest_difference(slots: AdapterSlots, names: Sequence[str]) -> float:
                 _gradients(kind, slots, names) for kind in (KernelForward, LlamaForward)
             )
     finally:
-        for p, (value, grad) in zip(parameters, before, strict=True):
+        for p, (value, grad) in zip(parameters, originals, strict=True):
             p.data.copy_(value)
             p.grad = grad
     sizes = torch.stack([grad.norm() for grad in theirs])
@@ -197,8 +197,8 @@ def _gradients(kind: type[LlamaForward], slots: AdapterSlots, names: Sequence[st
     ids[1::2, :prompt] = ids[::2, :prompt]
     masks = np.zeros(ids.shape, bool)
     masks[:, prompt:] = True
-    lines, places = np.nonzero(masks)
-    where = torch.as_tensor(lines * ids.shape[1] + places - 1, device=base.device)
+    token_rows, token_columns = np.nonzero(masks)
+    where = torch.as_tensor(token_rows * ids.shape[1] + token_columns - 1, device=base.device)
     prefix = find_shared_prefixes(np.arange(rows) // 2, ids, masks, base.device)
     step = kind(slots, names)
     with torch.enable_grad(), step.rows(RowLayout(tuple(names), (2,) * len(names))):
@@ -207,8 +207,8 @@ def _gradients(kind: type[LlamaForward], slots: AdapterSlots, names: Sequence[st
         signs = torch.arange(hidden.shape[1], device=base.device) % 3 - 1
         base.backward((hidden.float() * signs).sum())
     step.collect_gradients()
-    owned = [p for name in names for p in slots.parameters(name)]
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in owned]
-    for p in owned:
+    parameters = [p for name in names for p in slots.parameters(name)]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    for p in parameters:
         p.grad = None
     return [grad.float() for grad in grads]

@@ -372,13 +372,13 @@ def qkv_backward(
     """
     (tokens, heads, size), kv = dq.shape, dk.shape[1]
     out = dq.new_empty(tokens, (heads + 2 * kv) * size)
-    none = out
-    further = (none,) * 4 if places is None else (*more, places)
+    unread = out
+    more_arguments = (unread,) * 4 if places is None else (*more, places)
     _learn_kernels().qkv_backward[(-(-tokens // 16), heads + 2 * kv)](
-        dq, dk, dv, *further, 0 if places is None else places.shape[0],
-        none if joined is None else joined, positions, none if cos is None else cos,
-        none if sin is None else sin, none if q_norm is None else q_norm,
-        none if k_norm is None else k_norm, out, tokens, q_eps, k_eps, HEADS=heads, KV=kv, D=size,
+        dq, dk, dv, *more_arguments, 0 if places is None else places.shape[0],
+        unread if joined is None else joined, positions, unread if cos is None else cos,
+        unread if sin is None else sin, unread if q_norm is None else q_norm,
+        unread if k_norm is None else k_norm, out, tokens, q_eps, k_eps, HEADS=heads, KV=kv, D=size,
         HALF=_power(size // 2, 16), NORM=q_norm is not None, TURN=cos is not None,
         MORE=places is not None, num_warps=4,
     )  # fmt: skip
