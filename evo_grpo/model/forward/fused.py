@@ -67,11 +67,11 @@ class FusedForward:
         self._served = {n for n, layer in self.layers.items() if not names.isdisjoint(layer.lora_A)}
 
     def adapts(self, name: str) -> bool:
-        """Return whether any adapter of the layout has a part in a layer."""
+        """Return whether any adapter of the layout adapts a layer."""
         return name in self._served
 
     def new_stack(self, name: str, dtype: torch.dtype) -> Stack | None:
-        """Return the stacked adapters of a layer, made anew; None if no agent adapts it."""
+        """Build and return the stacked adapters of a layer; None if no agent adapts it."""
         if name not in self._served:
             return None
         return build_stack(self.layers[name], self.layout.adapters, dtype)

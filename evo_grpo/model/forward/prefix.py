@@ -33,10 +33,10 @@ class SharedPrefix:
         row_lengths: (B,) int64 length of each row's prefix, or (1,) if all are equal.
         where: (M,) positions of the wanted hidden states, in the Q * Tp of the prefixes followed by
             the B * C of the rests.
-        rows: Rows of each prefix; empty if those of a prefix do not lie side by side.
+        rows: Number of rows of each prefix; empty if they are not consecutive.
         segments: Offsets (int64) of all prefixes and rests in their tokens, (Q + B + 1,); of the
-            rests of each prefix, (Q + 1,); of the real tokens of the prefixes, (Q + 1,); and the
-            places of these in Q * Tp, None if all are real. None without `rows`.
+            rests by prefix, (Q + 1,); of the real tokens by prefix, (Q + 1,); and the positions of
+            the real tokens in Q * Tp, None if all are real. None without `rows`.
     """
 
     ids: Tensor
@@ -58,7 +58,7 @@ def find_shared_prefixes(
 ) -> SharedPrefix | None:
     """Split rows at their first generated token; None if shared prefixes save too little.
 
-    Positions (B,) of agents ascend; ids (B, T) are padded, T >= 2; masks (B, T) are True at
+    `positions` (B,) of agents ascend; ids (B, T) are padded, T >= 2; masks (B, T) are True at
     generated tokens, never in the first column.
     """
     rows, width = ids.shape

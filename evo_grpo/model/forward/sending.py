@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Return int64 tensors of integer or boolean arrays, fp32 ones of float32 arrays, by one copy.
+    """Copy arrays to a device in one transfer: float32 as fp32, integers and booleans as int64.
 
     On CUDA the host does not wait for it.
     """

@@ -103,7 +103,7 @@ class Chunks:
         count: Number of chunks.
         rows: Rows of each chunk.
         owners: (count,) agent of each chunk, or None if chunk i has all rows of agent i.
-        gather: (count * rows,) row at each place of a chunk, or None if no row moves.
+        gather: (count * rows,) row at each place of the chunks, or None if no row moves.
         scatter: (B,) place of each row, or None if no row moves.
     """
 
