@@ -6,10 +6,10 @@ agents. If all trained slots have the same shapes, their parameters become views
 nothing is copied, and an agent needs memory only for its adapter, its gradient and its moments.
 Slots of different shapes are copied and padded instead.
 
-For q, k and v side by side, A has all parts along the rank, and the B are blocks on a diagonal. As
-one tensor they need one product, most of it with zeros; apart they need one each. On a GPU a launch
-costs more than zeros do. On a CPU, small products are slow for their size: zeros cost little at
-small ranks, and half of the time at rank 32.
+For concatenated q, k and v, the A are stacked along the rank, and the B are blocks on a diagonal.
+The block-diagonal B takes one product, mostly with zeros; separate blocks take one each. On a GPU a
+launch costs more than zeros do. On a CPU, small products are slow for their size: zeros cost little
+at small ranks, and half of the time at rank 32.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from evo_grpo.model.forward.stacks import Stack, adapter_weights
 from evo_grpo.model.llama.weights import JoinedLinear, LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 
-#: Rank from which a CPU multiplies parts apart: below it, gradients take up to twice as long apart.
+#: Minimum rank for separate products on a CPU: below it, they double the time of gradients.
 _LEAST_RANK = 16
-#: Multiply-adds that take as long on one core of a CPU as a further batched product needs to start.
+#: Multiply-adds of one CPU core in the time that a further batched product needs to start.
 _START = 1 << 20
 
 
 class Block(NamedTuple):
-    """A product with b (N, rows, columns), from rows of the joined rank to output columns."""
+    """The block b (N, rows, columns) of a joined B: rows of the rank, columns of the output."""
 
     rows: slice
     columns: slice
@@ -59,8 +59,8 @@ class JoinedStack:
     """The stacked adapters of joined linear layers.
 
     Attributes:
-        a: (N, R, in), the A of all parts along the rank.
-        parts: The B of each adapted part, which carries the scaling.
+        a: (N, R, in), the A of all parts, stacked along the rank.
+        parts: The B of each adapted part, times the scaling.
         width: Output features of all parts.
     """
 
@@ -70,7 +70,7 @@ class JoinedStack:
 
     @classmethod
     def of(cls, stacks: Sequence[Stack | None], sizes: Sequence[int]) -> JoinedStack | None:
-        """Join the stacks of parallel layers of `sizes` output features; None has no adapters."""
+        """Join the stacks of layers with `sizes` output features; None has no adapters."""
         parts: list[Block] = []
         row = column = 0
         for stack, size in zip(stacks, sizes, strict=True):
@@ -102,9 +102,9 @@ class JoinedStack:
         return (Block(slice(None), slice(None), joined),)
 
 
-#: Number of elements up to which the block-diagonal B of joined layers, and A and B in the dtype of
-#: the base, are kept for a step, since making them is slow. Larger ones would double the memory of
-#: an agent. Where kernels are launched, a small one costs as much as a larger one.
+#: Maximum elements of what is cached for a step: the block-diagonal B of joined layers, and A and B
+#: in the dtype of the base. Caching larger ones would double the memory of an agent. On devices the
+#: limit is higher, since a launch costs as much for a small tensor as for a larger one.
 KEPT_ELEMENTS = 1 << 17
 KEPT_DEVICE_ELEMENTS = 1 << 21
 
@@ -143,11 +143,11 @@ class JoinedAdapters:
     """The adapters of joined linear layers.
 
     Attributes:
-        a: (N, R, in) leaf, the A of all parts along the rank.
+        a: (N, R, in) leaf, the A of all parts, stacked along the rank.
         b: (N, size, rank) leaf of each part.
         scale: (N, R) LoRA scaling of each row.
         width: Output features of all parts.
-        kept: Cache for a step of tensors made from A, B and the scale; None keeps nothing.
+        kept: Cache, for a step, of tensors made from A, B and scale; None to cache nothing.
     """
 
     a: Tensor
@@ -178,7 +178,7 @@ class JoinedAdapters:
         return (Block(slice(None), slice(None), self._once("b", dtype, join)),)
 
     def _once(self, name: str, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor, which is made only once in a step if it is small."""
+        """Return `make()`, from the cache if there is one."""
         if self.kept is None:
             return make()
         if (name, dtype) not in self.kept:
@@ -199,7 +199,7 @@ def _up(b: Tensor, dtype: torch.dtype) -> Tensor:
 class AdapterViews:
     """The adapters of all joined layers, and the parameters that are views of them.
 
-    An adapter None stands for zeros. `joined` is by module; None if no part is adapted.
+    An adapter None stands for zeros. `joined` is by module names; None if none is adapted.
     """
 
     def __init__(
@@ -302,8 +302,8 @@ def adapter_views(
 ) -> AdapterViews:
     """Return views of these adapters if their shapes are equal, else copies."""
     trained = tuple(name for name in slots.names if slots.is_trainable(name))
-    # Rounding may depend on the other adapters of a batch, so the adapters of a shard are kept
-    # apart: the results do not depend on the number of ranks.
+    # Rounding may depend on the other adapters of a batch, so the adapters of a shard have their
+    # own leaves: results do not depend on the number of processes.
     side_by_side = slots.together or trained
     if set(adapters) <= set(side_by_side) <= set(trained):
         views: dict[tuple[str, ...], AdapterViews] = slots.derived.setdefault("adapter_views", {})

@@ -1,10 +1,10 @@
 """Attention of the learn pass, chosen by length and device, with grouped query heads.
 
 For short rows on a CPU, two batched matmuls and a softmax are faster than torch's blocked kernel.
-`ShortAttention` also saves memory passes: it computes the outputs of the heads from the joined q,
-k, v, writes keys and values to the buffers of the matmuls, after those of a shared prefix, and
-gradients to the joined tensor. It keeps the scores for the backward, which grow with the square of
-the length, so long rows and other devices use torch's kernel.
+`ShortAttention` also saves passes over memory: it reads concatenated q, k and v, writes keys and
+values into the buffers of the matmuls, behind those of a shared prefix, and writes all gradients
+into one tensor. The weights that it saves for the backward grow with the square of the length, so
+long rows and other devices use torch's kernel.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Attention:
     Args:
         heads: Query heads.
         kv_heads: Key and value heads; query head h reads kv head h * kv_heads // heads.
-        spans: Whole rows, or prefixes followed by the rest of each row.
-        prefix: The prefix of each row, with two spans.
+        spans: One of whole rows; or one of prefixes and one of rests of rows.
+        prefix: The prefix of each row, if there are two spans.
         like: A tensor with the dtype and device.
         scale: Factor of the scores; None for 1 / sqrt(D).
         window: Number of tokens that a token attends to, itself included; None for all before it.
@@ -48,7 +48,7 @@ class Attention:
         self.heads, self.kv_heads, self.spans = heads, kv_heads, spans
         default_scale = spans[0].cos.shape[-1] ** -0.5
         self.scale = default_scale if scale is None else scale
-        # torch's own scale is not to the bit that of Python.
+        # None for the default: torch rounds it unlike Python.
         self._given_scale = None if self.scale == default_scale else self.scale
         self.source = None if prefix is None else prefix.source
         self._after: Tensor | None = None
@@ -58,7 +58,7 @@ class Attention:
         self._first: Tensor | None = None
         if window is not None and spans[0].columns > window:
             self._first = causal(spans[0].columns, like, window)
-        # The rest of a row reads the keys of its prefix too.
+        # The rest of a row also attends to its prefix.
         counts = accumulate(span.columns for span in spans)
         scores = max(span.columns * count for span, count in zip(spans, counts, strict=True))
         fits = like.device.type == "cpu" and scores <= SHORT * SHORT
@@ -68,7 +68,7 @@ class Attention:
         self.masks = self._masks(like) if fits else ()
 
     def __call__(self, joined: Tensor) -> Tensor:
-        """Attend: q, k and v side by side (M, (heads + 2 kv_heads) D) to (M, heads * D)."""
+        """Map concatenated q, k, v (M, (heads + 2 kv_heads) D) to outputs (M, heads * D)."""
         if self.masks:
             return ShortAttention.apply(joined, self)
         q, k, v, *of_rests = Rotate.apply(joined, self.heads, self.kv_heads, self.spans)
@@ -85,7 +85,7 @@ class Attention:
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
     def _masks(self, like: Tensor) -> tuple[Tensor, ...]:
-        """Repeat the masks for the query heads of one key head."""
+        """Return the masks, repeated for the query heads of one key head."""
         first_mask = causal(self.spans[0].columns, like) if self._first is None else self._first
         masks = [first_mask] if self._after is None else [first_mask, self._after]
         group = self.heads // self.kv_heads
@@ -103,7 +103,7 @@ def attend_prompts(
 ) -> Tensor:
     """Return the outputs (NP, Tp, heads * D) of prompts that are padded on the right.
 
-    q is (NP, heads, Tp, D), k and v (NP, kv_heads, Tp, D); `masks` caches those of windows.
+    q is (NP, heads, Tp, D), k and v (NP, kv_heads, Tp, D); `masks` caches the mask of each window.
     """
     columns, size = q.shape[2:]
     mask = None
@@ -117,10 +117,10 @@ def attend_prompts(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Return torch's attention of groups of heads, causal without a mask."""
+    """Return torch's attention with grouped heads, causal if `mask` is None."""
     group = q.shape[1] // k.shape[1]
     if mask is not None and q.device.type == "cuda" and group > 1:
-        # On CUDA, no kernel that takes a mask serves groups of heads.
+        # On CUDA, no kernel with a mask supports grouped heads.
         k, v = (part.repeat_interleave(group, 1) for part in (k, v))
     return nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
@@ -129,7 +129,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
 
 
 def causal(columns: int, like: Tensor, window: int | None = None) -> Tensor:
-    """Return the mask (columns, columns) of whole rows: earlier tokens, in a window; 0 or -inf."""
+    """Return the causal mask (columns, columns) of 0 and -inf, within a window if given."""
     never = torch.full((columns, columns), float("-inf"), dtype=like.dtype, device=like.device)
     mask = never.triu(1)
     return mask if window is None else mask.add_(never.tril_(-window))
@@ -138,10 +138,10 @@ def causal(columns: int, like: Tensor, window: int | None = None) -> Tensor:
 def after_prefix(
     lengths: Tensor, prefix: int, rest: int, dtype: torch.dtype, window: int | None = None
 ) -> Tensor:
-    """Return the mask of tokens after a prefix: the whole prefix, and earlier tokens; 0 or -inf.
+    """Return the mask, 0 or -inf, of tokens after a prefix: they see it and the tokens before them.
 
-    `lengths` (B,), or (1,) for one length of all, are the rows' prefixes without padding. With Tp =
-    `prefix` and C = `rest` the mask is (B, C, Tp + C), or (C, Tp + C). A window restricts it.
+    `lengths` are those of the rows' prefixes without padding, (B,), or (1,) if all are equal. With
+    Tp = `prefix` and C = `rest` the mask is (B, C, Tp + C), or (C, Tp + C).
     """
     device = lengths.device
     causal_rest = torch.ones(rest, rest, dtype=torch.bool, device=device).tril_()
@@ -161,11 +161,11 @@ def after_prefix(
 
 
 class ShortAttention(torch.autograd.Function):
-    """softmax(q k / sqrt(D) + mask) v, with rotary positions on q and k (arXiv:2104.09864)."""
+    """softmax(scale q k + mask) v, with rotary positions on q and k (arXiv:2104.09864)."""
 
     @staticmethod
     def forward(ctx: Context, joined: Tensor, plan: Attention) -> Tensor:
-        """Attend: q, k and v side by side (M, (heads + 2 kv_heads) D) to (M, heads * D)."""
+        """Map concatenated q, k, v (M, (heads + 2 kv_heads) D) to outputs (M, heads * D)."""
         heads, k_stop = plan.heads, plan.heads + plan.kv_heads
         size = plan.spans[0].cos.shape[-1]
         out = joined.new_empty(joined.shape[0], heads * size)
@@ -195,7 +195,7 @@ class ShortAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
-        """Gradients of q, k and v, rotated back, into one tensor."""
+        """Write the gradients of q, k and v, rotated back, into one tensor."""
         plan: Attention = ctx.plan
         saved = ctx.saved_tensors
         (grad,) = grads

@@ -1,8 +1,8 @@
 """Keys and values of decoded rows, and the attention of one new token per row.
 
 `GrowingCache` attends only to used columns: on a CPU, time grows with the columns. `FixedCache`
-reads and writes the same memory at each step and holds its position in a tensor, so that a step
-needs nothing from the host and a CUDA graph can hold it.
+uses the same memory at each step and holds its position in a tensor, so that a step needs nothing
+from the host and a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-#: Columns of a growing cache come in blocks of as many numbers as a vector register holds.
+#: Columns in a block of a growing cache: the numbers of a vector register.
 _BLOCK = 16
 
-#: Least columns that a fixed cache attends to. Masks are read fastest in aligned rows.
+#: Minimum columns that a fixed cache attends to. Masks are read fastest in aligned rows.
 _LEAST = 64
 
 
 @dataclass(frozen=True)
 class Refill:
-    """Rows that join those of a cache.
+    """Rows that stay in a cache, and rows that join them.
 
     Attributes:
         stay_to: (K,) new positions of the rows of the cache.
@@ -37,12 +37,12 @@ class Refill:
     lengths: Tensor
 
     def masks(self, mask: Tensor, joining: int, room: int) -> tuple[Tensor, slice, slice, int]:
-        """Return how columns move, given those that each row attends to, (K, 1, 1, used) bool.
+        """Return the new mask and columns, given the mask (K, 1, 1, used) bool of the old rows.
 
-        The rows lose their first columns, to which none of them attends. The joining prompts, a
-        block of `joining` columns, end where these rows end. Returns the mask (K + M, 1, 1, room),
-        True at columns that are not used yet; the columns that stay; their new columns; and the
-        number of columns then used.
+        Leading columns to which no row attends are removed. The joining prompts, `joining` columns
+        wide, end at the column where the staying rows end. Returns the mask (K + M, 1, 1, room),
+        True at unused columns too; the columns that stay; their new columns; and the number of
+        columns then used.
         """
         used = mask.shape[-1]
         start = int(mask.any(0).flatten().int().argmax())  # waits for the device
@@ -59,9 +59,9 @@ class Refill:
     def moved(
         self, before: Tensor, joining: Tensor | None, room: int, old: slice, new: slice
     ) -> Tensor:
-        """Return keys or values (K, heads, room, D) and (NP, heads, T, D) in new places."""
+        """Return keys or values (K, heads, room, D) and (NP, heads, T, D) in one buffer."""
         count = len(before) + len(self.source)
-        # Zeros: columns that are not used yet are multiplied by a weight of 0.
+        # Zeros: unused columns are multiplied by a weight of 0.
         out = before.new_zeros(count, before.shape[1], room, before.shape[3])
         out[:, :, new].index_copy_(0, self.stay_to, before[:, :, old])
         if joining is not None:
@@ -75,7 +75,7 @@ class GrowingCache:
     """Attends to the columns that are used, by two batched matmuls.
 
     Keys are stored transposed; the first matmul applies scale and mask. Rows are (agent, prompt,
-    completion) after `expand`. `width` is that of `FixedCache`, None where it changes each step.
+    completion) after `expand`. `width` is as in `FixedCache`; here it changes at each step: None.
     """
 
     width = None
@@ -90,7 +90,7 @@ class GrowingCache:
         self._bias: Tensor | None = None
         self._places = torch.zeros(0)
         self._biases: dict[int | None, Tensor] = {}
-        self._padding = 0  # most columns of padding in a row
+        self._padding = 0  # maximum columns of padding in a row
         self._first: dict[int | None, int] = {}
 
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -100,9 +100,9 @@ class GrowingCache:
         self.used = values.shape[2]
 
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
-        """Copy prompt rows (B,) to completion rows, of up to `columns` columns.
+        """Copy the prompt rows `source` (B,) to completion rows of up to `columns` columns.
 
-        The mask (B, 1, 1, columns) is False at the columns that a row never attends to.
+        The mask (B, 1, 1, columns) is False where a row never attends.
         """
         self._mask = mask[:, 0]
         if self._windows:
@@ -116,11 +116,11 @@ class GrowingCache:
         self._move(rows, self.keys[0].shape[-1])
 
     def reserve(self, columns: int) -> None:
-        """Prepare the next steps, which use at most so many columns: there is room for all."""
+        """Prepare steps with at most `columns` columns: `expand` has made room for all."""
         del columns
 
     def begin(self) -> None:
-        """Take the next column, at the start of a step."""
+        """Start a step: advance to the next column."""
         if self._bias is None:
             assert self._mask is not None
             keys = self.keys[0]
@@ -130,7 +130,7 @@ class GrowingCache:
             if self._windows:
                 positions = _places(self._mask, keys.shape[-1])
                 self._places = positions.repeat_interleave(keys.shape[1], 0)
-        # Kept between steps: each step reveals one more column, that of its token.
+        # Kept between steps: each step reveals the column of its token.
         self._bias[..., self.used] = 0.0
         self.used += 1
         if self._windows:
@@ -172,7 +172,7 @@ class GrowingCache:
         used = self.used
         for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             count, heads, size = rows.shape[0], keys.shape[1], keys.shape[2]
-            # Zeros: columns of a block that are not used yet are multiplied by a weight of 0.
+            # Zeros: unused columns of a block are multiplied by a weight of 0.
             new_keys = keys.new_zeros(count, heads, size, columns)
             new_keys[..., :used] = keys[..., :used].index_select(0, rows)
             new_values = values.new_zeros(count, heads, columns, size)
@@ -211,14 +211,14 @@ class FixedCache:
         used = self._used
         for buffers in (self.keys, self.values):
             for i, buffer in enumerate(buffers):
-                # Zeros: columns that are not used yet are multiplied by a weight of 0.
+                # Zeros: unused columns are multiplied by a weight of 0.
                 expanded = buffer.new_zeros(source.shape[0], buffer.shape[1], room, buffer.shape[3])
                 expanded[:, :, :used] = buffer.index_select(0, source)
                 buffers[i] = expanded
         self._start(mask, used)
 
     def _start(self, mask: Tensor, used: int) -> None:
-        """Attend to the columns of a mask, of which `used` are used."""
+        """Set mask, position and width of rows with `used` columns."""
         like = self.keys[0]
         self._bias = like.new_full((*mask.shape[:-1], like.shape[2]), float("-inf"))
         self._bias[..., :used].masked_fill_(mask[..., :used], 0.0)
@@ -240,7 +240,7 @@ class FixedCache:
     def refill(self, arrived: FixedCache | None, moves: Refill) -> int:
         """Remove the columns that no row attends to, and add the prompts of another cache.
 
-        `arrived` is used up; it is None if no row joins. Returns the number of columns then in use.
+        `arrived`, None if no row joins, is emptied. Returns the number of columns then in use.
         """
         room, used = self._bias.shape[-1], int(self.column) + 1
         attended = self._bias[..., :used] == 0
@@ -279,8 +279,8 @@ class FixedCache:
         keys, values = self.keys[layer], self.values[layer]
         keys.index_copy_(2, self.column, k[:, :, None])
         values.index_copy_(2, self.column, v[:, :, None])
-        # The query heads of one key head take the place of a row's tokens: kernels that take a
-        # mask know no groups of heads.
+        # The query heads of one key head take the place of a row's tokens: kernels with a mask
+        # do not support grouped heads.
         q = q.reshape(rows, kv_heads, -1, size)
         bias = layer_bias[..., : self.width].expand(-1, kv_heads, q.shape[2], -1)
         mixed = nn.functional.scaled_dot_product_attention(
@@ -304,16 +304,16 @@ def cache_for(
 
 
 def _places(mask: Tensor, columns: int) -> Tensor:
-    """Return the position (..., columns) of each column in its row, given those it attends to."""
+    """Return the token position (..., columns) of each column, given those attended to."""
     return nn.functional.pad(mask.cumsum(-1) - 1, (0, columns - mask.shape[-1]))
 
 
 def _in_windows(
     windows: tuple[int | None, ...], bias: Tensor, places: Tensor, now: Tensor, most: int
 ) -> dict[int | None, Tensor]:
-    """Return the mask of each window, without the columns out of reach of a token at `now`.
+    """Return the mask of each window, -inf at columns out of reach of a token at `now`.
 
-    `bias` (..., width) is that of layers without a window; rows have at most `most` columns.
+    `bias` (..., width) is the mask without a window; rows have at most `most` columns.
     """
     return {
         window: bias

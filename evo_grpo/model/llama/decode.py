@@ -39,7 +39,7 @@ class _Norm:
     """A norm of the model in few operations, as overhead dominates when few rows are decoded.
 
     On a CPU four: x / hypot(|x|, sqrt(H eps)) * (sqrt(H) w) is x / sqrt(mean(x^2) + eps) * w. Other
-    devices use torch's own, which rounds once, after the weight.
+    devices use torch's function, which rounds once, after the weight.
     """
 
     def __init__(self, norm: Norm) -> None:
@@ -71,9 +71,9 @@ class _Norm:
 
 
 class _HeadNorms:
-    """The norms of q and k side by side (..., heads + kv_heads, D).
+    """The norms of concatenated q and k (..., heads + kv_heads, D).
 
-    On a CPU one operation serves both, where each head has its own norm.
+    On a CPU they are one operation if each head has its own mean square.
     """
 
     def __init__(self, norms: tuple[Norm, ...], described: Description) -> None:
@@ -102,7 +102,7 @@ class _HeadNorms:
 
 
 class _Layer:
-    """The other parts of a layer, None if missing; `table` is its rotary table."""
+    """The norms of a layer, None if missing, and its rotary table."""
 
     def __init__(self, layer: JoinedLayer, described: Description, number: int) -> None:
         self.before, self.after, self.then, self.last = (
@@ -265,7 +265,7 @@ class LlamaDecoder:
         return y
 
     def _prepare(self, columns: int) -> None:
-        """Arrange the adapters for the present rows, with `columns` tokens each."""
+        """Gather the adapters for the present rows, of `columns` tokens each."""
         counts = self.fused.layout.counts_of(self._adapters)
         ranks = [stack.a.shape[1] for stacks in self._stacks for stack in stacks if stack]
         device = self.weights.base.device

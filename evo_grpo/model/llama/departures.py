@@ -3,10 +3,10 @@
 The joined layers use a model's weights and compute the same as the `families` of transformers. A
 model of such a type may differ in a norm, an activation, `scaling`, a hook, a patched attention, or
 code from a hub folder. Before each generation and learn pass, the classes of its modules, their
-hooks and the origin of their code are inspected. The numbers are compared once for the values that
-the modules have: one row goes through the modules, and each joined layer gets the same input as its
-module, since a difference in one layer may vanish in the sum of all. The row is long, and longer
-for small models, since a difference may appear at late positions only.
+hooks and the origin of their code are inspected. Outputs are compared once for each set of the
+modules' values: one row runs through the modules, and each joined layer gets the input of its
+module, since a difference in one layer may vanish in the sum of all. The row is long, longer for
+small models, since a difference may appear at late positions only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from evo_grpo.model.upcast import HALF, in_float32
 
 _log = logging.getLogger(__name__)
 _DIFFERENCE, _LOGGED = "llama difference", "llama departures"
-#: Classes of modules besides those that the code of a family defines.
+#: Module classes that are allowed besides those of the family.
 _KINDS = (
     nn.Linear,
     nn.Embedding,
@@ -68,7 +68,7 @@ _KINDS = (
     type(ACT2FN["silu"]),
     type(ACT2FN["gelu_pytorch_tanh"]),
 )
-#: Attributes that say how a module is used, and the types of those that it computes with.
+#: Attributes that are not compared, and the types of those that are.
 _STATE = frozenset({*vars(nn.Module()), "gradient_checkpointing"})
 _VALUES = (int, float, str, NoneType)
 #: Minimum and maximum tokens of the row, and tokens times weights of the layers in between.
@@ -104,7 +104,7 @@ def takes_fast_path(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> bool:
 
 
 def departures_of(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> tuple[str, ...]:
-    """Return how a base of the family differs from its type, in code or numbers, as clauses."""
+    """Return clauses on how the code or outputs of a base differ from its model type."""
     departures, values = _inspect(base)
     if departures:
         return tuple(departures)
@@ -115,12 +115,12 @@ def departures_of(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> tuple[s
 
 
 def find_departures(base: SharedBase) -> tuple[str, ...]:
-    """Return how a base of the family differs from its type in code, without running it."""
+    """Return clauses on how the code of a base differs from its model type; run nothing."""
     return tuple(_inspect(base)[0])
 
 
 def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
-    """Return how a base of the family differs in code, and its modules' values, in 2 ms."""
+    """Return the departures of a base in code, and its modules' values, in 2 ms."""
     trunk, config = base.trunk, base.model.config
     description = describe(config)
     assert description is not None, "the base is of no family"
@@ -138,7 +138,7 @@ def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
         departures.append("model.config is not the configuration of the whole model")
     own_embedding = base.model.get_input_embeddings() is trunk.embed_tokens
     values: list[object] = [description, own_embedding, getattr(config, "is_causal", True)]
-    # These are called, not read.
+    # Called, so their values need no comparison.
     called = AdaptedLinear, code[family.name + "RotaryEmbedding"]
     kinds.add(AdaptedLinear)
     like = nn.Parameter, base.dtype, base.device
@@ -161,11 +161,11 @@ def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
 
 
 def _of_layers(layers: Sequence[nn.Module], described: Sequence[LayerKind]) -> Iterator[str]:
-    """Yield how layers differ from the configuration where the comparison does not show it."""
+    """Yield how layers differ from the configuration if outputs may not show it."""
     if len(layers) != len(described):
         yield f"it has {len(layers)} layers, and {len(described)} by its configuration"
     for layer, kind in zip(layers, described, strict=False):
-        # The comparison's row may be within both windows.
+        # The compared row may be within both windows.
         attention: Any = layer.self_attn
         window = getattr(attention, "sliding_window", kind.window)
         if window != kind.window:
@@ -175,7 +175,7 @@ def _of_layers(layers: Sequence[nn.Module], described: Sequence[LayerKind]) -> I
 def _departure(
     module: nn.Module, kinds: set[type[nn.Module]], config: object, weights: tuple[object, ...]
 ) -> str | None:
-    """Return how a module differs; `weights` has the class, dtype and device of weights."""
+    """Return how a module differs; `weights` is the class, dtype and device to expect."""
     if type(module) not in kinds:
         return f"is a {_name(module)}, which is not of the library"
     if (problem := tampered(module)) is not None:
@@ -220,15 +220,15 @@ class _Difference(Exception):
 
 
 def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str | None:
-    """Return how a model differs from the joined layers, without adapters, or None if they agree.
+    """Return how outputs of a base's modules and of the joined layers differ; None if they agree.
 
-    Call this for a base without departures; a device without memory for a row raises an error.
+    No adapter is active. The code of the base must have no departures. Lack of memory raises.
     """
     size = sum(p.numel() for layer in layers_of(base) for p in layer.parameters())
     columns = max(_LEAST, min(_MOST, _PRODUCTS // max(1, size)))
     columns = max(2, min(columns, base.context_length or columns))
     with (
-        # Compare the model in evaluation mode, whatever the state at the call.
+        # Whatever modes are active at the call.
         torch.inference_mode(False),
         torch.autocast(base.device.type, enabled=False),
         own_generator(base.device),
@@ -284,7 +284,7 @@ def _compare(weights: LlamaWeights, ids: Tensor) -> None:
         _same(normalized(norm, args[0]), output, "its last norm")
         states.append(output)
 
-    # Before the weights are restored to half precision.
+    # First in order: a later hook restores the weights to half precision.
     hooks: list[Any] = [
         layer.register_forward_hook(partial(of_layer, number), prepend=True, with_kwargs=True)
         for number, layer in enumerate(layers)
@@ -307,7 +307,7 @@ def _joined(
     module: nn.Module,
     x: Tensor,
 ) -> Tensor:
-    """Run a layer as the joined one, x (1, T, H)."""
+    """Return the output of the joined layer of a module, x (1, T, H)."""
     description = weights.description
     kind = description.layers[number]
     # A copy of one layer: in half precision its weights have been widened for now.
@@ -332,7 +332,7 @@ def _same(ours: Tensor, theirs: Tensor, what: str) -> None:
 
 
 def _compare_update(ours: Tensor, theirs: Tensor, before: Tensor, number: int) -> None:
-    """Compare the difference between output and input of a layer."""
+    """Compare what a layer adds to its input."""
     size = torch.maximum(_size(theirs - before), _SHARE * _size(before))
     error = float((_size(ours - theirs) / size.clamp_min(1e-9)).max())
     if not error <= tolerance(theirs):

@@ -37,7 +37,7 @@ from evo_grpo.model.lora.slots import AdapterSlots
 class LlamaForward:
     """One optimizer step, or one pass without gradient, over the joined layers.
 
-    Adapters are in the order of the rows: None is the base alone, and a shared adapter is stacked
+    Adapters are in the order of the rows: None is the base alone; a repeated adapter is stacked
     once. With `recompute`, only the input of each layer is kept for the backward.
     """
 
@@ -49,7 +49,7 @@ class LlamaForward:
         self.recompute = recompute
         self.weights = LlamaWeights.of(slots.base, slots.layers)
         self._views = adapter_views(slots, self.weights, self.adapters)
-        # All rows of a name use its first index; so do all rows of None.
+        # The first index of each name, and of None.
         indexed = reversed(list(enumerate(self._views.adapters)))
         self._places = {name: index for index, name in indexed}
         self._layout: RowLayout | None = None
@@ -106,7 +106,7 @@ class LlamaForward:
         return self._layers(x, spans, prefix)
 
     def _chunks(self, ids: Tensor, counts: tuple[int, ...]) -> Chunks:
-        """Return the chunks of rows, with the number of rows of each adapter of the layout."""
+        """Return the chunks of ids (B, T), with `counts` rows of each adapter of the layout."""
         ranks = [adapters.a.shape[1] for adapters in self._views.joined.values() if adapters]
         chunks = make_chunks(counts, ids.shape[1], max(ranks, default=0), ids.device)
         indices = [self._places[name] for name in self._current.adapters]
@@ -123,7 +123,7 @@ class LlamaForward:
         spans: Callable[[str | None], tuple[Span, ...]],
         prefix: SharedPrefix | None = None,
     ) -> Tensor:
-        """Run all layers; `spans` takes a table of rotary positions."""
+        """Run all layers; `spans` returns the spans for a rotary table."""
         w = self.weights
         kinds = w.description.layers
         attentions = {
@@ -189,7 +189,7 @@ def run_layer(
 ) -> Tensor:
     """Run a decoder layer on hidden states (M, H).
 
-    `attention` maps q, k and v side by side to the outputs of the heads. `product` takes a joined
+    `attention` maps concatenated q, k and v to the outputs of the heads. `product` takes a joined
     linear layer, its input and an optional summand of its output. `norm` takes a norm and its
     input; `heads` is like `normalized_heads`.
     """
@@ -224,7 +224,7 @@ def normalized(norm: Norm, x: Tensor) -> Tensor:
 
 
 def normalized_heads(d: Description, layer: JoinedLayer, joined: Tensor) -> Tensor:
-    """Apply the norms of q and k to q, k and v side by side (M, (heads + 2 kv_heads) D)."""
+    """Apply the norms of q and k to concatenated q, k and v (M, (heads + 2 kv_heads) D)."""
     if joined.device.type == "cpu":
         return HeadNorms.apply(joined, _groups(d, layer))
     return heads_one_by_one(d, layer, joined, normalized)
@@ -233,7 +233,7 @@ def normalized_heads(d: Description, layer: JoinedLayer, joined: Tensor) -> Tens
 def heads_one_by_one(
     d: Description, layer: JoinedLayer, joined: Tensor, norm: Callable[[Norm, Tensor], Tensor]
 ) -> Tensor:
-    """Apply the norms of q and k by a function of a norm and its input; see `normalized_heads`."""
+    """Apply the norms of q and k as `normalized_heads` does, each by the function `norm`."""
     *parts, v = joined.split([n * d.head_dim for n in (d.heads, d.kv_heads, d.kv_heads)], dim=-1)
     rows = (-1,) if d.family.head_norms == "all" else (-1, d.head_dim)
     normed = [

@@ -1,8 +1,8 @@
 """Attention of rows that share prefixes, by flash kernels that read each key once per prefix.
 
 Every prefix and every rest attends to itself. The rests of a prefix, as one long query, also attend
-to the keys of that prefix; their two outputs are joined by their log-sum-exps. With the joined
-output and log-sum-exp, the backward of each of the two calls is its part of the gradient (Dao 2023,
+to the keys of that prefix; their two outputs are joined by their log-sum-exps. Given the joined
+output and log-sum-exp, the backward of each call returns its part of the gradient (Dao 2023,
 arXiv:2307.08691, eq. 4). So the forward has no mask and copies no key for a row or for a head of a
 group. Keys of prefixes of unequal length are packed once.
 """
@@ -32,8 +32,8 @@ class Segments:
 
     Attributes:
         alone: Every row, or every prefix and rest, attending to itself.
-        over: The rests of each prefix over its keys; None without prefixes.
-        real: Places of the real tokens of the prefixes; None if all are real.
+        over: The rests of each prefix, attending to it; None without prefixes.
+        real: Indices of the prefixes' real tokens; None if none is padding.
         start: First token of the rests.
     """
 
@@ -70,10 +70,9 @@ class Segments:
     def gradients(
         self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, kept: list[Tensor], scale: float
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return dq, dk and dv of each token; then those of rests and prefixes over each other.
+        """Return dq, dk and dv of `alone`; then those of `over`, empty without prefixes.
 
-        The second dk and dv are for the real tokens of the prefixes; without prefixes there are
-        none.
+        The second dq are of the rests, the second dk and dv of the prefixes' real tokens.
         """
         alone_grads = self._backward(grad, out, *kept[:3], q, *kv, *self.alone, scale)
         if self.over is None:
@@ -122,7 +121,7 @@ class WindowSegments(Segments):
         self._rests: Offsets | None = rests.int(), keys.int(), rest_width, max(lengths), True
 
     def attend(self, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, list[Tensor]]:
-        """See `Segments`; the outputs of both calls lie behind each other."""
+        """See `Segments`; results of the rests follow those of the prefixes."""
         n = len(q) if self._rests is None else self.start
         k, v = kv[:, :n]
         out, *state = flash_forward(q[:n], k, v, *self.alone, scale, self._window)
@@ -151,7 +150,7 @@ class WindowSegments(Segments):
         kv_sums.index_put_((self._gather,), torch.stack(rest_grads[1:], 1).float(), accumulate=True)
         kv_sums[:n] += torch.stack([dk, dv], 1)
         kv_grads = kv_sums.transpose(0, 1).to(kv.dtype, memory_format=torch.contiguous_format)
-        kv_grads = kv_grads.contiguous()  # fp32 as it was keeps its strides
+        kv_grads = kv_grads.contiguous()  # `to` does nothing in fp32
         return [torch.cat([dq, rest_grads[0]]), *kv_grads], []
 
 
@@ -159,7 +158,7 @@ class WindowSegments(Segments):
 def _in_a_fixed_order() -> Generator[None]:
     """Make the kernel add gradients of queries in a fixed order, not by atomic sums.
 
-    A mode that only warns would leave the order open; filling memory is switched off.
+    A mode that only warns would not fix the order. New memory is not filled meanwhile.
     """
     settings: Any = torch.utils.deterministic
     mode, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
@@ -179,7 +178,7 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return outputs (M, heads, D), log-sum-exps (heads, M) fp32, and the state for the backward.
 
-    The last query of a segment is at its last key; a window of 0 means none.
+    The last query of a segment is aligned with its last key; a window of 0 is none.
     """
     return torch.ops.aten._flash_attention_forward(
         q, k, v, queries, keys, longest_query, longest_key, 0.0, causal, False, scale=scale,

@@ -1,10 +1,10 @@
 """Prompts and decode steps by kernels, with a number of launches independent of rows and ranks.
 
-A row's column of the cache is its position, so that a row attends to its first columns and needs no
-mask.
+A token's column of the cache is its position, so that a row attends to its first columns and needs
+no mask.
 
 The A of all agents are further rows of the weight, so that one product gives a linear layer and the
-low columns of every agent; their B lie in one buffer. Both are copied once per rollout, since
+low columns of every agent; their B lie in one buffer. A and B are copied once per rollout, since
 agents learn in between. No rank is padded to that of another agent.
 """
 
@@ -39,9 +39,9 @@ from evo_grpo.model.llama.weights import (
 )
 from evo_grpo.working import working
 
-#: Rows of a weight with the A of agents come in multiples of this, for which products are fast.
+#: The rows of a weight with the A of agents are padded to a multiple of this, for fast products.
 _ROWS = 64
-#: Greatest share of a weight's rows that the A of agents have beside it; more are a product apart.
+#: The A of agents extend a weight by up to this share of its rows; more get their own product.
 _BESIDE = 1 / 3
 
 
@@ -50,10 +50,10 @@ class AdaptedLinear:
     """A joined linear layer with the adapters of all agents.
 
     Attributes:
-        weight: (columns, in), the layer's own rows, then those of A if they are beside it.
+        weight: (columns, in), the layer's own rows, then those of A if they extend it.
         width: Output features of the layer.
         bias: (width,) or None.
-        a: (low columns, in), the A of all agents if they are apart; else None.
+        a: (low columns, in), the A of all agents if `weight` lacks them; else None.
         b: The B of all agents, see `kernels`.
         table: (N, parts, 3) int64, see `kernels`.
         rank: The greatest rank, rounded up to a multiple of 16; 0 without an adapter.
@@ -68,7 +68,7 @@ class AdaptedLinear:
     rank: int
 
     def products(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layer's product with x (B, in), with unread columns behind it, and `low`."""
+        """Return the product z with x (B, in), read up to column `width`, and `low`."""
         z = nn.functional.linear(x, self.weight)
         return z, z[:, self.width :] if self.a is None else nn.functional.linear(x, self.a)
 
@@ -125,7 +125,7 @@ def adapted_layers(weights: LlamaWeights, fused: FusedForward) -> list[list[Adap
 
 @dataclass(frozen=True)
 class _Plan:
-    """The places of the adapters of a joined layer, the `base`.
+    """Where the adapters of a joined layer, the `base`, are copied to.
 
     Attributes:
         stacks: The adapters of each part; None where no agent adapts it.
@@ -162,7 +162,7 @@ class _Plan:
         self, modules: list[Any], table: Tensor, before: dict[int, Tensor],
         buffers: dict[int, Tensor],
     ) -> AdaptedLinear:  # fmt: skip
-        """Copy the adapters to their places; `buffers` receives the weight that has room for A."""
+        """Copy the adapters; an extended weight is taken from `before` and put in `buffers`."""
         base, base_weight = self.base, self.base.weight.detach()
         width, low_columns = base_weight.shape[0], sum(map(sum, self.ranks))
         if not low_columns:
@@ -174,14 +174,14 @@ class _Plan:
         total = -(-(width + low_columns) // _ROWS) * _ROWS
         weight = before.pop(base_weight.data_ptr(), None)
         if weight is None or len(weight) < total or weight.dtype != base_weight.dtype:
-            del weight  # one layer at a time is there twice
+            del weight  # only one layer at a time is in memory twice
             weight = _with_room(base, modules, total)
         buffers[weight.data_ptr()] = weight
         weight[width : width + low_columns].copy_(rows)
         return AdaptedLinear(weight[:total], width, base.bias, None, b, table, rank)
 
     def _rows(self, dtype: torch.dtype) -> Tensor:
-        """Return the A of all parts and agents, below each other."""
+        """Return the A of all parts and agents as rows of one tensor."""
         rows: list[Tensor] = []
         for stack, ranks in zip(self.stacks, self.ranks, strict=True):
             if stack is None:
@@ -230,7 +230,7 @@ Turn: TypeAlias = tuple[Tensor, Tensor] | tuple[None, None]
 
 
 class LayerParts:
-    """A layer without its linear layers: `following` is the next norm, `table` its rotary table."""
+    """Norms, rotary table and window of a layer; `following` is the next layer's first norm."""
 
     def __init__(self, layer: JoinedLayer, following: Norm, kind: LayerKind) -> None:
         self.table, self.window = kind.table, kind.window or 0
@@ -239,7 +239,7 @@ class LayerParts:
         self.head_norms = q_norm[0], k_norm[0], q_norm[1], k_norm[1]
         _, after_attention, before_mlp, after_mlp = layer.norms
         assert before_mlp is not None, "a family of kernels has a norm before the MLP"
-        #: Norm of what is added and norm of the sum: of the attention, then of the MLP.
+        #: Norm of what is added, and norm of the sum: for the attention, then for the MLP.
         self.norms = [_norms(after_attention, before_mlp), _norms(after_mlp, following)]
 
 
@@ -371,7 +371,7 @@ class KernelDecoder:
                     block.index_copy_(0, moves.join_to, arriving[i].index_select(0, moves.source))
                     arriving[i] = buffer.new_empty(0)  # frees it
         self._rows = None
-        # Columns are those of a row itself: what the rows that stay have used counts for no other.
+        # Columns are positions within a row, so those of the rows that stay do not count.
         return prompt_columns
 
     def reserve(self, columns: int) -> int | None:

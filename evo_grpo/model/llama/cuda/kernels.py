@@ -1,6 +1,6 @@
 """The kernels of a forward, in Triton; `operators` launches each of them by one operator.
 
-Rows of an agent lie side by side. A tile is up to 16 rows of one agent, (first row, rows, agent) in
+Rows are sorted by agent. A tile is up to 16 rows of one agent, (first row, rows, agent) in
 the table `tiles`. The table `adapters` holds, for each agent and each part of a joined layer, its
 first column in `low`, its rank, and where its B (rank, outputs) begins in `b`; B has rows of a
 multiple of 16 numbers. No program reads numbers of another agent, and the result for a row does not
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def _rounded(value, like):
-    """Return fp32 numbers as they are when stored with the dtype of a pointer."""
+    """Round fp32 numbers to the dtype of a pointer."""
     return value.to(like.dtype.element_ty).to(tl.float32)
 
 
@@ -86,8 +86,8 @@ def qkv(
 ):  # fmt: skip
     """Finish one head of a tile: adapter, bias, norm, rotary positions; write q, or k or v.
 
-    Each row of the cache has `columns` rows of the tiles: one in a step, a prompt's in a prefill.
-    Without a cache row, keys and values are written like q.
+    A row of the cache gets `columns` rows of the tiles: one in a step, a prompt's in a prefill.
+    If not CACHED, keys and values are written like q.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     first_row = tl.load(tiles + 3 * tile).to(tl.int64)
@@ -243,7 +243,7 @@ def add_norm(
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, COLUMNS)
     inside = c < H
-    # The norm's weight, from before the kernel that this one waits for.
+    # Loaded first, since no kernel before this one writes it.
     w = tl.load(weight + c, inside, 0.0).to(tl.float32)
     y = tl.load(z + row * z_stride + c, inside, 0.0).to(tl.float32)
     residual = tl.load(x + row * H + c, inside, 0.0).to(tl.float32)
@@ -352,7 +352,7 @@ def weigh_blocks(
 
 @triton.jit
 def _place(weights, sums, target, places, end):
-    """Return the first of the places whose sum is beyond the target, or the last with weight."""
+    """Return the first place with a sum beyond the target, or the last with weight."""
     last_place = tl.max(tl.where(weights > 0, places, 0), 0)
     first_place = tl.min(tl.where((sums > target) & (weights > 0), places, end), 0)
     return tl.minimum(first_place, last_place)
@@ -365,7 +365,7 @@ def draw_token(
     BLOCK: tl.constexpr, COUNT: tl.constexpr, BLOCKS: tl.constexpr, GREEDY: tl.constexpr,
     MINIMUM: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Draw a row's token, write it, and say whether the row has ended.
+    """Draw a row's token; write it, and whether the row has ended.
 
     The sums of blocks select the block, and only its logits are read.
     """
@@ -451,7 +451,7 @@ def head_slopes(
     logprob, weight = target_logit - log_total, tl.exp(top - log_total)
     p = tl.exp(logprob)
     entropy = -weight * (moment + total * (safe - log_total)) - tl.where(p > 0, p * logprob, p)
-    # e |log(e) + top - whole + entropy| is at most this, where log-probs are at least -200.
+    # e |log(e) + top - log_total + entropy| is at most this, where log-probs are at least -200.
     bound = 1.0 + tl.abs(entropy) + tl.minimum(tl.maximum(log_total - safe, 0.0), 200.0)
     tl.store(out + 4 * row, logprob)
     tl.store(out + 4 * row + 1, entropy)

@@ -1,6 +1,6 @@
 """The learn pass by kernels, with a number of launches independent of agents, ranks and prefixes.
 
-All layers are one function of autograd: `_Kept` lists what a layer keeps for its backward, which is
+All layers are one function of autograd. A `_Kept` is what a layer saves for its backward; it is
 freed after the gradient has passed. The tokens of all prefixes come first, then those of all rests;
 a tile has tokens of one agent. The gradients of all A and B of a layer lie in one buffer.
 """
@@ -41,7 +41,7 @@ class _Linear:
         a: (N, R, in), the A of all parts along the rank, in the dtype of the weight.
         b: (N, R, out), the block-diagonal B.
         scale: (N, R).
-        offset: Where the gradients of A and B begin in those of the layer.
+        offset: Start of the gradients of A and B in those of the layer.
     """
 
     weight: Tensor
@@ -74,13 +74,13 @@ class _Linear:
         """Return the output (M, out) for x (M, in), and the low columns (M, R)."""
         y = torch.nn.functional.linear(x, self.weight, self.bias)
         if self.adapters is None:
-            return y, self.a  # of no size, where the output would be kept for the backward
+            return y, self.a  # an empty tensor costs nothing to keep
         low = operators.project(x, self.a, self.scale, tiles)
         operators.add_low(low, self.b, tiles, y)
         return y, low
 
     def gradients(self, grad: Tensor, tiles: Tensor, *, of_x: bool = True) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x, of no use without `of_x`, and of the low columns."""
+        """Return the gradients of x, a placeholder if not `of_x`, and of the low columns."""
         dx = torch.mm(grad, self.weight) if of_x else grad
         if self.adapters is None:
             return dx, grad
@@ -90,12 +90,12 @@ class _Linear:
         return dx, d_low
 
     def put_gradients(self, numbers: Tensor) -> None:
-        """Add gradients, in the order of the layer's buffer, to those of the leaves."""
+        """Add the gradients in a layer's buffer to those of the leaves."""
         if self.adapters is None:
             return
         linear_grads = numbers[self.offset : self.offset + self.numbers]
         of_a, of_b = linear_grads.split([self.a.numel(), self.b.numel()])
-        # A copy, with which the gradients of the layer are freed.
+        # A copy, so that the buffer can be freed.
         _add(self.adapters.a, of_a.view(self.a.shape).clone())
         for part, b in zip(self.adapters.parts, self.adapters.b, strict=True):
             _add(b, of_b.view(self.b.shape)[:, part.rows, part.columns].transpose(1, 2))
@@ -133,12 +133,12 @@ class _Kept:
     """What the backward of a layer needs.
 
     Attributes:
-        x: Its input (M, H), and `normed` that normalized.
-        joined: q, k and v side by side before their norms; None without norms.
+        x: Input of the layer (M, H); `normed` is its norm.
+        joined: Concatenated q, k and v before their norms; None without norms.
         heads: q, keys and values, and the outputs of the heads.
         attention: What `Segments.gradients` needs.
-        middle: Input of the second half (M, H), and `middle_normed` that normalized.
-        added: Inputs (M, H) of the norms after both halves; empty without such norms.
+        middle: Input of the MLP half (M, H); `middle_normed` is its norm.
+        added: Inputs (M, H) of the norms after attention and MLP; empty without them.
         both: Gate and up (M, 2 I).
         lows: The low columns of the four linear layers.
     """
@@ -191,9 +191,9 @@ class KernelForward(LlamaForward):
         return _Layers.apply(self.anchor, batch, positions, torch.is_grad_enabled())
 
     def tables(self, spans: Sequence[tuple[Sequence[int], int]]) -> list[Tensor]:
-        """Return the tiles, the first of each agent, and tiles of all tokens regardless of agents.
+        """Return tiles sorted by agent, the first tile of each agent, and tiles that mix agents.
 
-        A span is the rows of each agent of the layout, and the tokens of a row.
+        A span is the number of rows of each agent of the layout, and the tokens of a row.
         """
         tiles: list[tuple[int, int, int]] = []
         start = 0
@@ -238,8 +238,8 @@ class _Layers(torch.autograd.Function):
         (where,) = ctx.saved_tensors
         batch: _Batch = ctx.batch
         whole = grads[0].new_zeros(len(batch.tokens), grads[0].shape[1])
-        # The end of a prefix is chosen once for each row. Unlike index_add_, this adds in a fixed
-        # order on CUDA too.
+        # `where` repeats the last token of a prefix for each row. Unlike index_add_, this adds in a
+        # fixed order on CUDA too.
         batch.add_gradients(whole.index_put_((where,), grads[0], accumulate=True))
         return None, None, None, None
 
@@ -259,13 +259,13 @@ class _Batch:
         self.turns = turns_of(weights, columns)
         order = run.base.in_order
         whole_rows = Segments(prefix, ids, in_order=order)
-        #: Those of each window of a layer.
+        #: By the windows of layers.
         self.segments = {
             w: WindowSegments(prefix, ids, w, in_order=order) if 0 < w < columns else whole_rows
             for w in {parts.window for parts in run.parts}
         }
         at = torch.arange(ids.shape[1] if prefix is None else columns, device=ids.device)
-        #: Places of the tokens of the prefixes among the real ones, -1 for padding.
+        #: Index of each token of the prefixes among the real ones, -1 for padding.
         self.places: Tensor | None = None
         if prefix is None:
             self.tokens, self.positions = ids.flatten(), at.repeat(len(ids))
@@ -395,12 +395,12 @@ class _Batch:
 
 
 def _finished(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int, None]:
-    """Return the first arguments of an operator of a forward, for a finished product."""
+    """Return the first arguments of an operator for a product without adapters."""
     return z, z, z, z, 0, None
 
 
 def _places(prefix: SharedPrefix, segments: Segments) -> Tensor:
-    """Return the place of each token of the prefixes among the real ones, -1 for padding."""
+    """Return the index of each token of the prefixes among the real ones, -1 for padding."""
     count, real = prefix.ids.numel(), segments.real
     if real is None:
         return torch.arange(count, device=prefix.ids.device)

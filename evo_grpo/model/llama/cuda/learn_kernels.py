@@ -1,4 +1,4 @@
-"""The kernels of a learn layer beside those of a forward, in Triton; `operators` launches them.
+"""The kernels of a learn layer that a forward lacks, in Triton; `operators` launches them.
 
 A tile is up to ROWS tokens of one agent, (first token, tokens, agent) in the table `tiles`. A
 joined layer has the matrices A (N, R, in) and B (N, R, out) of N agents, and `low` (M, R) for M
@@ -15,7 +15,7 @@ from evo_grpo.model.llama.cuda.kernels import _halves, _store_halves
 
 @triton.jit
 def _tile(tiles, number, ROWS: tl.constexpr):
-    """Return the tokens of a tile, whether each is there, and the agent."""
+    """Return the tokens of a tile, which of them exist, and the agent."""
     at = tl.arange(0, ROWS)
     rows = tl.load(tiles + 3 * number) + at
     return rows, at < tl.load(tiles + 3 * number + 1), tl.load(tiles + 3 * number + 2)
@@ -56,7 +56,7 @@ def add_low(
     R: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add to some columns of a tile of y (M, SIZE) its low columns times its agent's matrix."""
+    """Add low columns times the agent's matrix to some columns of a tile of y (M, SIZE)."""
     rows, present, agent = _tile(tiles, tl.program_id(0), ROWS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (c < SIZE)[None, :]
@@ -140,7 +140,7 @@ def norm_backward(
 
 @triton.jit
 def glu_backward(both, grad, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
-    """Write the gradients of gate and up over them, and active gate * up over its gradient."""
+    """Overwrite gate and up with their gradients, and `grad` with the output of the GLU."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < SIZE
@@ -176,10 +176,10 @@ def qkv_backward(
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     NORM: tl.constexpr, TURN: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of one head of 16 tokens of q, k and v side by side.
+    """Write the gradient of one head of 16 tokens of concatenated q, k and v.
 
-    With MORE, tokens from `start` on have further gradients of q, and earlier ones of k and v at
-    their `places` that are not negative.
+    With MORE, `more_q` is added at tokens from `start` on, and `more_k` and `more_v` at earlier
+    ones, by their `places` unless negative.
     """
     head = tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16)
@@ -236,7 +236,7 @@ def join_parts(
 ):  # fmt: skip
     """Join the two parts of the attention of 16 tokens, from `start` on, for one head.
 
-    `out`, `more` (M, HEADS, D) and log-sum-exps `sums`, `more_sums` (HEADS, M) are overwritten.
+    `out` (M, HEADS, D) and the log-sum-exps `sums`, `more_sums` (HEADS, M) are overwritten.
     """
     at, d = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16), tl.arange(0, WIDTH)
     head = tl.program_id(1)
