@@ -58,22 +58,20 @@ class FusedForward:
         """Change the rows; if adapters are removed, the cached stacks shrink."""
         previous: RowLayout = getattr(self, "layout", layout)
         if previous.adapters != layout.adapters and self._stacks:
-            kept = torch.tensor([previous.adapters.index(name) for name in layout.adapters])
-            self._stacks = {name: stack.select(kept) for name, stack in self._stacks.items()}
+            positions = torch.tensor([previous.adapters.index(name) for name in layout.adapters])
+            self._stacks = {name: stack.select(positions) for name, stack in self._stacks.items()}
         self.layout = layout
         self._chunks: dict[int, Chunks] = {}
-        wanted = {name for name in layout.adapters if name is not None}
+        names = {name for name in layout.adapters if name is not None}
         # A slot may leave out a module that another slot adapts.
-        self._served = {
-            n for n, layer in self.layers.items() if not wanted.isdisjoint(layer.lora_A)
-        }
+        self._served = {n for n, layer in self.layers.items() if not names.isdisjoint(layer.lora_A)}
 
     def adapts(self, name: str) -> bool:
-        """Return whether any adapter of the layout has a part in a layer."""
+        """Return whether any adapter of the layout adapts a layer."""
         return name in self._served
 
     def new_stack(self, name: str, dtype: torch.dtype) -> Stack | None:
-        """Return the stacked adapters of a layer, made anew; None if no agent adapts it."""
+        """Build and return the stacked adapters of a layer; None if no agent adapts it."""
         if name not in self._served:
             return None
         return build_stack(self.layers[name], self.layout.adapters, dtype)
@@ -200,17 +198,17 @@ def _drop_out(
     """
     parts: list[Tensor] = []
     split = x.split(layout.counts)
-    for adapter, rows, mine in zip(layout.adapters, layout.slices(), split, strict=True):
-        known = adapter is not None and adapter in layer.lora_dropout
-        module = layer.lora_dropout[str(adapter)] if known else None
+    for adapter, rows, agent_x in zip(layout.adapters, layout.slices(), split, strict=True):
+        adapted = adapter is not None and adapter in layer.lora_dropout
+        module = layer.lora_dropout[str(adapter)] if adapted else None
         rate = module.p if isinstance(module, nn.Dropout) else 0.0
         if rate == 0.0 or rows.start == rows.stop:
-            parts.append(mine)
+            parts.append(agent_x)
             continue
         # Uniform draws fill a row token by token, so a longer padding only appends to them.
-        own = range(rows.start, rows.stop)
-        drawn = torch.stack([_uniform(x[row].detach(), seeds[row], name) for row in own])
-        parts.append(mine * (drawn >= rate).to(x.dtype) / (1 - rate))
+        row_numbers = range(rows.start, rows.stop)
+        draws = torch.stack([_uniform(x[row].detach(), seeds[row], name) for row in row_numbers])
+        parts.append(agent_x * (draws >= rate).to(x.dtype) / (1 - rate))
     return torch.cat(parts)
 
 

@@ -30,10 +30,10 @@ class RowLayout:
         return sum(self.counts)
 
     def counts_of(self, adapters: Sequence[str | None]) -> tuple[int, ...]:
-        """Return the rows of each adapter of a longer list in the same order; 0 without rows."""
-        left = list(zip(self.adapters, self.counts, strict=True))
-        counts = [left.pop(0)[1] if left and left[0][0] == name else 0 for name in adapters]
-        assert not left, f"rows of {self.adapters} among those of {tuple(adapters)}"
+        """Return the rows of each of `adapters`, which hold those of the layout in order, or 0."""
+        pairs = list(zip(self.adapters, self.counts, strict=True))
+        counts = [pairs.pop(0)[1] if pairs and pairs[0][0] == name else 0 for name in adapters]
+        assert not pairs, f"rows of {self.adapters} among those of {tuple(adapters)}"
         return tuple(counts)
 
     def slices(self) -> Iterator[slice]:

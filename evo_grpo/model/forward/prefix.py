@@ -33,10 +33,10 @@ class SharedPrefix:
         row_lengths: (B,) int64 length of each row's prefix, or (1,) if all are equal.
         where: (M,) positions of the wanted hidden states, in the Q * Tp of the prefixes followed by
             the B * C of the rests.
-        rows: Rows of each prefix; empty if those of a prefix do not lie side by side.
+        rows: Number of rows of each prefix; empty if they are not consecutive.
         segments: Offsets (int64) of all prefixes and rests in their tokens, (Q + B + 1,); of the
-            rests of each prefix, (Q + 1,); of the real tokens of the prefixes, (Q + 1,); and the
-            places of these in Q * Tp, None if all are real. None without `rows`.
+            rests by prefix, (Q + 1,); of the real tokens by prefix, (Q + 1,); and the positions of
+            the real tokens in Q * Tp, None if all are real. None without `rows`.
     """
 
     ids: Tensor
@@ -58,7 +58,7 @@ def find_shared_prefixes(
 ) -> SharedPrefix | None:
     """Split rows at their first generated token; None if shared prefixes save too little.
 
-    Positions (B,) of agents ascend; ids (B, T) are padded, T >= 2; masks (B, T) are True at
+    `positions` (B,) of agents ascend; ids (B, T) are padded, T >= 2; masks (B, T) are True at
     generated tokens, never in the first column.
     """
     rows, width = ids.shape
@@ -66,45 +66,45 @@ def find_shared_prefixes(
     starts = np.where(masks.any(axis=1), masks.argmax(axis=1), 1)
     # Neither the last token nor anything after the last generated one predicts a generated token.
     stops = np.where(masks.any(axis=1), width - 1 - masks[:, ::-1].argmax(axis=1), 1)
-    seen: dict[tuple[int, bytes], int] = {}
+    index: dict[tuple[int, bytes], int] = {}
     source = np.empty(rows, dtype=np.int64)
     for i, (position, start) in enumerate(zip(positions, starts, strict=True)):
-        source[i] = seen.setdefault((int(position), ids[i, :start].tobytes()), len(seen))
-    first = np.unique(source, return_index=True)[1]
-    lengths = starts[first]
-    before, after = int(lengths.max()), max(1, int((stops - starts).max()))
-    if len(seen) * before + rows * after > (1 - MIN_SAVED_SHARE) * rows * (width - 1):
+        source[i] = index.setdefault((int(position), ids[i, :start].tobytes()), len(index))
+    first_rows = np.unique(source, return_index=True)[1]
+    lengths = starts[first_rows]
+    prefix_width, rest_width = int(lengths.max()), max(1, int((stops - starts).max()))
+    if len(index) * prefix_width + rows * rest_width > (1 - MIN_SAVED_SHARE) * rows * (width - 1):
         return None
-    column = np.arange(after)
+    column = np.arange(rest_width)
     follows = np.minimum(starts[:, None] + column, width - 1)
-    line, place = np.nonzero(masks)
-    begins = place == starts[line]
+    row, token = np.nonzero(masks)
+    begins = token == starts[row]
     where = np.where(
         begins,
-        source[line] * before + starts[line] - 1,
-        len(seen) * before + line * after + place - 1 - starts[line],
+        source[row] * prefix_width + starts[row] - 1,
+        len(index) * prefix_width + row * rest_width + token - 1 - starts[row],
     )
-    owners = positions[first]
-    rest = np.take_along_axis(ids, follows, axis=1)
+    owners = positions[first_rows]
+    rest_ids = np.take_along_axis(ids, follows, axis=1)
     row_lengths = lengths[:1] if (lengths == lengths[0]).all() else lengths[source]
     counts = np.bincount(source)
-    apart = bool((np.diff(source) < 0).any())
-    sent = send(
-        [ids[first, :before], source, rest, row_lengths, where]
-        + ([] if apart else _segments(counts, lengths, before, after)),
+    scattered = bool((np.diff(source) < 0).any())
+    tensors = send(
+        [ids[first_rows, :prefix_width], source, rest_ids, row_lengths, where]
+        + ([] if scattered else _segments(counts, lengths, prefix_width, rest_width)),
         device,
     )
-    real = sent[8] if len(sent) > 8 else None
+    real_tokens = tensors[8] if len(tensors) > 8 else None
     return SharedPrefix(
-        ids=sent[0],
+        ids=tensors[0],
         lengths=tuple(int(n) for n in lengths),
         counts=tuple(int((owners == p).sum()) for p in np.unique(positions)),
-        source=sent[1],
-        rest=sent[2],
-        row_lengths=sent[3],
-        where=sent[4],
-        rows=() if apart else tuple(counts.tolist()),
-        segments=None if apart else (sent[5], sent[6], sent[7], real),
+        source=tensors[1],
+        rest=tensors[2],
+        row_lengths=tensors[3],
+        where=tensors[4],
+        rows=() if scattered else tuple(counts.tolist()),
+        segments=None if scattered else (tensors[5], tensors[6], tensors[7], real_tokens),
     )
 
 
@@ -113,8 +113,8 @@ def _segments(
 ) -> list[npt.NDArray[np.int64]]:
     """Return the arrays of `SharedPrefix.segments`, given the rows and lengths of prefixes."""
     count, total = len(rows), int(rows.sum())
-    alone = np.append(np.arange(count) * before, count * before + np.arange(total + 1) * after)
-    arrays = [alone, np.append(0, np.cumsum(rows)) * after, np.append(0, np.cumsum(lengths))]
+    offsets = np.append(np.arange(count) * before, count * before + np.arange(total + 1) * after)
+    arrays = [offsets, np.append(0, np.cumsum(rows)) * after, np.append(0, np.cumsum(lengths))]
     if (lengths < before).any():
         arrays.append(np.flatnonzero(np.arange(before) < lengths[:, None]))
     return arrays

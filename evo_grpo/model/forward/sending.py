@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Return int64 tensors of integer or boolean arrays, fp32 ones of float32 arrays, by one copy.
+    """Copy arrays to a device in one transfer: float32 as fp32, integers and booleans as int64.
 
     On CUDA the host does not wait for it.
     """
@@ -22,10 +22,10 @@ def send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tenso
     # Pinned memory is kept until it has been copied, which other devices do not promise.
     pinned = device.type == "cuda"
     flat = flat.pin_memory() if pinned else flat
-    sent = flat.to(device, non_blocking=pinned).split([array.size for array in arrays])
+    parts = flat.to(device, non_blocking=pinned).split([array.size for array in arrays])
     return [
         (part.int().view(torch.float32) if is_float else part).view(array.shape)
-        for part, array, is_float in zip(sent, arrays, floats, strict=True)
+        for part, array, is_float in zip(parts, arrays, floats, strict=True)
     ]
 
 
@@ -35,12 +35,12 @@ def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
     The host waits once per buffer instead of once per tensor.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        alike.setdefault((tensor.device, tensor.dtype), []).append(place)
+    for index, tensor in enumerate(tensors):
+        alike.setdefault((tensor.device, tensor.dtype), []).append(index)
     copies: dict[int, Tensor] = {}
-    for places in alike.values():
-        sources = [tensors[place].detach() for place in places]
+    for indices in alike.values():
+        sources = [tensors[index].detach() for index in indices]
         buffer = torch.cat([tensor.reshape(-1) for tensor in sources]).cpu()
         parts = buffer.split([tensor.numel() for tensor in sources])
-        copies |= {i: p.view(t.shape) for i, p, t in zip(places, parts, sources, strict=True)}
-    return [copies[place] for place in range(len(tensors))]
+        copies |= {i: p.view(t.shape) for i, p, t in zip(indices, parts, sources, strict=True)}
+    return [copies[index] for index in range(len(tensors))]

@@ -40,10 +40,10 @@ def build_stack(
 
     None, the base, becomes zeros; not all are None. With dtype None, adapters keep their dtype.
     """
-    known = layer.lora_A
+    lora_a = layer.lora_A
     # A slot may lack a module that another slot adapts: it adds nothing there.
     pairs = [
-        None if name is None or name not in known else adapter_weights(layer, name)
+        None if name is None or name not in lora_a else adapter_weights(layer, name)
         for name in adapters
     ]
     present = [pair for pair in pairs if pair is not None]
@@ -64,10 +64,10 @@ def build_stack(
             b_parts.append(template_b.new_zeros(rank, template_b.shape[0]))
             continue
         a, b = pair[0], pair[1].T
-        missing = rank - a.shape[0]
-        if missing:
-            a = nn.functional.pad(a, (0, 0, 0, missing))
-            b = nn.functional.pad(b, (0, 0, 0, missing))
+        padding = rank - a.shape[0]
+        if padding:
+            a = nn.functional.pad(a, (0, 0, 0, padding))
+            b = nn.functional.pad(b, (0, 0, 0, padding))
         a_parts.append(a)
         b_parts.append(b * scale)
     return Stack(torch.stack(a_parts).to(dtype), torch.stack(b_parts).to(dtype))
@@ -103,7 +103,7 @@ class Chunks:
         count: Number of chunks.
         rows: Rows of each chunk.
         owners: (count,) agent of each chunk, or None if chunk i has all rows of agent i.
-        gather: (count * rows,) row at each place of a chunk, or None if no row moves.
+        gather: (count * rows,) row at each place of the chunks, or None if no row moves.
         scatter: (B,) place of each row, or None if no row moves.
     """
 
@@ -129,8 +129,8 @@ class Chunks:
     def spread(self, x: Tensor) -> Tensor:
         """Cut (B, ..., F) into (count, M, F) with zeros as padding, for gradients."""
         if self.scatter is not None:
-            places = x.new_zeros(self.count * self.rows, *x.shape[1:])
-            x = places.index_copy_(0, self.scatter, x)
+            padded = x.new_zeros(self.count * self.rows, *x.shape[1:])
+            x = padded.index_copy_(0, self.scatter, x)
         return x.reshape(self.count, -1, x.shape[-1])
 
     def per_chunk(self, stack: Tensor) -> Tensor:
@@ -170,9 +170,9 @@ def make_chunks(counts: tuple[int, ...], columns: int, rank: int, device: torch.
 
     size = min(sorted(sizes, reverse=True), key=cost)
     owners = [agent for agent, count in enumerate(counts) for _ in range(-(-count // size))]
-    where = torch.tensor(owners, device=device)
+    chunk_owners = torch.tensor(owners, device=device)
     if common % size == 0:
-        return Chunks(len(owners), size, where)
+        return Chunks(len(owners), size, chunk_owners)
     gather: list[int] = []
     scatter: list[int] = []
     start = 0
@@ -184,7 +184,7 @@ def make_chunks(counts: tuple[int, ...], columns: int, rank: int, device: torch.
     return Chunks(
         len(owners),
         size,
-        where,
+        chunk_owners,
         torch.tensor(gather, device=device),
         torch.tensor(scatter, device=device),
     )

@@ -87,12 +87,12 @@ def _recomputed(layer: nn.Module, forward: Callable[..., Any], *args: Any) -> An
     """
 
     def in_evaluation(*args: Any) -> Any:  # noqa: ANN401 -- as above
-        before = layer.training
+        was_training = layer.training
         vars(layer)["training"] = False
         try:
             return forward(*args)
         finally:
-            vars(layer)["training"] = before
+            vars(layer)["training"] = was_training
 
     return checkpoint(in_evaluation, *args, use_reentrant=False)
 

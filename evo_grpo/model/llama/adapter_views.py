@@ -6,10 +6,10 @@ agents. If all trained slots have the same shapes, their parameters become views
 nothing is copied, and an agent needs memory only for its adapter, its gradient and its moments.
 Slots of different shapes are copied and padded instead.
 
-For q, k and v side by side, A has all parts along the rank, and the B are blocks on a diagonal. As
-one tensor they need one product, most of it with zeros; apart they need one each. On a GPU a launch
-costs more than zeros do. On a CPU, small products are slow for their size: zeros cost little at
-small ranks, and half of the time at rank 32.
+For concatenated q, k and v, the A are stacked along the rank, and the B are blocks on a diagonal.
+The block-diagonal B takes one product, mostly with zeros; separate blocks take one each. On a GPU a
+launch costs more than zeros do. On a CPU, small products are slow for their size: zeros cost little
+at small ranks, and half of the time at rank 32.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from evo_grpo.model.forward.stacks import Stack, adapter_weights
 from evo_grpo.model.llama.weights import JoinedLinear, LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 
-#: Rank from which a CPU multiplies parts apart: below it, gradients take up to twice as long apart.
+#: Minimum rank for separate products on a CPU: below it, they double the time of gradients.
 _LEAST_RANK = 16
-#: Multiply-adds that take as long on one core of a CPU as a further batched product needs to start.
+#: Multiply-adds of one CPU core in the time that a further batched product needs to start.
 _START = 1 << 20
 
 
 class Block(NamedTuple):
-    """A product with b (N, rows, columns), from rows of the joined rank to output columns."""
+    """The block b (N, rows, columns) of a joined B: rows of the rank, columns of the output."""
 
     rows: slice
     columns: slice
@@ -59,8 +59,8 @@ class JoinedStack:
     """The stacked adapters of joined linear layers.
 
     Attributes:
-        a: (N, R, in), the A of all parts along the rank.
-        parts: The B of each adapted part, which carries the scaling.
+        a: (N, R, in), the A of all parts, stacked along the rank.
+        parts: The B of each adapted part, times the scaling.
         width: Output features of all parts.
     """
 
@@ -70,7 +70,7 @@ class JoinedStack:
 
     @classmethod
     def of(cls, stacks: Sequence[Stack | None], sizes: Sequence[int]) -> JoinedStack | None:
-        """Join the stacks of parallel layers of `sizes` output features; None has no adapters."""
+        """Join the stacks of layers with `sizes` output features; None has no adapters."""
         parts: list[Block] = []
         row = column = 0
         for stack, size in zip(stacks, sizes, strict=True):
@@ -84,15 +84,15 @@ class JoinedStack:
         if not downs:
             return None
         a = downs[0] if len(downs) == 1 else torch.cat(downs, dim=1)
-        made = cls(a, tuple(parts), column)
+        joined = cls(a, tuple(parts), column)
         apart = goes_apart([part.b.shape[1] for part in parts], a.device)
-        return made if apart else cls(a, made._one, column)
+        return joined if apart else cls(a, joined._one, column)
 
     def blocks(self, tokens: int) -> tuple[Block, ...]:
         """Return the blocks, apart or as one, whichever is faster for `tokens` tokens in all."""
-        apart = sum(b[0].numel() for _, _, b in self.parts)
-        saved = tokens * (self.a.shape[1] * self.width - apart)
-        return self.parts if saved >= (len(self.parts) - 1) * _START else self._one
+        block_elements = sum(b[0].numel() for _, _, b in self.parts)
+        saved_products = tokens * (self.a.shape[1] * self.width - block_elements)
+        return self.parts if saved_products >= (len(self.parts) - 1) * _START else self._one
 
     @cached_property
     def _one(self) -> tuple[Block, ...]:
@@ -102,9 +102,9 @@ class JoinedStack:
         return (Block(slice(None), slice(None), joined),)
 
 
-#: Number of elements up to which the block-diagonal B of joined layers, and A and B in the dtype of
-#: the base, are kept for a step, since making them is slow. Larger ones would double the memory of
-#: an agent. Where kernels are launched, a small one costs as much as a larger one.
+#: Maximum elements of what is cached for a step: the block-diagonal B of joined layers, and A and B
+#: in the dtype of the base. Caching larger ones would double the memory of an agent. On devices the
+#: limit is higher, since a launch costs as much for a small tensor as for a larger one.
 KEPT_ELEMENTS = 1 << 17
 KEPT_DEVICE_ELEMENTS = 1 << 21
 
@@ -143,11 +143,11 @@ class JoinedAdapters:
     """The adapters of joined linear layers.
 
     Attributes:
-        a: (N, R, in) leaf, the A of all parts along the rank.
+        a: (N, R, in) leaf, the A of all parts, stacked along the rank.
         b: (N, size, rank) leaf of each part.
         scale: (N, R) LoRA scaling of each row.
         width: Output features of all parts.
-        kept: Cache for a step of tensors made from A, B and the scale; None keeps nothing.
+        kept: Cache, for a step, of tensors made from A, B and scale; None to cache nothing.
     """
 
     a: Tensor
@@ -170,15 +170,15 @@ class JoinedAdapters:
         parts = list(zip(self.parts, b, strict=True))
         if len(parts) == 1 or goes_apart([part.rank for part in self.parts], self.a.device):
             return tuple(
-                Block(p.rows, p.columns, self._once(p.name, dtype, partial(_up, own, dtype)))
-                for p, own in parts
+                Block(p.rows, p.columns, self._once(p.name, dtype, partial(_up, leaf, dtype)))
+                for p, leaf in parts
             )
-        ups = [part.block(own) for part, own in parts]
+        ups = [part.block(leaf) for part, leaf in parts]
         join = partial(as_one, ups, self.a.shape[1], self.width, dtype)
         return (Block(slice(None), slice(None), self._once("b", dtype, join)),)
 
     def _once(self, name: str, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor, which is made only once in a step if it is small."""
+        """Return `make()`, from the cache if there is one."""
         if self.kept is None:
             return make()
         if (name, dtype) not in self.kept:
@@ -199,7 +199,7 @@ def _up(b: Tensor, dtype: torch.dtype) -> Tensor:
 class AdapterViews:
     """The adapters of all joined layers, and the parameters that are views of them.
 
-    An adapter None stands for zeros. `joined` is by module; None if no part is adapted.
+    An adapter None stands for zeros. `joined` is by module names; None if none is adapted.
     """
 
     def __init__(
@@ -264,14 +264,14 @@ class AdapterViews:
         row = column = 0
         for name, size in zip(base.names, base.sizes, strict=True):
             layer = self._layers.get(name)
-            own = [
+            weights = [
                 adapter_weights(layer, a) if layer and a is not None and a in layer.lora_A else None
                 for a in self.adapters
             ]
-            rank = max((len(pair[0]) for pair in own if pair is not None), default=0)
+            rank = max((len(pair[0]) for pair in weights if pair is not None), default=0)
             if rank:
                 parts.append(Part(name, row, rank, column, size))
-                pairs.append(own)
+                pairs.append(weights)
                 row += rank
             column += size
         if not parts:
@@ -281,20 +281,20 @@ class AdapterViews:
         a = like.new_zeros(count, row, like.shape[1])
         b = [like.new_zeros(count, part.size, part.rank) for part in parts]
         scale = like.new_zeros(count, row)
-        for part, up, own in zip(parts, b, pairs, strict=True):
-            for i, (name, pair) in enumerate(zip(self.adapters, own, strict=True)):
+        for part, b_leaf, weights in zip(parts, b, pairs, strict=True):
+            for i, (name, pair) in enumerate(zip(self.adapters, weights, strict=True)):
                 if pair is not None:
                     rank = len(pair[0])
                     a[i, part.row : part.row + rank] = pair[0]
-                    up[i, :, :rank] = pair[1]
+                    b_leaf[i, :, :rank] = pair[1]
                     scale[i, part.row : part.row + rank] = self._layers[part.name].scaling[
                         str(name)
                     ]
-        joined = (a.requires_grad_(), tuple(own.requires_grad_() for own in b))
+        joined = (a.requires_grad_(), tuple(weights.requires_grad_() for weights in b))
         width = sum(base.sizes)
-        most = KEPT_ELEMENTS if like.device.type == "cpu" else KEPT_DEVICE_ELEMENTS
-        kept = {} if count * row * max(width, a.shape[2]) <= most else None
-        return JoinedAdapters(*joined, scale, tuple(parts), width, kept)
+        limit = KEPT_ELEMENTS if like.device.type == "cpu" else KEPT_DEVICE_ELEMENTS
+        cache = {} if count * row * max(width, a.shape[2]) <= limit else None
+        return JoinedAdapters(*joined, scale, tuple(parts), width, cache)
 
 
 def adapter_views(
@@ -302,16 +302,16 @@ def adapter_views(
 ) -> AdapterViews:
     """Return views of these adapters if their shapes are equal, else copies."""
     trained = tuple(name for name in slots.names if slots.is_trainable(name))
-    # Rounding may depend on the other adapters of a batch, so the adapters of a shard are kept
-    # apart: the results do not depend on the number of ranks.
+    # Rounding may depend on the other adapters of a batch, so the adapters of a shard have their
+    # own leaves: results do not depend on the number of processes.
     side_by_side = slots.together or trained
     if set(adapters) <= set(side_by_side) <= set(trained):
         views: dict[tuple[str, ...], AdapterViews] = slots.derived.setdefault("adapter_views", {})
         if side_by_side not in views and _alike(slots.layers, side_by_side):
-            for others in [names for names in views if set(names) & set(side_by_side)]:
-                del views[others]  # their parameters become views of other tensors
-            made = views[side_by_side] = AdapterViews(slots.layers, weights, side_by_side)
-            made.share_storage()
+            for stale in [names for names in views if set(names) & set(side_by_side)]:
+                del views[stale]  # their parameters become views of other tensors
+            new_views = views[side_by_side] = AdapterViews(slots.layers, weights, side_by_side)
+            new_views.share_storage()
         if side_by_side in views:
             return views[side_by_side].drop_kept()
     return AdapterViews(slots.layers, weights, adapters)

@@ -1,10 +1,10 @@
 """Attention of the learn pass, chosen by length and device, with grouped query heads.
 
 For short rows on a CPU, two batched matmuls and a softmax are faster than torch's blocked kernel.
-`ShortAttention` also saves memory passes: it computes the outputs of the heads from the joined q,
-k, v, writes keys and values to the buffers of the matmuls, after those of a shared prefix, and
-gradients to the joined tensor. It keeps the scores for the backward, which grow with the square of
-the length, so long rows and other devices use torch's kernel.
+`ShortAttention` also saves passes over memory: it reads concatenated q, k and v, writes keys and
+values into the buffers of the matmuls, behind those of a shared prefix, and writes all gradients
+into one tensor. The weights that it saves for the backward grow with the square of the length, so
+long rows and other devices use torch's kernel.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Attention:
     Args:
         heads: Query heads.
         kv_heads: Key and value heads; query head h reads kv head h * kv_heads // heads.
-        spans: Whole rows, or prefixes followed by the rest of each row.
-        prefix: The prefix of each row, with two spans.
+        spans: One of whole rows; or one of prefixes and one of rests of rows.
+        prefix: The prefix of each row, if there are two spans.
         like: A tensor with the dtype and device.
         scale: Factor of the scores; None for 1 / sqrt(D).
         window: Number of tokens that a token attends to, itself included; None for all before it.
@@ -46,10 +46,10 @@ class Attention:
         window: int | None = None,
     ) -> None:
         self.heads, self.kv_heads, self.spans = heads, kv_heads, spans
-        own = spans[0].cos.shape[-1] ** -0.5
-        self.scale = own if scale is None else scale
-        # torch's own scale is not to the bit that of Python.
-        self._given_scale = None if self.scale == own else self.scale
+        default_scale = spans[0].cos.shape[-1] ** -0.5
+        self.scale = default_scale if scale is None else scale
+        # None for the default: torch rounds it unlike Python.
+        self._given_scale = None if self.scale == default_scale else self.scale
         self.source = None if prefix is None else prefix.source
         self._after: Tensor | None = None
         if prefix is not None:
@@ -58,9 +58,9 @@ class Attention:
         self._first: Tensor | None = None
         if window is not None and spans[0].columns > window:
             self._first = causal(spans[0].columns, like, window)
-        # The rest of a row reads the keys of its prefix too.
-        keys = accumulate(span.columns for span in spans)
-        scores = max(span.columns * seen for span, seen in zip(spans, keys, strict=True))
+        # The rest of a row also attends to its prefix.
+        counts = accumulate(span.columns for span in spans)
+        scores = max(span.columns * count for span, count in zip(spans, counts, strict=True))
         fits = like.device.type == "cpu" and scores <= SHORT * SHORT
         #: For short rows, the masks added to the scores of each span's S keys, 0 or -inf: (G T, S)
         #: for all rows or (B kv_heads, G T, S), with G = heads // kv_heads query heads stacked
@@ -68,26 +68,26 @@ class Attention:
         self.masks = self._masks(like) if fits else ()
 
     def __call__(self, joined: Tensor) -> Tensor:
-        """Attend: q, k and v side by side (M, (heads + 2 kv_heads) D) to (M, heads * D)."""
+        """Map concatenated q, k, v (M, (heads + 2 kv_heads) D) to outputs (M, heads * D)."""
         if self.masks:
             return ShortAttention.apply(joined, self)
-        q, k, v, *rest = Rotate.apply(joined, self.heads, self.kv_heads, self.spans)
+        q, k, v, *of_rests = Rotate.apply(joined, self.heads, self.kv_heads, self.spans)
         # Rows are padded on the right, where causal attention does not look.
         mixed = [_attend(q, k, v, self._first, self._given_scale)]
         if self.source is not None:
-            q_then, k_then, v_then = rest
-            keys = torch.cat([k.index_select(0, self.source), k_then], dim=2)
-            values = torch.cat([v.index_select(0, self.source), v_then], dim=2)
+            q_rest, k_rest, v_rest = of_rests
+            keys = torch.cat([k.index_select(0, self.source), k_rest], dim=2)
+            values = torch.cat([v.index_select(0, self.source), v_rest], dim=2)
             assert self._after is not None
             mask = self._after if self._after.ndim == 2 else self._after[:, None]
-            mixed.append(_attend(q_then, keys, values, mask, self._given_scale))
+            mixed.append(_attend(q_rest, keys, values, mask, self._given_scale))
         flat = [part.transpose(1, 2).flatten(0, 1).flatten(1) for part in mixed]
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
     def _masks(self, like: Tensor) -> tuple[Tensor, ...]:
-        """Repeat the masks for the query heads of one key head."""
-        first = causal(self.spans[0].columns, like) if self._first is None else self._first
-        masks = [first] if self._after is None else [first, self._after]
+        """Return the masks, repeated for the query heads of one key head."""
+        first_mask = causal(self.spans[0].columns, like) if self._first is None else self._first
+        masks = [first_mask] if self._after is None else [first_mask, self._after]
         group = self.heads // self.kv_heads
         tall = [mask.repeat(*(1,) * (mask.ndim - 2), group, 1) for mask in masks]
         return tuple(m if m.ndim == 2 else m.repeat_interleave(self.kv_heads, 0) for m in tall)
@@ -103,7 +103,7 @@ def attend_prompts(
 ) -> Tensor:
     """Return the outputs (NP, Tp, heads * D) of prompts that are padded on the right.
 
-    q is (NP, heads, Tp, D), k and v (NP, kv_heads, Tp, D); `masks` caches those of windows.
+    q is (NP, heads, Tp, D), k and v (NP, kv_heads, Tp, D); `masks` caches the mask of each window.
     """
     columns, size = q.shape[2:]
     mask = None
@@ -117,10 +117,10 @@ def attend_prompts(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Return torch's attention of groups of heads, causal without a mask."""
+    """Return torch's attention with grouped heads, causal if `mask` is None."""
     group = q.shape[1] // k.shape[1]
     if mask is not None and q.device.type == "cuda" and group > 1:
-        # On CUDA, no kernel that takes a mask serves groups of heads.
+        # On CUDA, no kernel with a mask supports grouped heads.
         k, v = (part.repeat_interleave(group, 1) for part in (k, v))
     return nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
@@ -129,7 +129,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
 
 
 def causal(columns: int, like: Tensor, window: int | None = None) -> Tensor:
-    """Return the mask (columns, columns) of whole rows: earlier tokens, in a window; 0 or -inf."""
+    """Return the causal mask (columns, columns) of 0 and -inf, within a window if given."""
     never = torch.full((columns, columns), float("-inf"), dtype=like.dtype, device=like.device)
     mask = never.triu(1)
     return mask if window is None else mask.add_(never.tril_(-window))
@@ -138,72 +138,74 @@ def causal(columns: int, like: Tensor, window: int | None = None) -> Tensor:
 def after_prefix(
     lengths: Tensor, prefix: int, rest: int, dtype: torch.dtype, window: int | None = None
 ) -> Tensor:
-    """Return the mask of tokens after a prefix: the whole prefix, and earlier tokens; 0 or -inf.
+    """Return the mask, 0 or -inf, of tokens after a prefix: they see it and the tokens before them.
 
-    `lengths` (B,), or (1,) for one length of all, are the rows' prefixes without padding. With Tp =
-    `prefix` and C = `rest` the mask is (B, C, Tp + C), or (C, Tp + C). A window restricts it.
+    `lengths` are those of the rows' prefixes without padding, (B,), or (1,) if all are equal. With
+    Tp = `prefix` and C = `rest` the mask is (B, C, Tp + C), or (C, Tp + C).
     """
     device = lengths.device
-    own = torch.ones(rest, rest, dtype=torch.bool, device=device).tril_()
-    before = torch.arange(prefix, device=device) < lengths[:, None]
-    seen = torch.cat(
-        [before[:, None].expand(-1, rest, -1), own.expand(len(lengths), -1, -1)], dim=-1
+    causal_rest = torch.ones(rest, rest, dtype=torch.bool, device=device).tril_()
+    in_prefix = torch.arange(prefix, device=device) < lengths[:, None]
+    visible = torch.cat(
+        [in_prefix[:, None].expand(-1, rest, -1), causal_rest.expand(len(lengths), -1, -1)], dim=-1
     )
     if window is not None and prefix + rest > window:
-        after = lengths[:, None] + torch.arange(rest, device=device)
-        columns = torch.arange(prefix, device=device).expand(len(lengths), -1)
-        places = torch.cat([columns, after], dim=1)
-        seen &= after[:, :, None] - places[:, None] < window
-    mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
+        rest_positions = lengths[:, None] + torch.arange(rest, device=device)
+        prefix_positions = torch.arange(prefix, device=device).expand(len(lengths), -1)
+        positions = torch.cat([prefix_positions, rest_positions], dim=1)
+        visible &= rest_positions[:, :, None] - positions[:, None] < window
+    mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(
+        ~visible, float("-inf")
+    )
     return mask[0] if len(lengths) == 1 else mask
 
 
 class ShortAttention(torch.autograd.Function):
-    """softmax(q k / sqrt(D) + mask) v, with rotary positions on q and k (arXiv:2104.09864)."""
+    """softmax(scale q k + mask) v, with rotary positions on q and k (arXiv:2104.09864)."""
 
     @staticmethod
     def forward(ctx: Context, joined: Tensor, plan: Attention) -> Tensor:
-        """Attend: q, k and v side by side (M, (heads + 2 kv_heads) D) to (M, heads * D)."""
-        heads, both = plan.heads, plan.heads + plan.kv_heads
+        """Map concatenated q, k, v (M, (heads + 2 kv_heads) D) to outputs (M, heads * D)."""
+        heads, k_stop = plan.heads, plan.heads + plan.kv_heads
         size = plan.spans[0].cos.shape[-1]
         out = joined.new_empty(joined.shape[0], heads * size)
-        kept: list[Tensor] = []
+        saved: list[Tensor] = []
         for span, mask in zip(plan.spans, plan.masks, strict=True):
             parts = heads_of(span.rows_of(joined), span)
             q = rotate(parts[:, :heads], span.cos, span.sin)
             q = q.view(span.rows * plan.kv_heads, -1, size)
             shape = (span.rows, plan.kv_heads, mask.shape[-1], size)
             keys, values = joined.new_empty(shape), joined.new_empty(shape)
-            before = mask.shape[-1] - span.columns
-            if before and plan.source is not None:
-                for new, old in ((keys, kept[1]), (values, kept[2])):
-                    known = old.view(-1, plan.kv_heads, before, size)
-                    new[:, :, :before] = known.index_select(0, plan.source)
-            rotate(parts[:, heads:both], span.cos, span.sin, out=keys[:, :, before:])
-            values[:, :, before:] = parts[:, both:]
+            prefix_columns = mask.shape[-1] - span.columns
+            if prefix_columns and plan.source is not None:
+                for buffer, flat in ((keys, saved[1]), (values, saved[2])):
+                    prefixes = flat.view(-1, plan.kv_heads, prefix_columns, size)
+                    buffer[:, :, :prefix_columns] = prefixes.index_select(0, plan.source)
+            rotate(parts[:, heads:k_stop], span.cos, span.sin, out=keys[:, :, prefix_columns:])
+            values[:, :, prefix_columns:] = parts[:, k_stop:]
             keys, values = keys.flatten(0, 1), values.flatten(0, 1)
             scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=plan.scale)
             weights = torch.softmax(scores, dim=-1)
             mixed = torch.bmm(weights, values).view(span.rows, heads, span.columns, size)
             heads_of(span.rows_of(out), span).copy_(mixed)
-            kept += [q, keys, values, weights]
-        ctx.save_for_backward(*kept)
+            saved += [q, keys, values, weights]
+        ctx.save_for_backward(*saved)
         ctx.plan = plan
         return out
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
-        """Gradients of q, k and v, rotated back, into one tensor."""
+        """Write the gradients of q, k and v, rotated back, into one tensor."""
         plan: Attention = ctx.plan
-        kept = ctx.saved_tensors
+        saved = ctx.saved_tensors
         (grad,) = grads
         size = plan.spans[0].cos.shape[-1]
-        heads, both = plan.heads, plan.heads + plan.kv_heads
-        joined = grad.new_empty(grad.shape[0], (both + plan.kv_heads) * size)
-        shared: tuple[Tensor, Tensor] | None = None
+        heads, k_stop = plan.heads, plan.heads + plan.kv_heads
+        joined = grad.new_empty(grad.shape[0], (k_stop + plan.kv_heads) * size)
+        prefix_grads: tuple[Tensor, Tensor] | None = None
         for i in reversed(range(len(plan.spans))):
             span = plan.spans[i]
-            q, keys, values, weights = kept[4 * i : 4 * i + 4]
+            q, keys, values, weights = saved[4 * i : 4 * i + 4]
             d_mixed = heads_of(span.rows_of(grad), span).reshape(q.shape)
             d_values = torch.bmm(weights.transpose(1, 2), d_mixed)
             d_weights = torch.bmm(d_mixed, values.transpose(1, 2))
@@ -212,21 +214,21 @@ class ShortAttention(torch.autograd.Function):
             d_keys = torch.bmm(d_scores.transpose(1, 2), q)
             d_keys = d_keys.view(span.rows, plan.kv_heads, -1, size)
             d_values = d_values.view_as(d_keys)
-            if shared is not None:
-                d_keys, d_values = d_keys.add_(shared[0]), d_values.add_(shared[1])
-            before = keys.shape[1] - span.columns
-            if before and plan.source is not None:
+            if prefix_grads is not None:
+                d_keys, d_values = d_keys.add_(prefix_grads[0]), d_values.add_(prefix_grads[1])
+            prefix_columns = keys.shape[1] - span.columns
+            if prefix_columns and plan.source is not None:
                 # The gradient of a prefix is the sum over its rows.
-                zeros = grad.new_zeros(plan.spans[0].rows, plan.kv_heads, before, size)
-                shared = (
-                    zeros.index_add(0, plan.source, d_keys[:, :, :before]),
-                    zeros.index_add(0, plan.source, d_values[:, :, :before]),
+                zeros = grad.new_zeros(plan.spans[0].rows, plan.kv_heads, prefix_columns, size)
+                prefix_grads = (
+                    zeros.index_add(0, plan.source, d_keys[:, :, :prefix_columns]),
+                    zeros.index_add(0, plan.source, d_values[:, :, :prefix_columns]),
                 )
-                d_keys, d_values = d_keys[:, :, before:], d_values[:, :, before:]
+                d_keys, d_values = d_keys[:, :, prefix_columns:], d_values[:, :, prefix_columns:]
             parts = heads_of(span.rows_of(joined), span)
             cos = span.cos * plan.scale
             sin = None if span.sin is None else span.sin * plan.scale
             rotate_back(d_q, cos, sin, out=parts[:, :heads])
-            rotate_back(d_keys, cos, sin, out=parts[:, heads:both])
-            parts[:, both:].copy_(d_values)
+            rotate_back(d_keys, cos, sin, out=parts[:, heads:k_stop])
+            parts[:, k_stop:].copy_(d_values)
         return joined, None

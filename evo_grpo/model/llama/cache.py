@@ -1,8 +1,8 @@
 """Keys and values of decoded rows, and the attention of one new token per row.
 
 `GrowingCache` attends only to used columns: on a CPU, time grows with the columns. `FixedCache`
-reads and writes the same memory at each step and holds its position in a tensor, so that a step
-needs nothing from the host and a CUDA graph can hold it.
+uses the same memory at each step and holds its position in a tensor, so that a step needs nothing
+from the host and a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-#: Columns of a growing cache come in blocks of as many numbers as a vector register holds.
+#: Columns in a block of a growing cache: the numbers of a vector register.
 _BLOCK = 16
 
-#: Least columns that a fixed cache attends to. Masks are read fastest in aligned rows.
+#: Minimum columns that a fixed cache attends to. Masks are read fastest in aligned rows.
 _LEAST = 64
 
 
 @dataclass(frozen=True)
 class Refill:
-    """Rows that join those of a cache.
+    """Rows that stay in a cache, and rows that join them.
 
     Attributes:
         stay_to: (K,) new positions of the rows of the cache.
@@ -37,31 +37,31 @@ class Refill:
     lengths: Tensor
 
     def masks(self, mask: Tensor, joining: int, room: int) -> tuple[Tensor, slice, slice, int]:
-        """Return how columns move, given those that each row attends to, (K, 1, 1, used) bool.
+        """Return the new mask and columns, given the mask (K, 1, 1, used) bool of the old rows.
 
-        The rows lose their first columns, to which none of them attends. The joining prompts, a
-        block of `joining` columns, end where these rows end. Returns the mask (K + M, 1, 1, room),
-        True at columns that are not used yet; the columns that stay; their new columns; and the
-        number of columns then used.
+        Leading columns to which no row attends are removed. The joining prompts, `joining` columns
+        wide, end at the column where the staying rows end. Returns the mask (K + M, 1, 1, room),
+        True at unused columns too; the columns that stay; their new columns; and the number of
+        columns then used.
         """
         used = mask.shape[-1]
-        first = int(mask.any(0).flatten().int().argmax())  # waits for the device
-        end = max(used - first, joining)
+        start = int(mask.any(0).flatten().int().argmax())  # waits for the device
+        end = max(used - start, joining)
         out = mask.new_zeros(len(mask) + len(self.source), 1, 1, room)
         out[..., end:] = True
-        out[..., end - (used - first) : end].index_copy_(0, self.stay_to, mask[..., first:])
+        out[..., end - (used - start) : end].index_copy_(0, self.stay_to, mask[..., start:])
         if len(self.source):
             column = torch.arange(joining, device=mask.device)
-            own = (column < self.lengths[:, None])[:, None, None]
-            out[..., end - joining : end].index_copy_(0, self.join_to, own)
-        return out, slice(first, used), slice(end - (used - first), end), end
+            attended = (column < self.lengths[:, None])[:, None, None]
+            out[..., end - joining : end].index_copy_(0, self.join_to, attended)
+        return out, slice(start, used), slice(end - (used - start), end), end
 
     def moved(
         self, before: Tensor, joining: Tensor | None, room: int, old: slice, new: slice
     ) -> Tensor:
-        """Return keys or values (K, heads, room, D) and (NP, heads, T, D) in new places."""
+        """Return keys or values (K, heads, room, D) and (NP, heads, T, D) in one buffer."""
         count = len(before) + len(self.source)
-        # Zeros: columns that are not used yet are multiplied by a weight of 0.
+        # Zeros: unused columns are multiplied by a weight of 0.
         out = before.new_zeros(count, before.shape[1], room, before.shape[3])
         out[:, :, new].index_copy_(0, self.stay_to, before[:, :, old])
         if joining is not None:
@@ -75,7 +75,7 @@ class GrowingCache:
     """Attends to the columns that are used, by two batched matmuls.
 
     Keys are stored transposed; the first matmul applies scale and mask. Rows are (agent, prompt,
-    completion) after `expand`. `width` is that of `FixedCache`, None where it changes each step.
+    completion) after `expand`. `width` is as in `FixedCache`; here it changes at each step: None.
     """
 
     width = None
@@ -90,7 +90,7 @@ class GrowingCache:
         self._bias: Tensor | None = None
         self._places = torch.zeros(0)
         self._biases: dict[int | None, Tensor] = {}
-        self._padding = 0  # most columns of padding in a row
+        self._padding = 0  # maximum columns of padding in a row
         self._first: dict[int | None, int] = {}
 
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -100,9 +100,9 @@ class GrowingCache:
         self.used = values.shape[2]
 
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
-        """Copy prompt rows (B,) to completion rows, of up to `columns` columns.
+        """Copy the prompt rows `source` (B,) to completion rows of up to `columns` columns.
 
-        The mask (B, 1, 1, columns) is False at the columns that a row never attends to.
+        The mask (B, 1, 1, columns) is False where a row never attends.
         """
         self._mask = mask[:, 0]
         if self._windows:
@@ -116,21 +116,21 @@ class GrowingCache:
         self._move(rows, self.keys[0].shape[-1])
 
     def reserve(self, columns: int) -> None:
-        """Prepare the next steps, which use at most so many columns: there is room for all."""
+        """Prepare steps with at most `columns` columns: `expand` has made room for all."""
         del columns
 
     def begin(self) -> None:
-        """Take the next column, at the start of a step."""
+        """Start a step: advance to the next column."""
         if self._bias is None:
             assert self._mask is not None
             keys = self.keys[0]
-            hidden = keys.new_full((keys.shape[0], 1, keys.shape[-1]), float("-inf"))
-            hidden[..., : self.used].masked_fill_(self._mask[..., : self.used], 0.0)
-            self._bias = hidden.repeat_interleave(keys.shape[1], 0)
+            bias = keys.new_full((keys.shape[0], 1, keys.shape[-1]), float("-inf"))
+            bias[..., : self.used].masked_fill_(self._mask[..., : self.used], 0.0)
+            self._bias = bias.repeat_interleave(keys.shape[1], 0)
             if self._windows:
-                places = _places(self._mask, keys.shape[-1])
-                self._places = places.repeat_interleave(keys.shape[1], 0)
-        # Kept between steps: each step reveals one more column, that of its token.
+                positions = _places(self._mask, keys.shape[-1])
+                self._places = positions.repeat_interleave(keys.shape[1], 0)
+        # Kept between steps: each step reveals the column of its token.
         self._bias[..., self.used] = 0.0
         self.used += 1
         if self._windows:
@@ -151,20 +151,20 @@ class GrowingCache:
         keys, values = self.keys[layer], self.values[layer]
         keys[..., self.used - 1] = k
         values[:, :, self.used - 1] = v
-        bias, first = self._bias, 0
+        bias, start = self._bias, 0
         if self._windows:
             window = self._windows[layer]
-            bias, first = self._biases[window], self._first[window]
+            bias, start = self._biases[window], self._first[window]
         assert bias is not None
         # Whole blocks: a softmax over a ragged width is slow.
         width = -(-self.used // _BLOCK) * _BLOCK
         scores = torch.baddbmm(
-            bias[..., first:width],
+            bias[..., start:width],
             q.reshape(rows * kv_heads, -1, size),
-            keys.flatten(0, 1)[..., first:width],
+            keys.flatten(0, 1)[..., start:width],
             alpha=self.scale,
         )
-        mixed = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1)[:, first:width])
+        mixed = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1)[:, start:width])
         return mixed.view(rows, -1)
 
     def _move(self, rows: Tensor, columns: int) -> None:
@@ -172,7 +172,7 @@ class GrowingCache:
         used = self.used
         for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             count, heads, size = rows.shape[0], keys.shape[1], keys.shape[2]
-            # Zeros: columns of a block that are not used yet are multiplied by a weight of 0.
+            # Zeros: unused columns of a block are multiplied by a weight of 0.
             new_keys = keys.new_zeros(count, heads, size, columns)
             new_keys[..., :used] = keys[..., :used].index_select(0, rows)
             new_values = values.new_zeros(count, heads, columns, size)
@@ -209,16 +209,16 @@ class FixedCache:
         """See `GrowingCache`."""
         room = -(-columns // _LEAST) * _LEAST
         used = self._used
-        for pieces in (self.keys, self.values):
-            for i, piece in enumerate(pieces):
-                # Zeros: columns that are not used yet are multiplied by a weight of 0.
-                new = piece.new_zeros(source.shape[0], piece.shape[1], room, piece.shape[3])
-                new[:, :, :used] = piece.index_select(0, source)
-                pieces[i] = new
+        for buffers in (self.keys, self.values):
+            for i, buffer in enumerate(buffers):
+                # Zeros: unused columns are multiplied by a weight of 0.
+                expanded = buffer.new_zeros(source.shape[0], buffer.shape[1], room, buffer.shape[3])
+                expanded[:, :, :used] = buffer.index_select(0, source)
+                buffers[i] = expanded
         self._start(mask, used)
 
     def _start(self, mask: Tensor, used: int) -> None:
-        """Attend to the columns of a mask, of which `used` are used."""
+        """Set mask, position and width of rows with `used` columns."""
         like = self.keys[0]
         self._bias = like.new_full((*mask.shape[:-1], like.shape[2]), float("-inf"))
         self._bias[..., :used].masked_fill_(mask[..., :used], 0.0)
@@ -230,9 +230,9 @@ class FixedCache:
 
     def keep(self, rows: Tensor) -> None:
         """See `GrowingCache`."""
-        for pieces in (self.keys, self.values):
-            for i, piece in enumerate(pieces):
-                pieces[i] = piece.index_select(0, rows)
+        for buffers in (self.keys, self.values):
+            for i, buffer in enumerate(buffers):
+                buffers[i] = buffer.index_select(0, rows)
         self._bias = self._bias.index_select(0, rows)
         if self._windows:
             self._places = self._places.index_select(0, rows)
@@ -240,11 +240,11 @@ class FixedCache:
     def refill(self, arrived: FixedCache | None, moves: Refill) -> int:
         """Remove the columns that no row attends to, and add the prompts of another cache.
 
-        `arrived` is used up; it is None if no row joins. Returns the number of columns then in use.
+        `arrived`, None if no row joins, is emptied. Returns the number of columns then in use.
         """
         room, used = self._bias.shape[-1], int(self.column) + 1
-        before = self._bias[..., :used] == 0
-        mask, old, new, end = moves.masks(before, arrived._used if arrived else 0, room)
+        attended = self._bias[..., :used] == 0
+        mask, old, new, end = moves.masks(attended, arrived._used if arrived else 0, room)
         for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             joining = arrived.keys[i] if arrived else None
             self.keys[i] = moves.moved(keys, joining, room, old, new)
@@ -258,8 +258,8 @@ class FixedCache:
     def reserve(self, columns: int) -> None:
         """See `GrowingCache`."""
         if self.width is None or columns > self.width:
-            wanted = max(_LEAST, 1 << (columns - 1).bit_length())
-            self.width = min(wanted, self._bias.shape[-1])
+            width = max(_LEAST, 1 << (columns - 1).bit_length())
+            self.width = min(width, self._bias.shape[-1])
 
     def begin(self) -> None:
         """See `GrowingCache`."""
@@ -274,15 +274,15 @@ class FixedCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `GrowingCache`."""
-        own = self._biases[self._windows[layer]] if self._windows else self._bias
+        layer_bias = self._biases[self._windows[layer]] if self._windows else self._bias
         rows, kv_heads, size = k.shape
         keys, values = self.keys[layer], self.values[layer]
         keys.index_copy_(2, self.column, k[:, :, None])
         values.index_copy_(2, self.column, v[:, :, None])
-        # The query heads of one key head take the place of a row's tokens: kernels that take a
-        # mask know no groups of heads.
+        # The query heads of one key head take the place of a row's tokens: kernels with a mask
+        # do not support grouped heads.
         q = q.reshape(rows, kv_heads, -1, size)
-        bias = own[..., : self.width].expand(-1, kv_heads, q.shape[2], -1)
+        bias = layer_bias[..., : self.width].expand(-1, kv_heads, q.shape[2], -1)
         mixed = nn.functional.scaled_dot_product_attention(
             q,
             keys[:, :, : self.width],
@@ -304,16 +304,16 @@ def cache_for(
 
 
 def _places(mask: Tensor, columns: int) -> Tensor:
-    """Return the position (..., columns) of each column in its row, given those it attends to."""
+    """Return the token position (..., columns) of each column, given those attended to."""
     return nn.functional.pad(mask.cumsum(-1) - 1, (0, columns - mask.shape[-1]))
 
 
 def _in_windows(
     windows: tuple[int | None, ...], bias: Tensor, places: Tensor, now: Tensor, most: int
 ) -> dict[int | None, Tensor]:
-    """Return the mask of each window, without the columns out of reach of a token at `now`.
+    """Return the mask of each window, -inf at columns out of reach of a token at `now`.
 
-    `bias` (..., width) is that of layers without a window; rows have at most `most` columns.
+    `bias` (..., width) is the mask without a window; rows have at most `most` columns.
     """
     return {
         window: bias

@@ -39,15 +39,15 @@ class _Norm:
     """A norm of the model in few operations, as overhead dominates when few rows are decoded.
 
     On a CPU four: x / hypot(|x|, sqrt(H eps)) * (sqrt(H) w) is x / sqrt(mean(x^2) + eps) * w. Other
-    devices use torch's own, which rounds once, after the weight.
+    devices use torch's function, which rounds once, after the weight.
     """
 
     def __init__(self, norm: Norm) -> None:
         self.module = norm.module
-        weight, own = norm.weight, self.module.weight
-        self.fused = own.device.type != "cpu" and weight.dtype == own.dtype
+        weight, raw = norm.weight, self.module.weight
+        self.fused = raw.device.type != "cpu" and weight.dtype == raw.dtype
         # transformers normalizes in fp32 whatever the dtype, and rounds before the weight.
-        self.plain = not self.fused and (own.dtype != torch.float32 or own.device.type != "cpu")
+        self.plain = not self.fused and (raw.dtype != torch.float32 or raw.device.type != "cpu")
         self.factor, self.eps = weight, norm.eps
         if not self.fused and not self.plain:
             size = weight.shape[0]
@@ -71,9 +71,9 @@ class _Norm:
 
 
 class _HeadNorms:
-    """The norms of q and k side by side (..., heads + kv_heads, D).
+    """The norms of concatenated q and k (..., heads + kv_heads, D).
 
-    On a CPU one operation serves both, where each head has its own norm.
+    On a CPU they are one operation if each head has its own mean square.
     """
 
     def __init__(self, norms: tuple[Norm, ...], described: Description) -> None:
@@ -102,7 +102,7 @@ class _HeadNorms:
 
 
 class _Layer:
-    """The other parts of a layer, None if missing; `table` is its rotary table."""
+    """The norms of a layer, None if missing, and its rotary table."""
 
     def __init__(self, layer: JoinedLayer, described: Description, number: int) -> None:
         self.before, self.after, self.then, self.last = (
@@ -150,27 +150,27 @@ class LlamaDecoder:
         rows, columns = ids.shape
         self._prepare(columns)
         x = w.embedded(ids)
-        turns = {table: (c[:columns], s[:columns]) for table, (c, s) in self.tables.items()}
+        rotary = {table: (c[:columns], s[:columns]) for table, (c, s) in self.tables.items()}
         d = self._described
-        both = d.heads + d.kv_heads
+        rotated_heads = d.heads + d.kv_heads
         masks: dict[int, Tensor] = {}
         for linears, layer, kind in zip(
             self._linears, self._layers, self._described.layers, strict=True
         ):
             joined = self._linear(linears[0], x if layer.before is None else layer.before(x))
             joined = joined.unflatten(-1, (-1, d.head_dim))
-            turned, v = joined[:, :, :both], joined[:, :, both:].transpose(1, 2)
+            q_and_k, v = joined[:, :, :rotated_heads], joined[:, :, rotated_heads:].transpose(1, 2)
             if layer.heads is not None:
-                turned = layer.heads(turned)
-            q, k = (part.transpose(1, 2) for part in turned.split((d.heads, d.kv_heads), dim=2))
+                q_and_k = layer.heads(q_and_k)
+            q, k = (part.transpose(1, 2) for part in q_and_k.split((d.heads, d.kv_heads), dim=2))
             if layer.table is not None:
-                q, k = rotate(q, *turns[layer.table]), rotate(k, *turns[layer.table])
+                q, k = rotate(q, *rotary[layer.table]), rotate(k, *rotary[layer.table])
             self.cache.append(k, v)
             # Prompts are padded on the right, where causal attention never looks.
             mixed = attend_prompts(q, k, v, d.scale, kind.window, masks)
             x = self._rest(linears, layer, x, mixed)
-        last = x[torch.arange(rows, device=x.device), lengths - 1]
-        return self._last_norm(last)
+        last_hidden = x[torch.arange(rows, device=x.device), lengths - 1]
+        return self._last_norm(last_hidden)
 
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
         """Expand prompt rows to completion rows; see `Decoder`."""
@@ -184,11 +184,11 @@ class LlamaDecoder:
 
     def beside(self) -> LlamaDecoder:
         """Return a decoder with an empty cache; see `RefillDecoder`."""
-        other = copy(self)
-        other.cache = cache_for(
+        decoder = copy(self)
+        decoder.cache = cache_for(
             self.weights.base.device, self._described.scale, self._described.windows
         )
-        return other
+        return decoder
 
     def refill(self, arrived: LlamaDecoder | None, moves: Refill) -> int:
         """Exchange rows; see `RefillDecoder`."""
@@ -211,32 +211,32 @@ class LlamaDecoder:
         w = self.weights
         rows = tokens.shape[0]
         x = w.embedded(tokens)
-        turns = {
+        rotary = {
             table: (c.index_select(0, positions)[:, None], s.index_select(0, positions)[:, None])
             for table, (c, s) in self.tables.items()
         }
         d = self._described
-        both = d.heads + d.kv_heads
+        rotated_heads = d.heads + d.kv_heads
         self.cache.begin()
         layers = zip(self._linears, self._layers, strict=True)
         for number, (linears, layer) in enumerate(layers):
             parts = self._linear(linears[0], x if layer.before is None else layer.before(x))
             parts = parts.view(rows, -1, d.head_dim)
-            turned = parts[:, :both]
+            q_and_k = parts[:, :rotated_heads]
             if layer.heads is not None:
-                turned = layer.heads(turned)
+                q_and_k = layer.heads(q_and_k)
             if layer.table is not None:
-                turned = rotate(turned, *turns[layer.table])
-            q, k = turned.split((d.heads, d.kv_heads), dim=1)
-            mixed = self.cache.attend(number, q, k, parts[:, both:])
+                q_and_k = rotate(q_and_k, *rotary[layer.table])
+            q, k = q_and_k.split((d.heads, d.kv_heads), dim=1)
+            mixed = self.cache.attend(number, q, k, parts[:, rotated_heads:])
             x = self._rest(linears, layer, x, mixed)
         return self._last_norm(x)
 
     def _rest(self, linears: list[_Linear], layer: _Layer, x: Tensor, mixed: Tensor) -> Tensor:
         """Apply output projection, residual, MLP and residual, with their norms; overwrites x."""
         x = self._added(linears[1], mixed, x, layer.after)
-        both = self._linear(linears[2], x if layer.then is None else layer.then(x))
-        gate, up = both.chunk(2, dim=-1)
+        gate_and_up = self._linear(linears[2], x if layer.then is None else layer.then(x))
+        gate, up = gate_and_up.chunk(2, dim=-1)
         inner = activated(gate, self._described.gelu).mul_(up)
         return self._added(linears[3], inner, x, layer.last)
 
@@ -265,7 +265,7 @@ class LlamaDecoder:
         return y
 
     def _prepare(self, columns: int) -> None:
-        """Arrange the adapters for the present rows, with `columns` tokens each."""
+        """Gather the adapters for the present rows, of `columns` tokens each."""
         counts = self.fused.layout.counts_of(self._adapters)
         ranks = [stack.a.shape[1] for stacks in self._stacks for stack in stacks if stack]
         device = self.weights.base.device
@@ -276,8 +276,8 @@ class LlamaDecoder:
                 return _Linear(base.weight, base.bias)
             a = chunks.per_chunk(stack.a).transpose(1, 2)
             blocks = stack.blocks(chunks.count * chunks.rows * columns)
-            own = tuple(block._replace(b=chunks.per_chunk(block.b)) for block in blocks)
-            return _Linear(base.weight, base.bias, a, own)
+            chunk_blocks = tuple(block._replace(b=chunks.per_chunk(block.b)) for block in blocks)
+            return _Linear(base.weight, base.bias, a, chunk_blocks)
 
         self._linears = [
             [placed(base, stack) for base, stack in zip(layer.linears(), stacks, strict=True)]

@@ -3,10 +3,10 @@
 The joined layers use a model's weights and compute the same as the `families` of transformers. A
 model of such a type may differ in a norm, an activation, `scaling`, a hook, a patched attention, or
 code from a hub folder. Before each generation and learn pass, the classes of its modules, their
-hooks and the origin of their code are inspected. The numbers are compared once for the values that
-the modules have: one row goes through the modules, and each joined layer gets the same input as its
-module, since a difference in one layer may vanish in the sum of all. The row is long, and longer
-for small models, since a difference may appear at late positions only.
+hooks and the origin of their code are inspected. Outputs are compared once for each set of the
+modules' values: one row runs through the modules, and each joined layer gets the input of its
+module, since a difference in one layer may vanish in the sum of all. The row is long, longer for
+small models, since a difference may appear at late positions only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from evo_grpo.model.upcast import HALF, in_float32
 
 _log = logging.getLogger(__name__)
 _DIFFERENCE, _LOGGED = "llama difference", "llama departures"
-#: Classes of modules besides those that the code of a family defines.
+#: Module classes that are allowed besides those of the family.
 _KINDS = (
     nn.Linear,
     nn.Embedding,
@@ -68,7 +68,7 @@ _KINDS = (
     type(ACT2FN["silu"]),
     type(ACT2FN["gelu_pytorch_tanh"]),
 )
-#: Attributes that say how a module is used, and the types of those that it computes with.
+#: Attributes that are not compared, and the types of those that are.
 _STATE = frozenset({*vars(nn.Module()), "gradient_checkpointing"})
 _VALUES = (int, float, str, NoneType)
 #: Minimum and maximum tokens of the row, and tokens times weights of the layers in between.
@@ -104,23 +104,23 @@ def takes_fast_path(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> bool:
 
 
 def departures_of(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> tuple[str, ...]:
-    """Return how a base of the family differs from its type, in code or numbers, as clauses."""
+    """Return clauses on how the code or outputs of a base differ from its model type."""
     departures, values = _inspect(base)
     if departures:
         return tuple(departures)
-    kept: tuple[list[object], str | None] | None = base.derived.get(_DIFFERENCE)
-    if kept is None or kept[0] != values:
-        kept = base.derived[_DIFFERENCE] = values, find_difference(base, adapted)
-    return () if kept[1] is None else (kept[1],)
+    cached: tuple[list[object], str | None] | None = base.derived.get(_DIFFERENCE)
+    if cached is None or cached[0] != values:
+        cached = base.derived[_DIFFERENCE] = values, find_difference(base, adapted)
+    return () if cached[1] is None else (cached[1],)
 
 
 def find_departures(base: SharedBase) -> tuple[str, ...]:
-    """Return how a base of the family differs from its type in code, without running it."""
+    """Return clauses on how the code of a base differs from its model type; run nothing."""
     return tuple(_inspect(base)[0])
 
 
 def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
-    """Return how a base of the family differs in code, and its modules' values, in 2 ms."""
+    """Return the departures of a base in code, and its modules' values, in 2 ms."""
     trunk, config = base.trunk, base.model.config
     description = describe(config)
     assert description is not None, "the base is of no family"
@@ -138,52 +138,52 @@ def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
         departures.append("model.config is not the configuration of the whole model")
     own_embedding = base.model.get_input_embeddings() is trunk.embed_tokens
     values: list[object] = [description, own_embedding, getattr(config, "is_causal", True)]
-    # These are called, not read.
+    # Called, so their values need no comparison.
     called = AdaptedLinear, code[family.name + "RotaryEmbedding"]
     kinds.add(AdaptedLinear)
     like = nn.Parameter, base.dtype, base.device
     modules: list[nn.Module] = [trunk]
     for module in modules:
-        own, kind = vars(module), type(module)
-        children: dict[str, nn.Module] = own["_modules"]
+        attributes, kind = vars(module), type(module)
+        children: dict[str, nn.Module] = attributes["_modules"]
         modules += [children["base_layer"]] if kind is AdaptedLinear else children.values()
-        if what := _departure(module, kinds, trunk.config, like):
-            name = next(name for name, one in base.model.named_modules() if one is module)
-            departures.append(f"{name} {what}")
+        if departure := _departure(module, kinds, trunk.config, like):
+            name = next(name for name, m in base.model.named_modules() if m is module)
+            departures.append(f"{name} {departure}")
         if kind not in called:
-            values += [kind, *(weight is None for weight in own["_parameters"].values())]
+            values += [kind, *(weight is None for weight in attributes["_parameters"].values())]
         if kind not in called and kind is not nn.Linear:  # its weight says all
-            rest = {k: v for k, v in own.items() if k not in _STATE}
-            values += [v for v in rest.values() if isinstance(v, _VALUES) or callable(v)]
+            extras = {k: v for k, v in attributes.items() if k not in _STATE}
+            values += [v for v in extras.values() if isinstance(v, _VALUES) or callable(v)]
     if not departures:
         departures += _of_layers(layers_of(base), description.layers)
     return departures, values
 
 
 def _of_layers(layers: Sequence[nn.Module], described: Sequence[LayerKind]) -> Iterator[str]:
-    """Yield how layers differ from the configuration where the comparison does not show it."""
+    """Yield how layers differ from the configuration if outputs may not show it."""
     if len(layers) != len(described):
         yield f"it has {len(layers)} layers, and {len(described)} by its configuration"
-    for layer, of in zip(layers, described, strict=False):
-        # The comparison's row may be within both windows.
+    for layer, kind in zip(layers, described, strict=False):
+        # The compared row may be within both windows.
         attention: Any = layer.self_attn
-        window = getattr(attention, "sliding_window", of.window)
-        if window != of.window:
-            yield f"one of its layers has a window of {window}, not {of.window}"
+        window = getattr(attention, "sliding_window", kind.window)
+        if window != kind.window:
+            yield f"one of its layers has a window of {window}, not {kind.window}"
 
 
 def _departure(
     module: nn.Module, kinds: set[type[nn.Module]], config: object, weights: tuple[object, ...]
 ) -> str | None:
-    """Return how a module differs; `weights` has the class, dtype and device of weights."""
+    """Return how a module differs; `weights` is the class, dtype and device to expect."""
     if type(module) not in kinds:
         return f"is a {_name(module)}, which is not of the library"
-    if (what := tampered(module)) is not None:
-        return what
-    own = vars(module)
-    if own.get("config", config) is not config:
+    if (problem := tampered(module)) is not None:
+        return problem
+    attributes = vars(module)
+    if attributes.get("config", config) is not config:
         return "has a configuration of its own"
-    for name, weight in own["_parameters"].items():
+    for name, weight in attributes["_parameters"].items():
         if weight is not None and (type(weight), weight.dtype, weight.device) != weights:
             return f"has a {name} of another kind than the head"
     return None
@@ -203,14 +203,14 @@ def _of_code(
     for namespace in (code, *map(vars, (masking_utils, sdpa_attention))):
         for name in foreign_functions(namespace):
             yield f"{namespace['__name__']}.{name} is replaced"
-    chosen = attention or "eager"
-    eager = code["eager_attention_forward"] if chosen == "eager" else None
-    for what, function in (
-        ("attention", code["ALL_ATTENTION_FUNCTIONS"].get(chosen, eager)),
-        ("mask of the attention", masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(chosen)),
+    implementation = attention or "eager"
+    eager = code["eager_attention_forward"] if implementation == "eager" else None
+    for role, function in (
+        ("attention", code["ALL_ATTENTION_FUNCTIONS"].get(implementation, eager)),
+        ("mask of the attention", masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)),
     ):
         if function is None or not from_libraries(function):
-            yield f"the {what} {chosen!r} is not transformers' own"
+            yield f"the {role} {implementation!r} is not transformers' own"
     if name := global_hook():
         yield f"there is a {name}"
 
@@ -220,15 +220,15 @@ class _Difference(Exception):
 
 
 def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str | None:
-    """Return how a model differs from the joined layers, without adapters, or None if they agree.
+    """Return how outputs of a base's modules and of the joined layers differ; None if they agree.
 
-    Call this for a base without departures; a device without memory for a row raises an error.
+    No adapter is active. The code of the base must have no departures. Lack of memory raises.
     """
     size = sum(p.numel() for layer in layers_of(base) for p in layer.parameters())
     columns = max(_LEAST, min(_MOST, _PRODUCTS // max(1, size)))
     columns = max(2, min(columns, base.context_length or columns))
     with (
-        # Compare the model in evaluation mode, whatever the state at the call.
+        # Whatever modes are active at the call.
         torch.inference_mode(False),
         torch.autocast(base.device.type, enabled=False),
         own_generator(base.device),
@@ -262,7 +262,7 @@ def _compare(weights: LlamaWeights, ids: Tensor) -> None:
     base, norm, layers = weights.base, weights.norm, layers_of(weights.base)
     attentions: dict[LayerKind, Attention] = {}
     #: The input of the first layer, and the output of each layer and of the last norm.
-    passed = [weights.embedded(ids)]
+    states = [weights.embedded(ids)]
 
     def of_layer(
         number: int,
@@ -271,20 +271,20 @@ def _compare(weights: LlamaWeights, ids: Tensor) -> None:
         kwargs: dict[str, Any],
         output: Any,  # noqa: ANN401 -- a tensor, or a tuple in older releases
     ) -> None:
-        if number != len(passed) - 1:
-            raise _Difference(f"layer {number} runs when {len(passed) - 1} layers have run")
+        if number != len(states) - 1:
+            raise _Difference(f"layer {number} runs when {len(states) - 1} layers have run")
         x: Tensor = args[0] if args else kwargs["hidden_states"]
-        _same(x, passed[-1], f"what comes before layer {number}")
+        _same(x, states[-1], f"what comes before layer {number}")
         theirs = output if isinstance(output, Tensor) else output[0]
         _compare_update(_joined(weights, attentions, number, module, x), theirs, x, number)
-        passed.append(theirs)
+        states.append(theirs)
 
     def of_norm(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         del module
         _same(normalized(norm, args[0]), output, "its last norm")
-        passed.append(output)
+        states.append(output)
 
-    # Before the weights are restored to half precision.
+    # First in order: a later hook restores the weights to half precision.
     hooks: list[Any] = [
         layer.register_forward_hook(partial(of_layer, number), prepend=True, with_kwargs=True)
         for number, layer in enumerate(layers)
@@ -295,9 +295,9 @@ def _compare(weights: LlamaWeights, ids: Tensor) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    if len(passed) != len(layers) + 2:
-        raise _Difference(f"it runs {len(passed) - 2} of {len(layers)} layers")
-    _same(hidden, passed[-1], "what follows its last norm")
+    if len(states) != len(layers) + 2:
+        raise _Difference(f"it runs {len(states) - 2} of {len(layers)} layers")
+    _same(hidden, states[-1], "what follows its last norm")
 
 
 def _joined(
@@ -307,18 +307,18 @@ def _joined(
     module: nn.Module,
     x: Tensor,
 ) -> Tensor:
-    """Run a layer as the joined one, x (1, T, H)."""
-    described = weights.description
-    kind = described.layers[number]
+    """Return the output of the joined layer of a module, x (1, T, H)."""
+    description = weights.description
+    kind = description.layers[number]
     # A copy of one layer: in half precision its weights have been widened for now.
-    layer = JoinedLayer.join(module, described.family, {}, in_place=False)
+    layer = JoinedLayer.join(module, description.family, {}, in_place=False)
     if kind not in attentions:
         columns = x.shape[1]
         chunks = make_chunks((1,), columns, 0, x.device)
         spans = (Span(0, 1, columns, chunks, *weights.rotary(columns, x[0], kind.table)),)
-        attentions[kind] = attention_of(described, kind, spans, None, x[0])
+        attentions[kind] = attention_of(description, kind, spans, None, x[0])
     run = attentions[kind]
-    return run_layer(described, layer, x[0], run, _product, normalized, normalized_heads)[None]
+    return run_layer(description, layer, x[0], run, _product, normalized, normalized_heads)[None]
 
 
 def _product(base: JoinedLinear, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -332,7 +332,7 @@ def _same(ours: Tensor, theirs: Tensor, what: str) -> None:
 
 
 def _compare_update(ours: Tensor, theirs: Tensor, before: Tensor, number: int) -> None:
-    """Compare the difference between output and input of a layer."""
+    """Compare what a layer adds to its input."""
     size = torch.maximum(_size(theirs - before), _SHARE * _size(before))
     error = float((_size(ours - theirs) / size.clamp_min(1e-9)).max())
     if not error <= tolerance(theirs):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 #: The table of rotary positions of models that have one for all layers.
 ALL_LAYERS = ""
 
-#: Activations of the MLP by their names in configurations: whether each is GELU, not SiLU.
+#: Whether an activation of the MLP, by its configured name, is GELU; else it is SiLU.
 _IS_GELU = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
 
 
@@ -26,25 +26,23 @@ class Family:
     Attributes:
         name: Prefix of its class names.
         module: Name of its module in transformers.models.
-        norms: Names of the norms before the attention, after it, before the MLP and after it; a
-            norm after one of the two comes before the residual is added. Empty for no norm.
+        norms: Names of the norms before and after the attention, before and after the MLP; a norm
+            after one of them acts before the residual is added. Empty for no norm.
         head_norms: Norms of q and k before the rotary positions: "each" head has its own mean
             square, or "all" heads have one.
         one_plus: Whether a norm multiplies by 1 + weight instead of weight.
-        rounds_once: Whether a norm in half precision rounds after the weight, not before it too.
-        windows: Which layers have the sliding window of the configuration: none, "all", or those
-            of the layer "types".
-        tables: Whether each type of layer has rotary positions of its own.
+        rounds_once: Whether a norm in half precision rounds only after the weight.
+        windows: Which layers have the configured sliding window: none, "all", or by layer "types".
+        tables: Whether each type of layer has its own rotary table.
         without_rotary: Whether layers with 0 in `no_rope_layers` have no rotary positions.
-        multipliers: Whether the configuration multiplies the embeddings, and what each half of a
-            layer adds.
+        multipliers: Whether the embeddings, and the outputs of attention and MLP, have factors.
         scale: Factor of the attention scores, from the configuration and the size of a head.
         trunk: Name of the model below the head, after the prefix.
         embedding: Class of the embeddings after the prefix; empty for torch's own.
         activation: Key of the activation in the configuration.
-        kernels: Whether `llama.cuda` serves it, with nine launches a layer of a decode step.
-        biases: Whether q, k and v have biases, and o: fixed, or the key of the configuration that
-            says so. None where `training.sizing` does not know the sizes of its layers.
+        kernels: Whether the kernels of `llama.cuda` support it.
+        biases: Whether q, k and v have biases, then whether o has one: a bool or a key of the
+            configuration. None if `training.sizing` does not know the layers' sizes.
     """
 
     name: str
@@ -73,7 +71,7 @@ _NORMS_AROUND = (
     "post_feedforward_layernorm",
 )
 
-#: The families by model type. What no field describes is as in Llama.
+#: The families by model type; all else is as in Llama.
 FAMILIES = {
     "llama": Family("Llama", "llama", biases=("attention_bias", "attention_bias")),
     "mistral": Family("Mistral", "mistral", windows="all", biases=(False, False)),
@@ -143,7 +141,7 @@ class Description:
         scale: Factor of the attention scores.
         gelu: Whether the activation of the MLP's gate is GELU by its tanh; else it is SiLU.
         embedding_multiplier: Factor of the embeddings, outside of their module.
-        residual_multiplier: Factor of what each half of a layer adds.
+        residual_multiplier: Factor of the outputs of attention and MLP.
     """
 
     family: Family
@@ -169,7 +167,7 @@ class Description:
 
 
 def describe(config: Any) -> Description | None:  # noqa: ANN401 -- a configuration of any model
-    """Return the description of a model's layers; None if it is of none of the families."""
+    """Return the description of a model's layers; None if no family fits."""
     family = FAMILIES.get(config.model_type)
     if family is None or getattr(config, "use_bidirectional_attention", False):
         return None
@@ -193,11 +191,11 @@ def describe(config: Any) -> Description | None:  # noqa: ANN401 -- a configurat
 
 
 def _layers(config: Any, family: Family) -> tuple[LayerKind, ...] | None:  # noqa: ANN401 -- as above
-    """Return the kind of each layer; None if the family has no layers of a type."""
+    """Return the kind of each layer; None if the family lacks one of the types."""
     count = int(config.num_hidden_layers)
     types = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
     window = int(getattr(config, "sliding_window", None) or 0) or None
-    # Mistral of transformers has a window whatever that key says.
+    # transformers' Mistral ignores `use_sliding_window`.
     if family.windows != "all" and not getattr(config, "use_sliding_window", True):
         window = None
     sliding = "sliding_attention" in types
@@ -207,14 +205,14 @@ def _layers(config: Any, family: Family) -> tuple[LayerKind, ...] | None:  # noq
         return None
     if not family.windows and window is not None:
         return None
-    turns = list(getattr(config, "no_rope_layers", None) or ()) if family.without_rotary else []
-    if turns and len(turns) < count:
+    ropes = list(getattr(config, "no_rope_layers", None) or ()) if family.without_rotary else []
+    if ropes and len(ropes) < count:
         return None
     # OLMo 3 has one table for all layers in older releases of transformers.
-    own = family.tables and set(types) <= set(getattr(config, "rope_parameters", None) or ())
+    per_type = family.tables and set(types) <= set(getattr(config, "rope_parameters", None) or ())
     return tuple(
         LayerKind(
-            table=None if turns and not turns[i] else kind if own else ALL_LAYERS,
+            table=None if ropes and not ropes[i] else kind if per_type else ALL_LAYERS,
             window=window if family.windows == "all" or kind == "sliding_attention" else None,
         )
         for i, kind in enumerate(types[:count])

@@ -1,8 +1,8 @@
 """The operations of a decoder layer as autograd functions with few passes over memory.
 
 On small models and CPUs these passes cost more than the matmuls. Each function computes what the
-model's own modules compute, keeps less for the backward, and writes its gradient in place where
-autograd would add several tensors. The base is frozen, so its weights get no gradient.
+model's own modules compute, saves fewer tensors for the backward, and writes its gradient in place
+where autograd would add several. The base is frozen, so its weights get no gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Span:
     Attributes:
         chunks: Assignment of the rows to the agents.
         cos: (T, D) or (B, 1, T, D), the rotary table of the tokens' positions.
-        sin: The same with the first half negated; None without rotary positions, where cos is 1.
+        sin: Like cos, with the first half negated; None without rotary positions, where cos is 1.
     """
 
     start: int
@@ -71,11 +71,11 @@ class RmsNorm(torch.autograd.Function):
 
 
 class HeadNorms(torch.autograd.Function):
-    """The norms of q and k, of q, k and v side by side."""
+    """The norms of q and k, on concatenated q, k and v."""
 
     @staticmethod
     def forward(ctx: Context, joined: Tensor, groups: tuple[NormGroup, ...]) -> Tensor:
-        """Normalize groups of features of joined (M, all heads * D), and keep the others."""
+        """Normalize the groups of features in joined (M, all heads * D); copy the rest."""
         out = torch.empty_like(joined)
         inverses: list[Tensor] = []
         for group in groups:
@@ -87,31 +87,31 @@ class HeadNorms(torch.autograd.Function):
                 out=group.of(out),
             )
             inverses.append(inverse)
-        rest = groups[-1].stop
-        out[:, rest:] = joined[:, rest:]
+        stop = groups[-1].stop
+        out[:, stop:] = joined[:, stop:]
         ctx.save_for_backward(joined, *inverses)
         ctx.groups = groups
         return out
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
-        """Write the gradient over that of the output, which is not used elsewhere."""
+        """Overwrite the gradient of the output, which has no other reader."""
         groups: tuple[NormGroup, ...] = ctx.groups
         joined, *inverses = ctx.saved_tensors
         (grad,) = grads
         for group, inverse in zip(groups, inverses, strict=True):
-            own = group.of(grad)
-            rms_norm_backward(own, group.of(joined), group.weight, inverse, out=own)
+            group_grad = group.of(grad)
+            rms_norm_backward(group_grad, group.of(joined), group.weight, inverse, out=group_grad)
         return grad, None
 
 
 @dataclass(frozen=True)
 class NormGroup:
-    """Consecutive features, from `start` on, that are normalized in rows of one size.
+    """Consecutive features, from `start` on, normalized in rows of equal length.
 
     Attributes:
         weight: (rows, features), the factors.
-        eps: Least mean square.
+        eps: Added to the mean square.
         rounds_once: See `rms_norm`.
     """
 
@@ -131,7 +131,7 @@ class NormGroup:
 
 
 class Glu(torch.autograd.Function):
-    """SiLU or GELU (by its tanh) of gate, times up (arXiv:2002.05202), of both side by side."""
+    """SiLU or tanh GELU of gate, times up (arXiv:2002.05202); both are concatenated."""
 
     @staticmethod
     def forward(ctx: Context, both: Tensor, gelu: bool) -> Tensor:
@@ -145,7 +145,7 @@ class Glu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
-        """Write both halves of the gradient over the input, which is not used elsewhere."""
+        """Overwrite gate and up, which have no other reader, with their gradients."""
         both, active = ctx.saved_tensors
         (grad,) = grads
         gate, up = both.chunk(2, dim=-1)
@@ -159,7 +159,7 @@ class Glu(torch.autograd.Function):
 
 
 def activated(gate: Tensor, gelu: bool, *, in_place: bool = False) -> Tensor:
-    """Apply GELU, by its tanh, or SiLU, which may overwrite its input, to a gate."""
+    """Apply tanh GELU or SiLU to a gate; `in_place` lets SiLU overwrite it."""
     if gelu:
         return torch.nn.functional.gelu(gate, approximate="tanh")
     return torch.nn.functional.silu(gate, inplace=in_place)
@@ -172,7 +172,7 @@ class Rotate(torch.autograd.Function):
     def forward(
         ctx: Context, joined: Tensor, heads: int, kv_heads: int, spans: tuple[Span, ...]
     ) -> tuple[Tensor, ...]:
-        """Rotate and split q, k and v side by side (M, (heads + 2 kv_heads) D).
+        """Rotate and split concatenated q, k and v (M, (heads + 2 kv_heads) D).
 
         Returns for each span q (B, heads, T, D), k and v (B, kv_heads, T, D), contiguous.
         """
@@ -187,7 +187,7 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Rotate back, into one tensor for q, k and v of all spans."""
+        """Write the gradients of q, k and v of all spans into one tensor."""
         spans: tuple[Span, ...] = ctx.spans
         heads, kv_heads = ctx.heads, ctx.kv_heads
         size = grads[0].shape[-1]
@@ -236,19 +236,19 @@ class LoraLinear(torch.autograd.Function):
             low = torch.bmm(chunks.split(span.rows_of(x)), chunks.per_chunk(down).transpose(1, 2))
             lows.append(low.mul_(chunks.per_chunk(scale)))
             for rows, columns, up in blocks:
-                own = span.rows_of(y)[..., columns]
-                chunks.add_product(own, low[..., rows], chunks.per_chunk(up))
+                outputs = span.rows_of(y)[..., columns]
+                chunks.add_product(outputs, low[..., rows], chunks.per_chunk(up))
         ctx.save_for_backward(x, weight, a, *b, *lows)
         ctx.spans, ctx.adapters = spans, adapters
         return y
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, residual, a and b."""
+        """Return the gradients of x, residual, a and b."""
         spans: tuple[Span, ...] = ctx.spans
         adapters: JoinedAdapters = ctx.adapters
-        x, weight, a, *rest = ctx.saved_tensors
-        b, lows = rest[: len(adapters.b)], rest[len(adapters.b) :]
+        x, weight, a, *b_and_lows = ctx.saved_tensors
+        b, lows = b_and_lows[: len(adapters.b)], b_and_lows[len(adapters.b) :]
         grad = grads[0].contiguous()
         down, blocks = adapters.down(a, x.dtype), adapters.blocks(b, x.dtype)
         scale = adapters.scales(x.dtype)
@@ -259,23 +259,23 @@ class LoraLinear(torch.autograd.Function):
             chunks = span.chunks
             pieces = chunks.spread(span.rows_of(grad))
             d_low = torch.empty_like(low)
-            for place, (rows, columns, up) in enumerate(blocks):
+            for number, (rows, columns, up) in enumerate(blocks):
                 piece = pieces[..., columns]
                 torch.bmm(piece, chunks.per_chunk(up).transpose(1, 2), out=d_low[..., rows])
-                more_b = torch.bmm(piece.transpose(1, 2), low[..., rows])
-                more_b = chunks.per_agent(more_b.to(a.dtype), len(a))
+                span_d_b = torch.bmm(piece.transpose(1, 2), low[..., rows])
+                span_d_b = chunks.per_agent(span_d_b.to(a.dtype), len(a))
                 if span is spans[0]:
-                    d_b.append(more_b)
+                    d_b.append(span_d_b)
                 else:
-                    d_b[place].add_(more_b)
+                    d_b[number].add_(span_d_b)
             d_low.mul_(chunks.per_chunk(scale))
-            more_a = torch.bmm(d_low.transpose(1, 2), chunks.split(span.rows_of(x)))
-            more_a = chunks.per_agent(more_a.to(a.dtype), len(a))
-            d_a = more_a if d_a is None else d_a.add_(more_a)
+            span_d_a = torch.bmm(d_low.transpose(1, 2), chunks.split(span.rows_of(x)))
+            span_d_a = chunks.per_agent(span_d_a.to(a.dtype), len(a))
+            d_a = span_d_a if d_a is None else d_a.add_(span_d_a)
             if d_x is not None:
                 chunks.add_product(span.rows_of(d_x), d_low, chunks.per_chunk(down))
-        kept = grad if ctx.needs_input_grad[1] else None
-        return d_x, kept, None, None, None, None, d_a, *adapters.apart(d_b)
+        d_residual = grad if ctx.needs_input_grad[1] else None
+        return d_x, d_residual, None, None, None, None, d_a, *adapters.apart(d_b)
 
 
 def rms_norm(
@@ -288,7 +288,7 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the normalized x (..., H), and 1 / sqrt(mean(x^2) + eps) (..., 1) in fp32.
 
-    Half precision is rounded before and after the weight, or `rounds_once` only at the end.
+    Half precision rounds before and after the weight, with `rounds_once` only after it.
     """
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -326,7 +326,7 @@ def glu(both: Tensor, *, gelu: bool) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor | None, *, out: Tensor | None = None) -> Tensor:
     """Rotate x (..., D) by tables that broadcast to it; sin has its first half negated.
 
-    Without a sin it multiplies by cos. Returns `out`, or a contiguous tensor of x's shape.
+    If sin is None, x is only multiplied by cos. Returns `out`, or a contiguous tensor of x's shape.
     """
     half = x.shape[-1] // 2
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
@@ -339,7 +339,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor | None, *, out: Tensor | None = N
 
 
 def rotate_back(grad: Tensor, cos: Tensor, sin: Tensor | None, *, out: Tensor) -> None:
-    """Write the gradient of the input of `rotate` to `out`, given that of its output."""
+    """Write the gradient of `rotate`'s input to `out`, given that of its output."""
     half = grad.shape[-1] // 2
     torch.mul(grad, cos, out=out)
     if sin is None:

@@ -37,7 +37,7 @@ from evo_grpo.model.lora.slots import AdapterSlots
 class LlamaForward:
     """One optimizer step, or one pass without gradient, over the joined layers.
 
-    Adapters are in the order of the rows: None is the base alone, and a shared adapter is stacked
+    Adapters are in the order of the rows: None is the base alone; a repeated adapter is stacked
     once. With `recompute`, only the input of each layer is kept for the backward.
     """
 
@@ -49,9 +49,9 @@ class LlamaForward:
         self.recompute = recompute
         self.weights = LlamaWeights.of(slots.base, slots.layers)
         self._views = adapter_views(slots, self.weights, self.adapters)
-        # All rows of a name use its first index; so do all rows of None.
-        held = reversed(list(enumerate(self._views.adapters)))
-        self._places = {name: place for place, name in held}
+        # The first index of each name, and of None.
+        indexed = reversed(list(enumerate(self._views.adapters)))
+        self._places = {name: index for index, name in indexed}
         self._layout: RowLayout | None = None
 
     @contextmanager
@@ -85,30 +85,32 @@ class LlamaForward:
     def _run_shared(self, prefix: SharedPrefix) -> Tensor:
         """Run shared prefixes and rests; return hidden states (Q * Tp + B * C, H)."""
         x = self.weights.embedded(torch.cat([prefix.ids.flatten(), prefix.rest.flatten()]))
-        prefixes, columns = prefix.ids.shape
-        rows, after = prefix.rest.shape
+        prefixes, prefix_columns = prefix.ids.shape
+        rows, rest_columns = prefix.rest.shape
         starts = prefix.row_lengths
-        places = starts[:, None] + torch.arange(after, device=x.device)
+        positions = starts[:, None] + torch.arange(rest_columns, device=x.device)
         # Rows with prefixes of equal length share one table.
-        places = places[0] if len(starts) == 1 else places[:, None]
+        positions = positions[0] if len(starts) == 1 else positions[:, None]
         chunks = self._chunks(prefix.ids, prefix.counts)
-        chunks_then = self._chunks(prefix.rest, self._current.counts)
+        rest_chunks = self._chunks(prefix.rest, self._current.counts)
 
         def spans(table: str | None) -> tuple[Span, ...]:
-            cos, sin = self.weights.rotary(max(prefix.lengths) + after, x, table)
-            sin_then = None if sin is None else sin[places]
-            sin = None if sin is None else sin[:columns]
-            first = Span(0, prefixes, columns, chunks, cos[:columns], sin)
-            return first, Span(first.stop, rows, after, chunks_then, cos[places], sin_then)
+            cos, sin = self.weights.rotary(max(prefix.lengths) + rest_columns, x, table)
+            rest_sin = None if sin is None else sin[positions]
+            sin = None if sin is None else sin[:prefix_columns]
+            prefix_span = Span(0, prefixes, prefix_columns, chunks, cos[:prefix_columns], sin)
+            return prefix_span, Span(
+                prefix_span.stop, rows, rest_columns, rest_chunks, cos[positions], rest_sin
+            )
 
         return self._layers(x, spans, prefix)
 
     def _chunks(self, ids: Tensor, counts: tuple[int, ...]) -> Chunks:
-        """Return the chunks of rows, with the number of rows of each adapter of the layout."""
+        """Return the chunks of ids (B, T), with `counts` rows of each adapter of the layout."""
         ranks = [adapters.a.shape[1] for adapters in self._views.joined.values() if adapters]
         chunks = make_chunks(counts, ids.shape[1], max(ranks, default=0), ids.device)
-        places = [self._places[name] for name in self._current.adapters]
-        return chunks.placed(places, len(self._views.adapters), ids.device)
+        indices = [self._places[name] for name in self._current.adapters]
+        return chunks.placed(indices, len(self._views.adapters), ids.device)
 
     @property
     def _current(self) -> RowLayout:
@@ -121,7 +123,7 @@ class LlamaForward:
         spans: Callable[[str | None], tuple[Span, ...]],
         prefix: SharedPrefix | None = None,
     ) -> Tensor:
-        """Run all layers; `spans` takes a table of rotary positions."""
+        """Run all layers; `spans` returns the spans for a rotary table."""
         w = self.weights
         kinds = w.description.layers
         attentions = {
@@ -138,11 +140,11 @@ class LlamaForward:
 
     def _layer(self, layer: JoinedLayer, x: Tensor, *, attention: Attention) -> Tensor:
         product = partial(self._linear, spans=attention.spans)
-        described = self.weights.description
+        description = self.weights.description
         if self.base.compiled is not None:
             heads = partial(heads_one_by_one, norm=_by_module)
-            return run_layer(described, layer, x, attention, product, _by_module, heads)
-        return run_layer(described, layer, x, attention, product, normalized, normalized_heads)
+            return run_layer(description, layer, x, attention, product, _by_module, heads)
+        return run_layer(description, layer, x, attention, product, normalized, normalized_heads)
 
     def _linear(
         self,
@@ -187,11 +189,11 @@ def run_layer(
 ) -> Tensor:
     """Run a decoder layer on hidden states (M, H).
 
-    `attention` maps q, k and v side by side to the outputs of the heads. `product` takes a joined
+    `attention` maps concatenated q, k and v to the outputs of the heads. `product` takes a joined
     linear layer, its input and an optional summand of its output. `norm` takes a norm and its
     input; `heads` is like `normalized_heads`.
     """
-    before, after, then, last = layer.norms
+    before, after, before_mlp, after_mlp = layer.norms
 
     def added(base: JoinedLinear, inner: Tensor, x: Tensor, after: Norm | None) -> Tensor:
         if after is None and description.residual_multiplier == 1.0:
@@ -201,13 +203,13 @@ def run_layer(
             y = norm(after, y)
         return torch.add(x, y, alpha=description.residual_multiplier)
 
-    joined = product(layer.qkv, x if before is None else norm(before, x))
+    qkv = product(layer.qkv, x if before is None else norm(before, x))
     if layer.head_norms:
-        joined = heads(description, layer, joined)
-    x = added(layer.out, attention(joined), x, after)
-    both = product(layer.gate_up, x if then is None else norm(then, x))
-    inner = glu(both, gelu=description.gelu)
-    return added(layer.down, inner, x, last)
+        qkv = heads(description, layer, qkv)
+    x = added(layer.out, attention(qkv), x, after)
+    gate_and_up = product(layer.gate_up, x if before_mlp is None else norm(before_mlp, x))
+    inner = glu(gate_and_up, gelu=description.gelu)
+    return added(layer.down, inner, x, after_mlp)
 
 
 def normalized(norm: Norm, x: Tensor) -> Tensor:
@@ -222,7 +224,7 @@ def normalized(norm: Norm, x: Tensor) -> Tensor:
 
 
 def normalized_heads(d: Description, layer: JoinedLayer, joined: Tensor) -> Tensor:
-    """Apply the norms of q and k to q, k and v side by side (M, (heads + 2 kv_heads) D)."""
+    """Apply the norms of q and k to concatenated q, k and v (M, (heads + 2 kv_heads) D)."""
     if joined.device.type == "cpu":
         return HeadNorms.apply(joined, _groups(d, layer))
     return heads_one_by_one(d, layer, joined, normalized)
@@ -231,14 +233,14 @@ def normalized_heads(d: Description, layer: JoinedLayer, joined: Tensor) -> Tens
 def heads_one_by_one(
     d: Description, layer: JoinedLayer, joined: Tensor, norm: Callable[[Norm, Tensor], Tensor]
 ) -> Tensor:
-    """Apply the norms of q and k by a function of a norm and its input; see `normalized_heads`."""
+    """Apply the norms of q and k as `normalized_heads` does, each by the function `norm`."""
     *parts, v = joined.split([n * d.head_dim for n in (d.heads, d.kv_heads, d.kv_heads)], dim=-1)
     rows = (-1,) if d.family.head_norms == "all" else (-1, d.head_dim)
-    done = [
-        norm(own, part.unflatten(-1, rows)).flatten(1)
-        for own, part in zip(layer.head_norms, parts, strict=True)
+    normed = [
+        norm(head_norm, part.unflatten(-1, rows)).flatten(1)
+        for head_norm, part in zip(layer.head_norms, parts, strict=True)
     ]
-    return torch.cat([*done, v], dim=-1)
+    return torch.cat([*normed, v], dim=-1)
 
 
 def _groups(d: Description, layer: JoinedLayer) -> tuple[NormGroup, ...]:
@@ -251,5 +253,5 @@ def _groups(d: Description, layer: JoinedLayer) -> tuple[NormGroup, ...]:
             return (NormGroup(0, torch.cat(weights), q.eps, q.rounds_once),)
     else:
         weights = weights[0][None], weights[1][None]
-    first = NormGroup(0, weights[0], q.eps, q.rounds_once)
-    return first, NormGroup(first.stop, weights[1], k.eps, k.rounds_once)
+    q_group = NormGroup(0, weights[0], q.eps, q.rounds_once)
+    return q_group, NormGroup(q_group.stop, weights[1], k.eps, k.rounds_once)

@@ -22,7 +22,7 @@ from evo_grpo.model.quantized import is_quantized
 def is_llama_family(base: SharedBase) -> bool:
     """Return whether a model's type is one of `families`, with weights that are not quantised.
 
-    `departures.takes_fast_path` checks whether it also computes the same.
+    `departures.takes_fast_path` checks whether its modules compute the same.
     """
     if describe(base.model.config) is None:
         return False
@@ -37,12 +37,12 @@ RotaryTable: TypeAlias = tuple[Tensor, Tensor | None]
 
 @dataclass
 class JoinedLinear:
-    """Linear layers of one input, side by side.
+    """Linear layers with the same input, concatenated.
 
     Attributes:
         names: Module names of the parts, as in `FusedForward.layers`.
         sizes: Output features of each part.
-        weight: (sum of sizes, in), the parts' own storage.
+        weight: (sum of sizes, in), of which the parts are views.
         bias: (sum of sizes,) or None.
     """
 
@@ -68,7 +68,7 @@ class Norm:
 
     Attributes:
         one_plus: Whether the factor is 1 + weight.
-        rounds_once: Whether it rounds to half precision after the factor, not before it too.
+        rounds_once: Whether it rounds to half precision only after the factor.
     """
 
     module: Any
@@ -82,15 +82,15 @@ class Norm:
 
     @property
     def weight(self) -> Tensor:
-        """The factor (H,); of 1 + weight in fp32, as transformers adds it."""
+        """The factor (H,): weight, or 1 + weight in fp32 as in transformers."""
         weight: Tensor = self.module.weight
         return 1.0 + weight.float() if self.one_plus else weight
 
     @property
     def eps(self) -> float:
-        """Least mean square."""
-        own = vars(self.module)
-        return float(own["variance_epsilon"] if "variance_epsilon" in own else own["eps"])
+        """What is added to the mean square."""
+        fields = vars(self.module)
+        return float(fields["variance_epsilon"] if "variance_epsilon" in fields else fields["eps"])
 
 
 @dataclass
@@ -98,10 +98,10 @@ class JoinedLayer:
     """One decoder layer.
 
     Attributes:
-        norms: Those before the attention, after it, before the MLP and after it; None for none.
-        head_norms: Those of q and k; empty for none.
-        out: The output of the attention; `down` that of the MLP.
-        gate_up: The gate and the input of the MLP.
+        norms: Those before and after the attention, before and after the MLP; None if missing.
+        head_norms: Those of q and k; empty if missing.
+        out: Output projection of the attention; `down` is that of the MLP.
+        gate_up: Gate and up projections of the MLP.
     """
 
     norms: tuple[Norm | None, ...]
@@ -126,7 +126,7 @@ class JoinedLayer:
     ) -> JoinedLayer:
         """Join the linear layers of a decoder layer; `names` are their module names by id.
 
-        With `in_place`, the parameters become views of the joined weights; else these are copies.
+        With `in_place`, parameters become views of the joined weights; else these are copies.
         """
         q, k, v, o, gate, up, down = linears_of(layer)
         norms = norms_of(layer, family)
@@ -138,10 +138,10 @@ class JoinedLayer:
         )
 
     def serves(self, layer: Any, family: Family) -> bool:  # noqa: ANN401 -- as above
-        """Return whether the modules and the memory of the weights are unchanged."""
-        own = (*self.norms, *self.head_norms)
+        """Return whether a layer still has these norms and this memory of weights."""
+        norms = (*self.norms, *self.head_norms)
         present = (*norms_of(layer, family), *head_norms_of(layer, family))
-        if any((n and n.module) is not module for n, module in zip(own, present, strict=True)):
+        if any((n and n.module) is not module for n, module in zip(norms, present, strict=True)):
             return False
         linears = iter(linears_of(layer))
         return all(group.serves(linears) for group in self.linears())
@@ -213,8 +213,8 @@ class LlamaWeights:
             return like.new_ones(length, self.description.head_dim), None
         trunk: Any = self.base.trunk
         positions = torch.arange(length, device=like.device)[None]
-        own = {} if table == ALL_LAYERS else {"layer_type": table}
-        cos, sin = (part.to(like.dtype) for part in trunk.rotary_emb(like, positions, **own))
+        keywords = {} if table == ALL_LAYERS else {"layer_type": table}
+        cos, sin = (part.to(like.dtype) for part in trunk.rotary_emb(like, positions, **keywords))
         half = self.description.head_dim // 2
         return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
 
@@ -243,7 +243,7 @@ def linears_of(layer: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- a decoder laye
 
 def plain(module: nn.Module) -> Any:  # noqa: ANN401 -- a linear layer of the family
     """Return a linear layer without its adapters."""
-    # The plain case first, since each step asks this of every layer.
+    # The plain case first: each step calls this for every layer.
     if type(module) is nn.Linear or not isinstance(module, LoraLayer):
         return module
     return module.base_layer
@@ -253,19 +253,19 @@ def plain(module: nn.Module) -> Any:  # noqa: ANN401 -- a linear layer of the fa
 def _join(modules: list[nn.Module], names: Mapping[int, str], in_place: bool) -> JoinedLinear:
     linears = [plain(module) for module in modules]
     sizes = tuple(linear.weight.shape[0] for linear in linears)
-    # A layer without adapters has no name that `FusedForward.adapts` knows.
-    own = tuple(names.get(id(module), f"{id(module)}") for module in modules)
+    # A layer without adapters gets a name that no adapter has.
+    part_names = tuple(names.get(id(module), f"{id(module)}") for module in modules)
     if len(linears) == 1:
-        return JoinedLinear(own, sizes, linears[0].weight, linears[0].bias)
+        return JoinedLinear(part_names, sizes, linears[0].weight, linears[0].bias)
     weight = _side_by_side([linear.weight for linear in linears], in_place)
     bias = None
     if any(linear.bias is not None for linear in linears):
         bias = _side_by_side([linear.bias for linear in linears], in_place)
-    return JoinedLinear(own, sizes, weight, bias)
+    return JoinedLinear(part_names, sizes, weight, bias)
 
 
 def _side_by_side(parts: Sequence[Tensor], in_place: bool) -> Tensor:
-    """Return parameters joined along their first axis; in place, they become views of it."""
+    """Concatenate parameters along axis 0; `in_place` makes them views of the result."""
     first = parts[0].data
     total = sum(part.shape[0] for part in parts)
     room = first.untyped_storage().nbytes() // first.element_size() - first.storage_offset()
@@ -282,10 +282,10 @@ def _side_by_side(parts: Sequence[Tensor], in_place: bool) -> Tensor:
 
 
 def _begins(joined: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Return whether the parts are consecutive in memory from the start of a tensor."""
-    place = joined.data_ptr()
+    """Return whether the memory of a tensor begins with the parts, in order."""
+    address = joined.data_ptr()
     for part in parts:
-        if part.data_ptr() != place or part.dtype != joined.dtype or not part.is_contiguous():
+        if part.data_ptr() != address or part.dtype != joined.dtype or not part.is_contiguous():
             return False
-        place += part.numel() * part.element_size()
+        address += part.numel() * part.element_size()
     return True

@@ -1,1 +1,1 @@
-"""Generation of the Llama family by kernels of its own, for CUDA devices."""
+"""Decoding and learning of the Llama family by Triton kernels, on CUDA."""

@@ -1,8 +1,8 @@
 """Attention of rows that share prefixes, by flash kernels that read each key once per prefix.
 
 Every prefix and every rest attends to itself. The rests of a prefix, as one long query, also attend
-to the keys of that prefix; their two outputs are joined by their log-sum-exps. With the joined
-output and log-sum-exp, the backward of each of the two calls is its part of the gradient (Dao 2023,
+to the keys of that prefix; their two outputs are joined by their log-sum-exps. Given the joined
+output and log-sum-exp, the backward of each call returns its part of the gradient (Dao 2023,
 arXiv:2307.08691, eq. 4). So the forward has no mask and copies no key for a row or for a head of a
 group. Keys of prefixes of unequal length are packed once.
 """
@@ -32,8 +32,8 @@ class Segments:
 
     Attributes:
         alone: Every row, or every prefix and rest, attending to itself.
-        over: The rests of each prefix over its keys; None without prefixes.
-        real: Places of the real tokens of the prefixes; None if all are real.
+        over: The rests of each prefix, attending to it; None without prefixes.
+        real: Indices of the prefixes' real tokens; None if none is padding.
         start: First token of the rests.
     """
 
@@ -44,16 +44,16 @@ class Segments:
         self.over: Offsets | None = None
         if prefix is None:
             rows, columns = ids.shape
-            own = torch.arange(rows + 1, dtype=torch.int32, device=ids.device) * columns
-            self.alone: Offsets = own, own, columns, columns, True
+            offsets = torch.arange(rows + 1, dtype=torch.int32, device=ids.device) * columns
+            self.alone: Offsets = offsets, offsets, columns, columns, True
             return
         assert prefix.segments is not None
-        own, queries, keys = (part.int() for part in prefix.segments[:3])
+        offsets, queries, keys = (part.int() for part in prefix.segments[:3])
         self.real = prefix.segments[3]
-        self.start, after = prefix.ids.numel(), prefix.rest.shape[1]
-        longest = max(prefix.ids.shape[1], after)
-        self.alone = own, own, longest, longest, True
-        self.over = queries, keys, max(prefix.rows) * after, max(prefix.lengths), False
+        self.start, rest_columns = prefix.ids.numel(), prefix.rest.shape[1]
+        longest = max(prefix.ids.shape[1], rest_columns)
+        self.alone = offsets, offsets, longest, longest, True
+        self.over = queries, keys, max(prefix.rows) * rest_columns, max(prefix.lengths), False
 
     def attend(self, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, list[Tensor]]:
         """Return outputs (M, heads, D) and what `gradients` needs; `kv` is (2, M, kv heads, D)."""
@@ -61,24 +61,25 @@ class Segments:
         if self.over is None:
             return out, [sums, *state]
         k, v = self._of_prefixes(kv)
-        more, more_sums, *more_state = flash_forward(q[self.start :], k, v, *self.over, scale)
-        operators.join_parts(more, out, sums, more_sums)
-        return out, [sums, *state, more_sums, *more_state]
+        prefix_out, prefix_sums, *prefix_state = flash_forward(
+            q[self.start :], k, v, *self.over, scale
+        )
+        operators.join_parts(prefix_out, out, sums, prefix_sums)
+        return out, [sums, *state, prefix_sums, *prefix_state]
 
     def gradients(
         self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, kept: list[Tensor], scale: float
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return dq, dk and dv of each token; then those of rests and prefixes over each other.
+        """Return dq, dk and dv of `alone`; then those of `over`, empty without prefixes.
 
-        The second dk and dv are for the real tokens of the prefixes; without prefixes there are
-        none.
+        The second dq are of the rests, the second dk and dv of the prefixes' real tokens.
         """
-        first = self._backward(grad, out, *kept[:3], q, *kv, *self.alone, scale)
+        alone_grads = self._backward(grad, out, *kept[:3], q, *kv, *self.alone, scale)
         if self.over is None:
-            return first, []
-        rest, prefixes = slice(self.start, None), self._of_prefixes(kv)
-        return first, self._backward(
-            grad[rest], out[rest], *kept[3:], q[rest], *prefixes, *self.over, scale
+            return alone_grads, []
+        rests, prefixes = slice(self.start, None), self._of_prefixes(kv)
+        return alone_grads, self._backward(
+            grad[rests], out[rests], *kept[3:], q[rests], *prefixes, *self.over, scale
         )
 
     def _backward(self, *given: Any) -> list[Tensor]:
@@ -104,31 +105,31 @@ class WindowSegments(Segments):
         self._window, self._rests = window, None
         if prefix is None:
             return
-        (count, before), after = prefix.ids.shape, prefix.rest.shape[1]
-        places: list[npt.NDArray[np.int64]] = []
+        (count, width), rest_width = prefix.ids.shape, prefix.rest.shape[1]
+        tokens: list[npt.NDArray[np.int64]] = []
         for number, (length, rows) in enumerate(zip(prefix.lengths, prefix.rows, strict=True)):
-            stop = number * before + length
-            seen = np.arange(stop - min(length, window - 1), stop)
+            stop = number * width + length
+            reached = np.arange(stop - min(length, window - 1), stop)
             for _ in range(rows):
-                own = self.start + len(places) // 2 * after
-                places += [seen, np.arange(own, own + after)]
-        lengths = [len(seen) + after for seen in places[::2]]
-        rests = np.arange(len(lengths) + 1) * after
-        offsets = np.append(0, np.cumsum(lengths)), rests, np.arange(count + 1) * before
-        keys, rests, own, self._gather = send([*offsets, np.concatenate(places)], ids.device)
-        self.alone = own.int(), own.int(), before, before, True
-        self._rests: Offsets | None = rests.int(), keys.int(), after, max(lengths), True
+                offset = self.start + len(tokens) // 2 * rest_width
+                tokens += [reached, np.arange(offset, offset + rest_width)]
+        lengths = [len(reached) + rest_width for reached in tokens[::2]]
+        rests = np.arange(len(lengths) + 1) * rest_width
+        offsets = np.append(0, np.cumsum(lengths)), rests, np.arange(count + 1) * width
+        keys, rests, offset, self._gather = send([*offsets, np.concatenate(tokens)], ids.device)
+        self.alone = offset.int(), offset.int(), width, width, True
+        self._rests: Offsets | None = rests.int(), keys.int(), rest_width, max(lengths), True
 
     def attend(self, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, list[Tensor]]:
-        """See `Segments`; the outputs of both calls lie behind each other."""
+        """See `Segments`; results of the rests follow those of the prefixes."""
         n = len(q) if self._rests is None else self.start
         k, v = kv[:, :n]
-        out, *kept = flash_forward(q[:n], k, v, *self.alone, scale, self._window)
+        out, *state = flash_forward(q[:n], k, v, *self.alone, scale, self._window)
         if self._rests is None:
-            return out, kept
+            return out, state
         k, v = kv.index_select(1, self._gather)
-        rests, *more = flash_forward(q[n:], k, v, *self._rests, scale, self._window)
-        return torch.cat([out, rests]), kept + more
+        rest_out, *rest_state = flash_forward(q[n:], k, v, *self._rests, scale, self._window)
+        return torch.cat([out, rest_out]), state + rest_state
 
     def gradients(
         self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, kept: list[Tensor], scale: float
@@ -140,34 +141,34 @@ class WindowSegments(Segments):
         )
         if self._rests is None:
             return [dq, dk, dv], []
-        seen = kv.index_select(1, self._gather)
-        rests = self._backward(
-            grad[n:], out[n:], *kept[3:], q[n:], *seen, *self._rests, scale, self._window
+        rest_kv = kv.index_select(1, self._gather)
+        rest_grads = self._backward(
+            grad[n:], out[n:], *kept[3:], q[n:], *rest_kv, *self._rests, scale, self._window
         )
-        both = kv.new_zeros(len(q), 2, *kv.shape[2:], dtype=torch.float32)
+        kv_sums = kv.new_zeros(len(q), 2, *kv.shape[2:], dtype=torch.float32)
         # The keys of a prefix have gradients of several rows: added in fp32, in a fixed order.
-        both.index_put_((self._gather,), torch.stack(rests[1:], 1).float(), accumulate=True)
-        both[:n] += torch.stack([dk, dv], 1)
-        whole = both.transpose(0, 1).to(kv.dtype, memory_format=torch.contiguous_format)
-        whole = whole.contiguous()  # fp32 as it was keeps its strides
-        return [torch.cat([dq, rests[0]]), *whole], []
+        kv_sums.index_put_((self._gather,), torch.stack(rest_grads[1:], 1).float(), accumulate=True)
+        kv_sums[:n] += torch.stack([dk, dv], 1)
+        kv_grads = kv_sums.transpose(0, 1).to(kv.dtype, memory_format=torch.contiguous_format)
+        kv_grads = kv_grads.contiguous()  # `to` does nothing in fp32
+        return [torch.cat([dq, rest_grads[0]]), *kv_grads], []
 
 
 @contextmanager
 def _in_a_fixed_order() -> Generator[None]:
     """Make the kernel add gradients of queries in a fixed order, not by atomic sums.
 
-    A mode that only warns would leave the order open; filling memory is switched off.
+    A mode that only warns would not fix the order. New memory is not filled meanwhile.
     """
     settings: Any = torch.utils.deterministic
-    before, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    mode, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("error")
     settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
         settings.fill_uninitialized_memory = fills
-        torch.set_deterministic_debug_mode(before)
+        torch.set_deterministic_debug_mode(mode)
 
 
 @operator()
@@ -177,7 +178,7 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return outputs (M, heads, D), log-sum-exps (heads, M) fp32, and the state for the backward.
 
-    The last query of a segment is at its last key; a window of 0 means none.
+    The last query of a segment is aligned with its last key; a window of 0 is none.
     """
     return torch.ops.aten._flash_attention_forward(
         q, k, v, queries, keys, longest_query, longest_key, 0.0, causal, False, scale=scale,

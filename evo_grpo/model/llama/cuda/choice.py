@@ -1,4 +1,4 @@
-"""Chooses between kernels and torch's operations, with which the kernels are compared.
+"""The choice between kernels and torch's operations, with which the kernels are compared.
 
 Compilers, drivers and torch's private flash attention vary, and wrong gradients raise no error.
 """
@@ -31,12 +31,12 @@ from evo_grpo.settings.engine import Kernels
 #: Bounds of the kernels.
 MOST_HEAD_DIM, MOST_GROUP, MOST_HIDDEN, MOST_RANK = 256, 16, 16384, 128
 _REFUSED = "kernels refused"
-#: Largest difference over the size of a gradient, and that of each layer. In bf16, roundings of two
-#: ways give a third of the sum or less; a kernel that leaves out its part twice of it or more.
+#: Allowed relative difference of a gradient: a constant, and a term for each layer. In bf16,
+#: rounding gives at most a third of the sum; a kernel that omits its part at least twice the sum.
 _MOST, _MOST_OF_A_LAYER = 0.1, 0.01
-#: Smaller gradients, as a share of the largest, are mostly rounding.
+#: Gradients below this share of the largest are mostly rounding.
 _LEAST = 0.01
-#: Standard deviation of what is added to adapters, so that no B is zero.
+#: Standard deviation of the noise that is added to adapters, so that no B is zero.
 _NOISE = 0.02
 #: Tokens of a row, and of its prompt, which is longer than the tiles of kernels.
 _COLUMNS, _PROMPT = 180, 150
@@ -84,13 +84,13 @@ def give_up_kernels(base: SharedBase, error: KernelError) -> None:
 
 
 def _expected(base: SharedBase, dtype: torch.dtype, wanted: Kernels) -> bool:
-    """Return whether kernels are to be tried: by `auto` on CUDA in half precision."""
+    """Return whether to try kernels: `auto` tries them on CUDA in half precision."""
     by_itself = base.device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
     return not base.derived.get(FAILED) and (wanted == "on" or (wanted == "auto" and by_itself))
 
 
 def _warn(base: SharedBase, what: str) -> None:
-    """Warn of what a base does without kernels, once for each reason."""
+    """Warn that a base computes without kernels, once for each reason."""
     warned: set[str] = base.derived.setdefault(_REFUSED, set())
     if what not in warned:
         warned.add(what)
@@ -98,7 +98,7 @@ def _warn(base: SharedBase, what: str) -> None:
 
 
 def _refusal(base: SharedBase) -> str | None:
-    """Return why kernels do not serve a device; None if they may."""
+    """Return why kernels do not run on the device of a base; None if they may."""
     kind, device = base.device.type, base.device
     if kind == "cpu" and not interpreted():
         return "on a CPU they run in Triton's interpreter alone, TRITON_INTERPRET=1"
@@ -111,7 +111,7 @@ def _refusal(base: SharedBase) -> str | None:
 
 
 def _unserved(weights: LlamaWeights) -> str | None:
-    """Return why kernels do not serve the layers of a base; None if they do."""
+    """Return why kernels do not support the layers of a base; None if they do."""
     base, d = weights.base, weights.description
     if not d.family.kernels:
         return f"they do not serve {base.model.config.model_type}"
@@ -134,7 +134,7 @@ def _unserved_ranks(fused: FusedForward) -> str | None:
 
 
 def _unlearned(weights: LlamaWeights) -> str | None:
-    """Return why kernels decode with a base, and do not learn; None if they may."""
+    """Return why kernels do not learn with a base; None if they may."""
     base, size = weights.base, weights.description.head_dim
     if base.compiled is not None:
         return "engine.compile is set"
@@ -144,31 +144,31 @@ def _unlearned(weights: LlamaWeights) -> str | None:
 
 
 def differs(slots: AdapterSlots, adapters: Sequence[str | None]) -> str | None:
-    """Return how gradients by kernels differ by more than rounding, or what fails; None if neither.
+    """Return how gradients by kernels differ from torch's, or how they fail; None if they agree.
 
-    They are compared once for a base, on two of the adapters.
+    They are compared once for a base, on up to two of the adapters.
     """
     base = slots.base
     names = [name for name in adapters if name is not None][:2]
-    known: dict[object, float] = base.derived.setdefault("kernels compared", {})
+    differences: dict[object, float] = base.derived.setdefault("kernels compared", {})
     key = base.device, base.dtype
     try:
-        if names and key not in known:
-            known[key] = _largest_difference(slots, names)
+        if names and key not in differences:
+            differences[key] = _largest_difference(slots, names)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-    difference = known.get(key, 0.0)
+    difference = differences.get(key, 0.0)
     if difference <= _MOST + _MOST_OF_A_LAYER * len(layers_of(base)):
         return None
     return f"gradients differ by {difference:.0%} from those of torch's operations"
 
 
 def _largest_difference(slots: AdapterSlots, names: Sequence[str]) -> float:
-    """Return the largest relative difference of a gradient of two adapters."""
+    """Return the largest relative difference of a gradient by kernels and by torch."""
     parameters = [p for name in names for p in slots.parameters(name)]
-    before = [(p.detach().clone(), p.grad) for p in parameters]
+    originals = [(p.detach().clone(), p.grad) for p in parameters]
     device = slots.base.device
     try:
         with own_generator(device), torch.autocast(device.type, enabled=False):
@@ -180,7 +180,7 @@ def _largest_difference(slots: AdapterSlots, names: Sequence[str]) -> float:
                 _gradients(kind, slots, names) for kind in (KernelForward, LlamaForward)
             )
     finally:
-        for p, (value, grad) in zip(parameters, before, strict=True):
+        for p, (value, grad) in zip(parameters, originals, strict=True):
             p.data.copy_(value)
             p.grad = grad
     sizes = torch.stack([grad.norm() for grad in theirs])
@@ -190,25 +190,25 @@ def _largest_difference(slots: AdapterSlots, names: Sequence[str]) -> float:
 
 
 def _gradients(kind: type[LlamaForward], slots: AdapterSlots, names: Sequence[str]) -> list[Tensor]:
-    """Return the gradients fp32 of two rows of each adapter that share a prompt."""
+    """Return the fp32 gradients of a batch of two rows, with one prompt, per adapter."""
     base, rows = slots.base, 2 * len(names)
     ids = probe_ids(base.vocabulary, rows, min(_COLUMNS, base.context_length or _COLUMNS)).numpy()
     prompt = min(_PROMPT, ids.shape[1] // 2)
     ids[1::2, :prompt] = ids[::2, :prompt]
     masks = np.zeros(ids.shape, bool)
     masks[:, prompt:] = True
-    lines, places = np.nonzero(masks)
-    where = torch.as_tensor(lines * ids.shape[1] + places - 1, device=base.device)
+    token_rows, token_columns = np.nonzero(masks)
+    where = torch.as_tensor(token_rows * ids.shape[1] + token_columns - 1, device=base.device)
     prefix = find_shared_prefixes(np.arange(rows) // 2, ids, masks, base.device)
     step = kind(slots, names)
     with torch.enable_grad(), step.rows(RowLayout(tuple(names), (2,) * len(names))):
         hidden = step.hidden_at(torch.as_tensor(ids, device=base.device), where, prefix)
-        # A direction of each state that the last norm, which scales it, does not cancel.
+        # A projection of each state whose gradient the last norm does not cancel.
         signs = torch.arange(hidden.shape[1], device=base.device) % 3 - 1
         base.backward((hidden.float() * signs).sum())
     step.collect_gradients()
-    owned = [p for name in names for p in slots.parameters(name)]
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in owned]
-    for p in owned:
+    parameters = [p for name in names for p in slots.parameters(name)]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    for p in parameters:
         p.grad = None
     return [grad.float() for grad in grads]

@@ -1,10 +1,10 @@
 """Prompts and decode steps by kernels, with a number of launches independent of rows and ranks.
 
-A row's column of the cache is its position, so that a row attends to its first columns and needs no
-mask.
+A token's column of the cache is its position, so that a row attends to its first columns and needs
+no mask.
 
 The A of all agents are further rows of the weight, so that one product gives a linear layer and the
-low columns of every agent; their B lie in one buffer. Both are copied once per rollout, since
+low columns of every agent; their B lie in one buffer. A and B are copied once per rollout, since
 agents learn in between. No rank is padded to that of another agent.
 """
 
@@ -39,9 +39,9 @@ from evo_grpo.model.llama.weights import (
 )
 from evo_grpo.working import working
 
-#: Rows of a weight with the A of agents come in multiples of this, for which products are fast.
+#: The rows of a weight with the A of agents are padded to a multiple of this, for fast products.
 _ROWS = 64
-#: Greatest share of a weight's rows that the A of agents have beside it; more are a product apart.
+#: The A of agents extend a weight by up to this share of its rows; more get their own product.
 _BESIDE = 1 / 3
 
 
@@ -50,10 +50,10 @@ class AdaptedLinear:
     """A joined linear layer with the adapters of all agents.
 
     Attributes:
-        weight: (columns, in), the layer's own rows, then those of A if they are beside it.
+        weight: (columns, in), the layer's own rows, then those of A if they extend it.
         width: Output features of the layer.
         bias: (width,) or None.
-        a: (low columns, in), the A of all agents if they are apart; else None.
+        a: (low columns, in), the A of all agents if `weight` lacks them; else None.
         b: The B of all agents, see `kernels`.
         table: (N, parts, 3) int64, see `kernels`.
         rank: The greatest rank, rounded up to a multiple of 16; 0 without an adapter.
@@ -68,7 +68,7 @@ class AdaptedLinear:
     rank: int
 
     def products(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layer's product with x (B, in), with unread columns behind it, and `low`."""
+        """Return the product z with x (B, in), read up to column `width`, and `low`."""
         z = nn.functional.linear(x, self.weight)
         return z, z[:, self.width :] if self.a is None else nn.functional.linear(x, self.a)
 
@@ -93,9 +93,7 @@ class RowTables:
         tiles: list[tuple[int, int, int]] = []
         start = 0
         for agent, count in enumerate(counts):
-            tiles += [
-                (start + first, min(TILE, count - first), agent) for first in range(0, count, TILE)
-            ]
+            tiles += [(start + row, min(TILE, count - row), agent) for row in range(0, count, TILE)]
             start += count
         owners = np.arange(len(counts)).repeat(counts)
         return cls(*send([owners, np.array(tiles).reshape(-1, 3)], device))
@@ -104,21 +102,21 @@ class RowTables:
 def adapted_layers(weights: LlamaWeights, fused: FusedForward) -> list[list[AdaptedLinear]]:
     """Return the four joined linear layers of each layer, with the adapters of a rollout."""
     base = weights.base
-    plans = [[_Plan.of(weights, one, fused) for one in x.linears()] for x in weights.layers]
-    different = {plan.entries: None for group in plans for plan in group}
+    plans = [[_Plan.of(weights, linear, fused) for linear in x.linears()] for x in weights.layers]
+    unique = {plan.entries: None for group in plans for plan in group}
     shape = len(fused.layout.adapters), -1, 3
-    sent = send([np.array(entries).reshape(shape) for entries in different], base.device)
-    tables = dict(zip(different, sent, strict=True))
-    before: dict[int, Tensor] = base.derived.get("kernel weights", {})
+    tensors = send([np.array(entries).reshape(shape) for entries in unique], base.device)
+    tables = dict(zip(unique, tensors, strict=True))
+    old_buffers: dict[int, Tensor] = base.derived.get("kernel weights", {})
     buffers: dict[int, Tensor] = {}
     layers: list[list[AdaptedLinear]] = []
     for layer, group in zip(layers_of(base), plans, strict=True):
         modules = iter(linears_of(layer))
-        own = [[plain(next(modules)) for _ in plan.stacks] for plan in group]
+        group_modules = [[plain(next(modules)) for _ in plan.stacks] for plan in group]
         layers.append(
             [
-                plan.built(linears, tables[plan.entries], before, buffers)
-                for plan, linears in zip(group, own, strict=True)
+                plan.built(linears, tables[plan.entries], old_buffers, buffers)
+                for plan, linears in zip(group, group_modules, strict=True)
             ]
         )
     base.derived["kernel weights"] = buffers
@@ -127,7 +125,7 @@ def adapted_layers(weights: LlamaWeights, fused: FusedForward) -> list[list[Adap
 
 @dataclass(frozen=True)
 class _Plan:
-    """The places of the adapters of a joined layer, the `base`.
+    """Where the adapters of a joined layer, the `base`, are copied to.
 
     Attributes:
         stacks: The adapters of each part; None where no agent adapts it.
@@ -145,45 +143,45 @@ class _Plan:
         """Return the plan of a joined layer."""
         adapters = fused.layout.adapters
         stacks: list[Stack | None] = []
-        places: list[list[tuple[int, int, int]]] = []
+        parts: list[list[tuple[int, int, int]]] = []
         column = offset = 0
         for name, size in zip(base.names, base.sizes, strict=True):
             stack = fused.new_stack(name, weights.dtype)
             stacks.append(stack)
-            places.append([])
+            parts.append([])
             for adapter in adapters:
                 rank = _rank(fused, name, adapter) if stack else 0
-                places[-1].append((column, rank, offset))
+                parts[-1].append((column, rank, offset))
                 column += rank
                 offset += stack.b.shape[1] * padded(size) if stack else 0
-        entries = tuple(n for agent in zip(*places, strict=True) for place in agent for n in place)
-        ranks = tuple(tuple(rank for _, rank, _ in part) for part in places)
+        entries = tuple(n for agent in zip(*parts, strict=True) for entry in agent for n in entry)
+        ranks = tuple(tuple(rank for _, rank, _ in part) for part in parts)
         return cls(base, tuple(stacks), entries, ranks)
 
     def built(
         self, modules: list[Any], table: Tensor, before: dict[int, Tensor],
         buffers: dict[int, Tensor],
     ) -> AdaptedLinear:  # fmt: skip
-        """Copy the adapters to their places; `buffers` receives the weight that has room for A."""
-        base, own = self.base, self.base.weight.detach()
-        width, low = own.shape[0], sum(map(sum, self.ranks))
-        if not low:
-            return AdaptedLinear(own, width, base.bias, None, own, table, 0)
+        """Copy the adapters; an extended weight is taken from `before` and put in `buffers`."""
+        base, base_weight = self.base, self.base.weight.detach()
+        width, low_columns = base_weight.shape[0], sum(map(sum, self.ranks))
+        if not low_columns:
+            return AdaptedLinear(base_weight, width, base.bias, None, base_weight, table, 0)
         rank = padded(max(map(max, self.ranks)))
-        rows, b = self._rows(own.dtype), self._b()
-        if low > _BESIDE * width:
-            return AdaptedLinear(own, width, base.bias, rows, b, table, rank)
-        total = -(-(width + low) // _ROWS) * _ROWS
-        weight = before.pop(own.data_ptr(), None)
-        if weight is None or len(weight) < total or weight.dtype != own.dtype:
-            del weight  # one layer at a time is there twice
+        rows, b = self._rows(base_weight.dtype), self._b()
+        if low_columns > _BESIDE * width:
+            return AdaptedLinear(base_weight, width, base.bias, rows, b, table, rank)
+        total = -(-(width + low_columns) // _ROWS) * _ROWS
+        weight = before.pop(base_weight.data_ptr(), None)
+        if weight is None or len(weight) < total or weight.dtype != base_weight.dtype:
+            del weight  # only one layer at a time is in memory twice
             weight = _with_room(base, modules, total)
         buffers[weight.data_ptr()] = weight
-        weight[width : width + low].copy_(rows)
+        weight[width : width + low_columns].copy_(rows)
         return AdaptedLinear(weight[:total], width, base.bias, None, b, table, rank)
 
     def _rows(self, dtype: torch.dtype) -> Tensor:
-        """Return the A of all parts and agents, below each other."""
+        """Return the A of all parts and agents as rows of one tensor."""
         rows: list[Tensor] = []
         for stack, ranks in zip(self.stacks, self.ranks, strict=True):
             if stack is None:
@@ -199,8 +197,8 @@ class _Plan:
         parts: list[Tensor] = []
         for stack, size in zip(self.stacks, self.base.sizes, strict=True):
             if stack is not None:
-                missing = padded(size) - size
-                b = nn.functional.pad(stack.b, (0, missing)) if missing else stack.b
+                padding = padded(size) - size
+                b = nn.functional.pad(stack.b, (0, padding)) if padding else stack.b
                 parts.append(b.reshape(-1))
         return torch.cat(parts)
 
@@ -214,14 +212,14 @@ def _rank(fused: FusedForward, name: str, adapter: str | None) -> int:
 
 def _with_room(base: JoinedLinear, modules: Sequence[Any], rows: int) -> Tensor:
     """Return a joined layer's weight with more rows; the parameters become views of it."""
-    own = base.weight.detach()
-    weight = own.new_zeros(rows, own.shape[1])
-    weight[: len(own)].copy_(own)
+    old_weight = base.weight.detach()
+    weight = old_weight.new_zeros(rows, old_weight.shape[1])
+    weight[: len(old_weight)].copy_(old_weight)
     start = 0
     for module, size in zip(modules, base.sizes, strict=True):
         module.weight.data = weight[start : start + size]
         start += size
-    base.weight = weight[: len(own)]
+    base.weight = weight[: len(old_weight)]
     return weight
 
 
@@ -232,17 +230,17 @@ Turn: TypeAlias = tuple[Tensor, Tensor] | tuple[None, None]
 
 
 class LayerParts:
-    """A layer without its linear layers: `following` is the next norm, `table` its rotary table."""
+    """Norms, rotary table and window of a layer; `following` is the next layer's first norm."""
 
     def __init__(self, layer: JoinedLayer, following: Norm, kind: LayerKind) -> None:
         self.table, self.window = kind.table, kind.window or 0
-        of_q, of_k = map(_weight, layer.head_norms) if layer.head_norms else ((None, 0.0),) * 2
+        q_norm, k_norm = map(_weight, layer.head_norms) if layer.head_norms else ((None, 0.0),) * 2
         #: Weights and eps of the norms of q and k.
-        self.head_norms = of_q[0], of_k[0], of_q[1], of_k[1]
-        _, after, then, last = layer.norms
-        assert then is not None, "a family of kernels has a norm before the MLP"
-        #: Norm of what is added and norm of the sum: of the attention, then of the MLP.
-        self.norms = [_norms(after, then), _norms(last, following)]
+        self.head_norms = q_norm[0], k_norm[0], q_norm[1], k_norm[1]
+        _, after_attention, before_mlp, after_mlp = layer.norms
+        assert before_mlp is not None, "a family of kernels has a norm before the MLP"
+        #: Norm of what is added, and norm of the sum: for the attention, then for the MLP.
+        self.norms = [_norms(after_attention, before_mlp), _norms(after_mlp, following)]
 
 
 def turns_of(weights: LlamaWeights, columns: int) -> dict[str | None, Turn]:
@@ -250,12 +248,12 @@ def turns_of(weights: LlamaWeights, columns: int) -> dict[str | None, Turn]:
     d = weights.description
     like = weights.embed(torch.zeros(1, 1, dtype=torch.long, device=weights.base.device))
     half = d.head_dim // 2
-    turns: dict[str | None, Turn] = {None: (None, None)}
+    rotary_tables: dict[str | None, Turn] = {None: (None, None)}
     for table in d.tables:
         cos, sin = weights.rotary(columns, like, table)
         if sin is not None:
-            turns[table] = cos[:, :half].contiguous(), sin[:, half:].contiguous()
-    return turns
+            rotary_tables[table] = cos[:, :half].contiguous(), sin[:, half:].contiguous()
+    return rotary_tables
 
 
 def parts_of(weights: LlamaWeights) -> tuple[list[LayerParts], tuple[Tensor, float]]:
@@ -322,9 +320,9 @@ class KernelDecoder:
 
         def attend(number: int, q: Tensor) -> Tensor:
             window = self._layers[number].window
-            whole = q.view(prompts, columns, d.heads, d.head_dim).transpose(1, 2)
+            queries = q.view(prompts, columns, d.heads, d.head_dim).transpose(1, 2)
             k, v = self._keys[number], self._values[number]
-            return attend_prompts(whole, k, v, d.scale, window or None, masks).flatten(0, 1)
+            return attend_prompts(queries, k, v, d.scale, window or None, masks).flatten(0, 1)
 
         positions = torch.arange(columns, device=device).repeat(prompts)
         derived = self.weights.base.derived
@@ -338,43 +336,43 @@ class KernelDecoder:
         """Expand prompt rows to completion rows; see `Decoder`."""
         del mask  # the padding of a prompt has the columns of the tokens that follow it
         room = -(-columns // _COLUMNS) * _COLUMNS
-        for pieces in (self._keys, self._values):
-            for i, piece in enumerate(pieces):
-                new = piece.new_empty(source.shape[0], piece.shape[1], room, piece.shape[3])
-                new[:, :, : piece.shape[2]] = piece.index_select(0, source)
-                pieces[i] = new
+        for buffers in (self._keys, self._values):
+            for i, buffer in enumerate(buffers):
+                expanded = buffer.new_empty(source.shape[0], buffer.shape[1], room, buffer.shape[3])
+                expanded[:, :, : buffer.shape[2]] = buffer.index_select(0, source)
+                buffers[i] = expanded
         self._rows = None
 
     def keep(self, rows: Tensor) -> None:
         """Drop rows; see `Decoder`."""
-        for pieces in (self._keys, self._values):
-            for i, piece in enumerate(pieces):
-                pieces[i] = piece.index_select(0, rows)
+        for buffers in (self._keys, self._values):
+            for i, buffer in enumerate(buffers):
+                buffers[i] = buffer.index_select(0, rows)
         self._rows = None
 
     def beside(self) -> KernelDecoder:
         """Return a decoder with an empty cache; see `RefillDecoder`."""
-        other = copy(self)
-        other._keys, other._values, other._rows = [], [], None
-        return other
+        decoder = copy(self)
+        decoder._keys, decoder._values, decoder._rows = [], [], None
+        return decoder
 
     def refill(self, arrived: KernelDecoder | None, moves: Refill) -> int:
         """Exchange rows; see `RefillDecoder`."""
         rows = len(moves.stay_to) + len(moves.join_to)
         joining = (arrived._keys, arrived._values) if arrived else ([], [])
-        used = joining[0][0].shape[2] if arrived else 0
-        for pieces, come in zip((self._keys, self._values), joining, strict=True):
-            for i, piece in enumerate(pieces):
-                new = piece.new_empty(rows, *piece.shape[1:])
-                new.index_copy_(0, moves.stay_to, piece)
-                pieces[i] = new
+        prompt_columns = joining[0][0].shape[2] if arrived else 0
+        for buffers, arriving in zip((self._keys, self._values), joining, strict=True):
+            for i, buffer in enumerate(buffers):
+                refilled = buffer.new_empty(rows, *buffer.shape[1:])
+                refilled.index_copy_(0, moves.stay_to, buffer)
+                buffers[i] = refilled
                 if arrived:
-                    block = new[:, :, :used]
-                    block.index_copy_(0, moves.join_to, come[i].index_select(0, moves.source))
-                    come[i] = piece.new_empty(0)  # frees it
+                    block = refilled[:, :, :prompt_columns]
+                    block.index_copy_(0, moves.join_to, arriving[i].index_select(0, moves.source))
+                    arriving[i] = buffer.new_empty(0)  # frees it
         self._rows = None
-        # Columns are those of a row itself: what the rows that stay have used counts for no other.
-        return used
+        # Columns are positions within a row, so those of the rows that stay do not count.
+        return prompt_columns
 
     def reserve(self, columns: int) -> int | None:
         """Prepare the next steps; see `Decoder`."""

@@ -1,6 +1,6 @@
 """The kernels of a forward, in Triton; `operators` launches each of them by one operator.
 
-Rows of an agent lie side by side. A tile is up to 16 rows of one agent, (first row, rows, agent) in
+Rows are sorted by agent. A tile is up to 16 rows of one agent, (first row, rows, agent) in
 the table `tiles`. The table `adapters` holds, for each agent and each part of a joined layer, its
 first column in `low`, its rank, and where its B (rank, outputs) begins in `b`; B has rows of a
 multiple of 16 numbers. No program reads numbers of another agent, and the result for a row does not
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def _rounded(value, like):
-    """Return fp32 numbers as they are when stored with the dtype of a pointer."""
+    """Round fp32 numbers to the dtype of a pointer."""
     return value.to(like.dtype.element_ty).to(tl.float32)
 
 
@@ -27,16 +27,16 @@ def _add_product(
 ):  # fmt: skip
     """Return y (16, C) plus the product of a tile's low columns with its agent's B."""
     start, rank = tl.load(entry), tl.load(entry + 1)
-    own = b + tl.multiple_of(tl.load(entry + 2), 16)
-    for first in tl.static_range(0, RANK, 16):
-        r = first + tl.arange(0, 16)
+    agent_b = b + tl.multiple_of(tl.load(entry + 2), 16)
+    for first_rank in tl.static_range(0, RANK, 16):
+        r = first_rank + tl.arange(0, 16)
         real = r < rank
         left = tl.load(
             low + rows[:, None] * low_stride + start + r[None, :],
             present[:, None] & real[None, :], 0.0,
         )  # fmt: skip
         right = tl.load(
-            own + r[:, None] * b_stride + columns[None, :], real[:, None] & inside[None, :], 0.0
+            agent_b + r[:, None] * b_stride + columns[None, :], real[:, None] & inside[None, :], 0.0
         )
         if EXACT:
             left, right = left.to(tl.float32), right.to(tl.float32)
@@ -64,8 +64,8 @@ def embed_norm(
 @triton.jit
 def _halves(pointer, i, half):
     """Return both halves of the numbers of a head, in fp32."""
-    one = tl.load(pointer + i, i < half, 0.0).to(tl.float32)
-    return one, tl.load(pointer + half + i, i < half, 0.0).to(tl.float32)
+    x1 = tl.load(pointer + i, i < half, 0.0).to(tl.float32)
+    return x1, tl.load(pointer + half + i, i < half, 0.0).to(tl.float32)
 
 
 @triton.jit
@@ -86,61 +86,61 @@ def qkv(
 ):  # fmt: skip
     """Finish one head of a tile: adapter, bias, norm, rotary positions; write q, or k or v.
 
-    Each row of the cache has `columns` rows of the tiles: one in a step, a prompt's in a prefill.
-    Without a cache row, keys and values are written like q.
+    A row of the cache gets `columns` rows of the tiles: one in a step, a prompt's in a prefill.
+    If not CACHED, keys and values are written like q.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
-    first = tl.load(tiles + 3 * tile).to(tl.int64)
+    first_row = tl.load(tiles + 3 * tile).to(tl.int64)
     count, agent = tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     at, i = tl.arange(0, 16), tl.arange(0, HALF)
-    rows, present = first + at, at < count
+    rows, present = first_row + at, at < count
     half: tl.constexpr = D // 2
     inside = i < half
     full = present[:, None] & inside[None, :]
     part = tl.where(head < HEADS, 0, tl.where(head < HEADS + KV, 1, 2))
-    own = head - tl.where(part == 0, 0, tl.where(part == 1, HEADS, HEADS + KV))
-    place = z + rows[:, None] * z_stride + head * D + i[None, :]
-    one = tl.load(place, full, 0.0).to(tl.float32)
-    two = tl.load(place + half, full, 0.0).to(tl.float32)
+    part_head = head - tl.where(part == 0, 0, tl.where(part == 1, HEADS, HEADS + KV))
+    pointers = z + rows[:, None] * z_stride + head * D + i[None, :]
+    x1 = tl.load(pointers, full, 0.0).to(tl.float32)
+    x2 = tl.load(pointers + half, full, 0.0).to(tl.float32)
     if RANK > 0:
         entry = adapters + (agent * 3 + part) * 3
         stride = tl.where(part == 0, (HEADS * D + 15) // 16 * 16, (KV * D + 15) // 16 * 16)
-        features = own * D + i
-        one = _add_product(
-            one, low, low_stride, rows, present, entry, b, stride, features, inside, RANK, EXACT
+        features = part_head * D + i
+        x1 = _add_product(
+            x1, low, low_stride, rows, present, entry, b, stride, features, inside, RANK, EXACT
         )
-        two = _add_product(
-            two, low, low_stride, rows, present, entry, b, stride, features + half, inside, RANK,
+        x2 = _add_product(
+            x2, low, low_stride, rows, present, entry, b, stride, features + half, inside, RANK,
             EXACT,
         )  # fmt: skip
     if BIAS:
-        more = _halves(bias + head * D, i, half)
-        one, two = one + more[0][None, :], two + more[1][None, :]
+        biases = _halves(bias + head * D, i, half)
+        x1, x2 = x1 + biases[0][None, :], x2 + biases[1][None, :]
     if NORM:
         if part < 2:
-            square = (tl.sum(one * one, 1) + tl.sum(two * two, 1)) / D
+            square = (tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D
             factor = tl.rsqrt(square + tl.where(part == 0, q_eps, k_eps))[:, None]
-            of_q, of_k = _halves(q_norm, i, half), _halves(k_norm, i, half)
-            one = one * factor * tl.where(part == 0, of_q[0], of_k[0])[None, :]
-            two = two * factor * tl.where(part == 0, of_q[1], of_k[1])[None, :]
+            q_weight, k_weight = _halves(q_norm, i, half), _halves(k_norm, i, half)
+            x1 = x1 * factor * tl.where(part == 0, q_weight[0], k_weight[0])[None, :]
+            x2 = x2 * factor * tl.where(part == 0, q_weight[1], k_weight[1])[None, :]
     position = tl.load(positions + rows, present, 0)
     if TURN:
         if part < 2:
             angle = position[:, None] * half + i[None, :]
             c = tl.load(cos + angle, full, 0.0).to(tl.float32)
             s = tl.load(sin + angle, full, 0.0).to(tl.float32)
-            one, two = one * c - two * s, two * c + one * s
+            x1, x2 = x1 * c - x2 * s, x2 * c + x1 * s
     if part == 0:
-        _store_halves(q + (rows[:, None] * HEADS + own) * D + i[None, :], one, two, half, full)
+        _store_halves(q + (rows[:, None] * HEADS + part_head) * D + i[None, :], x1, x2, half, full)
     else:
-        to = rows // columns * KV + own
+        target = rows // columns * KV + part_head
         if CACHED:
-            to = to * room + position
-        to = to[:, None] * D + i[None, :]
+            target = target * room + position
+        target = target[:, None] * D + i[None, :]
         if part == 1:
-            _store_halves(keys + to, one, two, half, full)
+            _store_halves(keys + target, x1, x2, half, full)
         else:
-            _store_halves(values + to, one, two, half, full)
+            _store_halves(values + target, x1, x2, half, full)
 
 
 @triton.jit
@@ -157,8 +157,8 @@ def attend(
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, d, c = tl.arange(0, PADDED), tl.arange(0, WIDTH), tl.arange(0, BLOCK)
-    last = tl.load(positions + row).to(tl.int32)
-    begin, end = 0, last + 1
+    position = tl.load(positions + row).to(tl.int32)
+    begin, end = 0, position + 1
     if WINDOW > 0:
         begin = tl.maximum(end - WINDOW, 0)
     if SPLIT > 0:
@@ -175,28 +175,28 @@ def attend(
     base = (row * KV + head) * room * D
     to_two = scale * 1.4426950408889634  # exp(x) is 2 ** (x log2(e))
     for at in range(begin, end, BLOCK):
-        seen = at + c < end
-        place = base + (at + c)[:, None] * D + d[None, :]
-        there = seen[:, None] & (d < D)[None, :]
-        key = tl.load(keys + place, there, 0.0)
-        value = tl.load(values + place, there, 0.0)
+        visible = at + c < end
+        offsets = base + (at + c)[:, None] * D + d[None, :]
+        full = visible[:, None] & (d < D)[None, :]
+        key = tl.load(keys + offsets, full, 0.0)
+        value = tl.load(values + offsets, full, 0.0)
         if EXACT:
             key, value = key.to(tl.float32), value.to(tl.float32)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * to_two
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        fewer = tl.exp2(top - higher)
-        total = total * fewer + tl.sum(weights, 1)
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        rescale = tl.exp2(top - new_top)
+        total = total * rescale + tl.sum(weights, 1)
         mixed = tl.dot(
-            weights.to(value.dtype), value, mixed * fewer[:, None], input_precision="ieee"
+            weights.to(value.dtype), value, mixed * rescale[:, None], input_precision="ieee"
         )
-        top = higher
+        top = new_top
     if SPLIT > 0:
-        place = heads * tl.num_programs(2) + tl.program_id(2)
-        tl.store(sums + 2 * place, top, g < GROUP)
-        tl.store(sums + 2 * place + 1, total, g < GROUP)
-        tl.store(out + place[:, None] * D + d[None, :], mixed, real)
+        offsets = heads * tl.num_programs(2) + tl.program_id(2)
+        tl.store(sums + 2 * offsets, top, g < GROUP)
+        tl.store(sums + 2 * offsets + 1, total, g < GROUP)
+        tl.store(out + offsets[:, None] * D + d[None, :], mixed, real)
     else:
         mixed = mixed / total[:, None]
         tl.store(out + heads[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), real)
@@ -208,17 +208,17 @@ def join_splits(
     SPLITS: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Join the results of the splits of `attend` for a head of a row."""
-    own = tl.program_id(0).to(tl.int64) * SPLITS
+    first_split = tl.program_id(0).to(tl.int64) * SPLITS
     n, d = tl.arange(0, PADDED), tl.arange(0, WIDTH)
-    top = tl.max(tl.load(sums + 2 * (own + n), n < SPLITS, float("-inf")), 0)
+    top = tl.max(tl.load(sums + 2 * (first_split + n), n < SPLITS, float("-inf")), 0)
     total = 0.0
     y = tl.zeros([WIDTH], tl.float32)
     for i in range(0, SPLITS):
-        weight = tl.exp2(tl.load(sums + 2 * (own + i)) - top)
-        total += tl.load(sums + 2 * (own + i) + 1) * weight
-        y += tl.load(mixed + (own + i) * D + d, d < D, 0.0) * weight
-    place = out + tl.program_id(0).to(tl.int64) * D + d
-    tl.store(place, (y / total).to(out.dtype.element_ty), d < D)
+        weight = tl.exp2(tl.load(sums + 2 * (first_split + i)) - top)
+        total += tl.load(sums + 2 * (first_split + i) + 1) * weight
+        y += tl.load(mixed + (first_split + i) * D + d, d < D, 0.0) * weight
+    pointers = out + tl.program_id(0).to(tl.int64) * D + d
+    tl.store(pointers, (y / total).to(out.dtype.element_ty), d < D)
 
 
 @triton.jit
@@ -243,30 +243,30 @@ def add_norm(
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, COLUMNS)
     inside = c < H
-    # The norm's weight, from before the kernel that this one waits for.
+    # Loaded first, since no kernel before this one writes it.
     w = tl.load(weight + c, inside, 0.0).to(tl.float32)
     y = tl.load(z + row * z_stride + c, inside, 0.0).to(tl.float32)
-    before = tl.load(x + row * H + c, inside, 0.0).to(tl.float32)
+    residual = tl.load(x + row * H + c, inside, 0.0).to(tl.float32)
     if RANK > 0:
         entry = adapters + 3 * tl.load(owners + row)
         start, rank = tl.load(entry), tl.load(entry + 1)
-        own = b + tl.multiple_of(tl.load(entry + 2), 16)
+        agent_b = b + tl.multiple_of(tl.load(entry + 2), 16)
         stride: tl.constexpr = (H + 15) // 16 * 16
-        place, low_place = own + c[None, :], low + row * low_stride + start
+        b_pointers, low_pointers = agent_b + c[None, :], low + row * low_stride + start
         if RANK <= 16:
-            for first in tl.static_range(0, RANK, CHUNK):
-                y = _add_ranks(y, low_place, place, stride, first, rank, inside, CHUNK)
+            for first_rank in tl.static_range(0, RANK, CHUNK):
+                y = _add_ranks(y, low_pointers, b_pointers, stride, first_rank, rank, inside, CHUNK)
         else:
             # Unrolled, so many would need more registers than there are.
-            for first in range(0, rank, CHUNK):
-                y = _add_ranks(y, low_place, place, stride, first, rank, inside, CHUNK)
+            for first_rank in range(0, rank, CHUNK):
+                y = _add_ranks(y, low_pointers, b_pointers, stride, first_rank, rank, inside, CHUNK)
     if BIAS:
         y += tl.load(bias + c, inside, 0.0).to(tl.float32)
     if POST:
-        own_weight = tl.load(post + c, inside, 0.0).to(tl.float32)
-        y = y * tl.rsqrt(tl.sum(y * y, 0) / H + post_eps) * own_weight
+        post_weight = tl.load(post + c, inside, 0.0).to(tl.float32)
+        y = y * tl.rsqrt(tl.sum(y * y, 0) / H + post_eps) * post_weight
     # As the next layers read it: rounded.
-    y = _rounded(before + y * factor, out)
+    y = _rounded(residual + y * factor, out)
     tl.store(out + row * H + c, y.to(out.dtype.element_ty), inside)
     y = y * tl.rsqrt(tl.sum(y * y, 0) / H + eps) * w
     tl.store(normed + row * H + c, y.to(normed.dtype.element_ty), inside)
@@ -280,16 +280,16 @@ def gate_up(
 ):  # fmt: skip
     """Finish some columns of a tile's gate and up, and multiply the activated gate by up."""
     tile = tl.program_id(0)
-    first = tl.load(tiles + 3 * tile).to(tl.int64)
+    first_row = tl.load(tiles + 3 * tile).to(tl.int64)
     count, agent = tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     at = tl.arange(0, 16)
-    rows, present = first + at, at < count
+    rows, present = first_row + at, at < count
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < SIZE
     full = present[:, None] & inside[None, :]
-    place = z + rows[:, None] * z_stride + c[None, :]
-    gate = tl.load(place, full, 0.0).to(tl.float32)
-    up = tl.load(place + SIZE, full, 0.0).to(tl.float32)
+    pointers = z + rows[:, None] * z_stride + c[None, :]
+    gate = tl.load(pointers, full, 0.0).to(tl.float32)
+    up = tl.load(pointers + SIZE, full, 0.0).to(tl.float32)
     if RANK > 0:
         entry = adapters + 6 * agent
         stride: tl.constexpr = (SIZE + 15) // 16 * 16
@@ -340,22 +340,22 @@ def weigh_blocks(
     z = _scaled(raw, tl.load(temperatures + row), scale, cap, CAP)
     z = tl.where(c < V, z, float("-inf"))
     top, total = _weighed(z)
-    place = out + (row * tl.num_programs(1) + block) * 4
-    tl.store(place, top)
-    tl.store(place + 1, total)
+    pointers = out + (row * tl.num_programs(1) + block) * 4
+    tl.store(pointers, top)
+    tl.store(pointers + 1, total)
     if MINIMUM:
         if tl.load(drawn + row) < tl.load(minimum + row):
             top, total = _weighed(tl.where(tl.load(ends + c, c < V, 0) != 0, float("-inf"), z))
-        tl.store(place + 2, top)
-        tl.store(place + 3, total)
+        tl.store(pointers + 2, top)
+        tl.store(pointers + 3, total)
 
 
 @triton.jit
 def _place(weights, sums, target, places, end):
-    """Return the first of the places whose sum is beyond the target, or the last with weight."""
-    last = tl.max(tl.where(weights > 0, places, 0), 0)
-    found = tl.min(tl.where((sums > target) & (weights > 0), places, end), 0)
-    return tl.minimum(found, last)
+    """Return the first place with a sum beyond the target, or the last with weight."""
+    last_place = tl.max(tl.where(weights > 0, places, 0), 0)
+    first_place = tl.min(tl.where((sums > target) & (weights > 0), places, end), 0)
+    return tl.minimum(first_place, last_place)
 
 
 @triton.jit
@@ -365,23 +365,23 @@ def draw_token(
     BLOCK: tl.constexpr, COUNT: tl.constexpr, BLOCKS: tl.constexpr, GREEDY: tl.constexpr,
     MINIMUM: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Draw a row's token, write it, and say whether the row has ended.
+    """Draw a row's token; write it, and whether the row has ended.
 
     The sums of blocks select the block, and only its logits are read.
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCKS)
-    own = weighed + (row * COUNT + n) * 4
-    tops = tl.load(own, n < COUNT, float("-inf"))
-    masses = tl.load(own + 1, n < COUNT, 0.0)
+    entries = weighed + (row * COUNT + n) * 4
+    tops = tl.load(entries, n < COUNT, float("-inf"))
+    masses = tl.load(entries + 1, n < COUNT, 0.0)
     top = tl.max(tops, 0)
     # Log of the sum over all tokens, also those that may not be drawn.
     log_total = tl.log(tl.sum(masses * tl.exp(tops - top), 0)) + top
     step = tl.load(drawn + row)
     forbids = step < 0
     if MINIMUM:
-        tops = tl.load(own + 2, n < COUNT, float("-inf"))
-        masses = tl.load(own + 3, n < COUNT, 0.0)
+        tops = tl.load(entries + 2, n < COUNT, float("-inf"))
+        masses = tl.load(entries + 3, n < COUNT, 0.0)
         top = tl.max(tops, 0)
         forbids = step < tl.load(minimum + row)
     weights = tl.where(n < COUNT, masses * tl.exp(tops - top), 0.0)
@@ -395,7 +395,7 @@ def draw_token(
         takes_top = tl.load(greedy + row) != 0
         likeliest = tl.min(tl.where(tops == top, n, BLOCKS), 0)
         block = tl.where(takes_top, tl.minimum(likeliest, COUNT - 1), block)
-    before = tl.sum(tl.where(n < block, weights, 0.0), 0)
+    mass_before = tl.sum(tl.where(n < block, weights, 0.0), 0)
     c = block * BLOCK + tl.arange(0, BLOCK)
     raw = tl.load(logits + row * stride + c, c < V, float("-inf"))
     z = _scaled(raw, tl.load(temperatures + row), scale, cap, CAP)
@@ -403,18 +403,18 @@ def draw_token(
     if MINIMUM:
         real = real & ~(forbids & (tl.load(ends + c, c < V, 0) != 0))
     p = tl.where(real, tl.exp(z - top), 0.0)
-    token = _place(p, before + tl.cumsum(p, 0), target, c, V)
+    token = _place(p, mass_before + tl.cumsum(p, 0), target, c, V)
     if GREEDY:
         likeliest = tl.min(tl.where(real & (z == top), c, V), 0)
         token = tl.where(takes_top, tl.minimum(likeliest, V - 1), token)
     logprob = tl.sum(tl.where(c == token, z, 0.0), 0) - log_total
-    done = tl.load(finished + row) != 0
-    place = step * total_rows + tl.load(origin + row)
-    tl.store(out_tokens + place, tl.where(done, -1, token.to(tl.int64)))
-    tl.store(out_logprobs + place, logprob)
+    was_finished = tl.load(finished + row) != 0
+    cell = step * total_rows + tl.load(origin + row)
+    tl.store(out_tokens + cell, tl.where(was_finished, -1, token.to(tl.int64)))
+    tl.store(out_logprobs + cell, logprob)
     tl.store(tokens + row, token.to(tl.int64))
     ended = (tl.load(ends + token) != 0) & ~forbids
-    ended = ended | (tl.load(limit + row) <= step + 1) | done
+    ended = ended | (tl.load(limit + row) <= step + 1) | was_finished
     tl.store(finished + row, ended.to(tl.uint8))
     tl.store(drawn + row, tl.minimum(step + 1, steps - 1))
 
@@ -430,29 +430,29 @@ def head_slopes(
     the second factor, so that float16 holds it; 0 at the target.
     """
     row = tl.program_id(0).to(tl.int64)
-    target, heat = tl.load(targets + row), tl.load(inverse + row)
-    own = logits + row * stride
-    mine = tl.load(own + target).to(tl.float32) * heat
-    top, total, timed = float("-inf"), 0.0, 0.0
+    target, per_temperature = tl.load(targets + row), tl.load(inverse + row)
+    row_logits = logits + row * stride
+    target_logit = tl.load(row_logits + target).to(tl.float32) * per_temperature
+    top, total, moment = float("-inf"), 0.0, 0.0
     for at in range(0, V, BLOCK):
         c = at + tl.arange(0, BLOCK)
-        raw = tl.load(own + c, (c < V) & (c != target), float("-inf"))
-        z = raw.to(tl.float32) * heat
-        higher = tl.maximum(top, tl.max(z, 0))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        e, fewer = tl.exp(z - safe), tl.exp(top - safe)
+        raw = tl.load(row_logits + c, (c < V) & (c != target), float("-inf"))
+        z = raw.to(tl.float32) * per_temperature
+        new_top = tl.maximum(top, tl.max(z, 0))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        e, rescale = tl.exp(z - safe), tl.exp(top - safe)
         shift = tl.where(top == float("-inf"), 0.0, top - safe)
-        timed = (timed + total * shift) * fewer + tl.sum(e * tl.where(e > 0, z - safe, 0.0), 0)
-        total = total * fewer + tl.sum(e, 0)
-        top = higher
+        moment = (moment + total * shift) * rescale + tl.sum(e * tl.where(e > 0, z - safe, 0.0), 0)
+        total = total * rescale + tl.sum(e, 0)
+        top = new_top
     safe = tl.where(top == float("-inf"), 0.0, top)
-    most = tl.maximum(top, mine)
-    whole = tl.log(total * tl.exp(top - most) + tl.exp(mine - most)) + most
-    logprob, weight = mine - whole, tl.exp(top - whole)
+    peak = tl.maximum(top, target_logit)
+    log_total = tl.log(total * tl.exp(top - peak) + tl.exp(target_logit - peak)) + peak
+    logprob, weight = target_logit - log_total, tl.exp(top - log_total)
     p = tl.exp(logprob)
-    entropy = -weight * (timed + total * (safe - whole)) - tl.where(p > 0, p * logprob, p)
-    # e |log(e) + top - whole + entropy| is at most this, where log-probs are at least -200.
-    bound = 1.0 + tl.abs(entropy) + tl.minimum(tl.maximum(whole - safe, 0.0), 200.0)
+    entropy = -weight * (moment + total * (safe - log_total)) - tl.where(p > 0, p * logprob, p)
+    # e |log(e) + top - log_total + entropy| is at most this, where log-probs are at least -200.
+    bound = 1.0 + tl.abs(entropy) + tl.minimum(tl.maximum(log_total - safe, 0.0), 200.0)
     tl.store(out + 4 * row, logprob)
     tl.store(out + 4 * row + 1, entropy)
     tl.store(out + 4 * row + 2, weight)
@@ -460,10 +460,10 @@ def head_slopes(
     if SLOPES > 0:
         for at in range(0, V, BLOCK):
             c = at + tl.arange(0, BLOCK)
-            z = tl.load(own + c, c < V, float("-inf")).to(tl.float32) * heat
+            z = tl.load(row_logits + c, c < V, float("-inf")).to(tl.float32) * per_temperature
             e = tl.where(c == target, 0.0, tl.exp(z - safe))
-            tl.store(own + c, e.to(logits.dtype.element_ty), c < V)
+            tl.store(row_logits + c, e.to(logits.dtype.element_ty), c < V)
             if SLOPES > 1:
                 # exp() of a lower log-prob is 0, and 0 times -inf would be NaN.
-                e *= (tl.maximum(z - whole, -200.0) + entropy) / bound
+                e *= (tl.maximum(z - log_total, -200.0) + entropy) / bound
                 tl.store(above + row * stride + c, e.to(above.dtype.element_ty), c < V)

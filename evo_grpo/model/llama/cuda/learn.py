@@ -1,6 +1,6 @@
 """The learn pass by kernels, with a number of launches independent of agents, ranks and prefixes.
 
-All layers are one function of autograd: `_Kept` lists what a layer keeps for its backward, which is
+All layers are one function of autograd. A `_Kept` is what a layer saves for its backward; it is
 freed after the gradient has passed. The tokens of all prefixes come first, then those of all rests;
 a tile has tokens of one agent. The gradients of all A and B of a layer lie in one buffer.
 """
@@ -41,7 +41,7 @@ class _Linear:
         a: (N, R, in), the A of all parts along the rank, in the dtype of the weight.
         b: (N, R, out), the block-diagonal B.
         scale: (N, R).
-        offset: Where the gradients of A and B begin in those of the layer.
+        offset: Start of the gradients of A and B in those of the layer.
     """
 
     weight: Tensor
@@ -74,13 +74,13 @@ class _Linear:
         """Return the output (M, out) for x (M, in), and the low columns (M, R)."""
         y = torch.nn.functional.linear(x, self.weight, self.bias)
         if self.adapters is None:
-            return y, self.a  # of no size, where the output would be kept for the backward
+            return y, self.a  # an empty tensor costs nothing to keep
         low = operators.project(x, self.a, self.scale, tiles)
         operators.add_low(low, self.b, tiles, y)
         return y, low
 
     def gradients(self, grad: Tensor, tiles: Tensor, *, of_x: bool = True) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x, of no use without `of_x`, and of the low columns."""
+        """Return the gradients of x, a placeholder if not `of_x`, and of the low columns."""
         dx = torch.mm(grad, self.weight) if of_x else grad
         if self.adapters is None:
             return dx, grad
@@ -90,12 +90,12 @@ class _Linear:
         return dx, d_low
 
     def put_gradients(self, numbers: Tensor) -> None:
-        """Add gradients, in the order of the layer's buffer, to those of the leaves."""
+        """Add the gradients in a layer's buffer to those of the leaves."""
         if self.adapters is None:
             return
-        own = numbers[self.offset : self.offset + self.numbers]
-        of_a, of_b = own.split([self.a.numel(), self.b.numel()])
-        # A copy, with which the gradients of the layer are freed.
+        linear_grads = numbers[self.offset : self.offset + self.numbers]
+        of_a, of_b = linear_grads.split([self.a.numel(), self.b.numel()])
+        # A copy, so that the buffer can be freed.
         _add(self.adapters.a, of_a.view(self.a.shape).clone())
         for part, b in zip(self.adapters.parts, self.adapters.b, strict=True):
             _add(b, of_b.view(self.b.shape)[:, part.rows, part.columns].transpose(1, 2))
@@ -133,12 +133,12 @@ class _Kept:
     """What the backward of a layer needs.
 
     Attributes:
-        x: Its input (M, H), and `normed` that normalized.
-        joined: q, k and v side by side before their norms; None without norms.
+        x: Input of the layer (M, H); `normed` is its norm.
+        joined: Concatenated q, k and v before their norms; None without norms.
         heads: q, keys and values, and the outputs of the heads.
         attention: What `Segments.gradients` needs.
-        middle: Input of the second half (M, H), and `middle_normed` that normalized.
-        added: Inputs (M, H) of the norms after both halves; empty without such norms.
+        middle: Input of the MLP half (M, H); `middle_normed` is its norm.
+        added: Inputs (M, H) of the norms after attention and MLP; empty without them.
         both: Gate and up (M, 2 I).
         lows: The low columns of the four linear layers.
     """
@@ -183,17 +183,17 @@ class KernelForward(LlamaForward):
         columns = ids.shape[1]
         if prefix is not None:
             columns = max(prefix.lengths) + prefix.rest.shape[1]
-        apart = prefix is not None and prefix.segments is None
-        if apart or self.base.derived.get(FAILED):
+        scattered = prefix is not None and prefix.segments is None
+        if scattered or self.base.derived.get(FAILED):
             return super().hidden_at(ids, where, prefix)
         batch = _Batch(self, self._current.counts, ids, prefix, columns)
-        chosen = where if prefix is None else prefix.where
-        return _Layers.apply(self.anchor, batch, chosen, torch.is_grad_enabled())
+        positions = where if prefix is None else prefix.where
+        return _Layers.apply(self.anchor, batch, positions, torch.is_grad_enabled())
 
     def tables(self, spans: Sequence[tuple[Sequence[int], int]]) -> list[Tensor]:
-        """Return the tiles, the first of each agent, and tiles of all tokens regardless of agents.
+        """Return tiles sorted by agent, the first tile of each agent, and tiles that mix agents.
 
-        A span is the rows of each agent of the layout, and the tokens of a row.
+        A span is the number of rows of each agent of the layout, and the tokens of a row.
         """
         tiles: list[tuple[int, int, int]] = []
         start = 0
@@ -238,8 +238,8 @@ class _Layers(torch.autograd.Function):
         (where,) = ctx.saved_tensors
         batch: _Batch = ctx.batch
         whole = grads[0].new_zeros(len(batch.tokens), grads[0].shape[1])
-        # The end of a prefix is chosen once for each row. Unlike index_add_, this adds in a fixed
-        # order on CUDA too.
+        # `where` repeats the last token of a prefix for each row. Unlike index_add_, this adds in a
+        # fixed order on CUDA too.
         batch.add_gradients(whole.index_put_((where,), grads[0], accumulate=True))
         return None, None, None, None
 
@@ -258,26 +258,26 @@ class _Batch:
         self.run, weights = run, run.weights
         self.turns = turns_of(weights, columns)
         order = run.base.in_order
-        whole = Segments(prefix, ids, in_order=order)
-        #: Those of each window of a layer.
+        whole_rows = Segments(prefix, ids, in_order=order)
+        #: By the windows of layers.
         self.segments = {
-            w: WindowSegments(prefix, ids, w, in_order=order) if 0 < w < columns else whole
+            w: WindowSegments(prefix, ids, w, in_order=order) if 0 < w < columns else whole_rows
             for w in {parts.window for parts in run.parts}
         }
         at = torch.arange(ids.shape[1] if prefix is None else columns, device=ids.device)
-        #: Places of the tokens of the prefixes among the real ones, -1 for padding.
+        #: Index of each token of the prefixes among the real ones, -1 for padding.
         self.places: Tensor | None = None
         if prefix is None:
             self.tokens, self.positions = ids.flatten(), at.repeat(len(ids))
             spans = [(counts, ids.shape[1])]
         else:
-            before, after = prefix.ids, prefix.rest.shape[1]
-            self.tokens = torch.cat([before.flatten(), prefix.rest.flatten()])
-            rests = (prefix.row_lengths[:, None] + at[:after]).expand(len(prefix.rest), -1)
-            first = at[: before.shape[1]].repeat(len(before))
-            self.positions = torch.cat([first, rests.flatten()])
-            spans = [(prefix.counts, before.shape[1]), (counts, after)]
-            self.places = _places(prefix, whole)
+            prefix_ids, width = prefix.ids, prefix.rest.shape[1]
+            self.tokens = torch.cat([prefix_ids.flatten(), prefix.rest.flatten()])
+            rest_positions = (prefix.row_lengths[:, None] + at[:width]).expand(len(prefix.rest), -1)
+            prefix_positions = at[: prefix_ids.shape[1]].repeat(len(prefix_ids))
+            self.positions = torch.cat([prefix_positions, rest_positions.flatten()])
+            spans = [(prefix.counts, prefix_ids.shape[1]), (counts, width)]
+            self.places = _places(prefix, whole_rows)
         self.tiles, self.firsts, self.plain = run.tables(spans)
         self.kept: list[_Kept | tuple[Tensor, Tensor]] = []
         self.last: Tensor | None = None
@@ -286,10 +286,10 @@ class _Batch:
         """Return the final hidden states (M, H), normalized."""
         x, normed = embedded(self.run.weights, self.run.norm, self.tokens)
         for number in range(len(self.run.parts)):
-            before = x, normed
-            x, normed, kept = self._layer(number, *before)
+            inputs = x, normed
+            x, normed, state = self._layer(number, *inputs)
             if keeps:
-                self.kept.append(before if self.run.recompute else kept)
+                self.kept.append(inputs if self.run.recompute else state)
         self.last = x if keeps else None
         return normed
 
@@ -301,10 +301,10 @@ class _Batch:
         grad = operators.norm_backward(None, grad, self.last, weight, norm.eps)
         self.last = None
         for number in reversed(range(len(self.run.parts))):
-            kept = self.kept.pop()
-            if not isinstance(kept, _Kept):
-                kept = self._layer(number, *kept)[2]
-            grad = self._layer_backward(number, grad, kept)
+            state = self.kept.pop()
+            if not isinstance(state, _Kept):
+                state = self._layer(number, *state)[2]
+            grad = self._layer_backward(number, grad, state)
 
     def _layer(self, number: int, x: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, _Kept]:
         """Run a layer; return its output, the norm of it, and what the backward needs."""
@@ -331,16 +331,16 @@ class _Batch:
         both, low_gate_up = gate_up.forward(middle_normed, tiles)
         inner = operators.gate_up(*_finished(both), self.plain, both.shape[1] // 2, d.gelu)
         z, low_down = down.forward(inner, tiles)
-        after, following = operators.add_norm(
+        output, output_normed = operators.add_norm(
             *_finished(z), unused, middle, *parts.norms[1], factor
         )
-        kept = _Kept(
+        state = _Kept(
             x, normed, joined if parts.head_norms[0] is not None else None, (q, kv, mixed),
             attention, middle, middle_normed,
             [] if parts.norms[0][0] is None else [y, z], both,
             [low_qkv, low_out, low_gate_up, low_down],
         )  # fmt: skip
-        return after, following, kept
+        return output, output_normed, state
 
     def _layer_backward(self, number: int, grad: Tensor, kept: _Kept) -> Tensor:
         """Return the gradient of a layer's input, given that of its output."""
@@ -364,28 +364,28 @@ class _Batch:
                 else operators.norm_backward(None, grad, kept.added[half], post, eps)
             )
 
-        own = of_added(grad, 1)
-        inner, d_low = down.gradients(own, tiles)
+        d_added = of_added(grad, 1)
+        inner, d_low = down.gradients(d_added, tiles)
         operators.glu_backward(d.gelu, kept.both, inner)
-        outer(down, d_low, inner, kept.lows[3], own)
+        outer(down, d_low, inner, kept.lows[3], d_added)
         d_normed, d_low = gate_up.gradients(kept.both, tiles)
         outer(gate_up, d_low, kept.middle_normed, kept.lows[2], kept.both)
         _, _, weight, eps = parts.norms[0]
         grad = operators.norm_backward(grad, d_normed, kept.middle, weight, eps)
-        own = of_added(grad, 0)
-        d_mixed, d_low = out.gradients(own, tiles)
+        d_added = of_added(grad, 0)
+        d_mixed, d_low = out.gradients(d_added, tiles)
         q, kv, mixed = kept.heads
-        outer(out, d_low, mixed.flatten(1), kept.lows[1], own)
-        (dq, dk, dv), more = self.segments[parts.window].gradients(
+        outer(out, d_low, mixed.flatten(1), kept.lows[1], d_added)
+        (dq, dk, dv), prefix_grads = self.segments[parts.window].gradients(
             d_mixed.view_as(mixed), q, kv, mixed, kept.attention, d.scale
         )
-        joined = operators.qkv_backward(
-            dq, dk, dv, more, self.places if more else None, kept.joined, self.positions,
-            *self.turns[parts.table],
+        d_joined = operators.qkv_backward(
+            dq, dk, dv, prefix_grads, self.places if prefix_grads else None, kept.joined,
+            self.positions, *self.turns[parts.table],
             *parts.head_norms,
         )  # fmt: skip
-        d_normed, d_low = qkv.gradients(joined, tiles, of_x=number > 0)
-        outer(qkv, d_low, kept.normed, kept.lows[0], joined)
+        d_normed, d_low = qkv.gradients(d_joined, tiles, of_x=number > 0)
+        outer(qkv, d_low, kept.normed, kept.lows[0], d_joined)
         if layer.numbers:
             layer.add(splits)
         if not number:
@@ -395,14 +395,14 @@ class _Batch:
 
 
 def _finished(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int, None]:
-    """Return the first arguments of an operator of a forward, for a finished product."""
+    """Return the first arguments of an operator for a product without adapters."""
     return z, z, z, z, 0, None
 
 
 def _places(prefix: SharedPrefix, segments: Segments) -> Tensor:
-    """Return the place of each token of the prefixes among the real ones, -1 for padding."""
+    """Return the index of each token of the prefixes among the real ones, -1 for padding."""
     count, real = prefix.ids.numel(), segments.real
     if real is None:
         return torch.arange(count, device=prefix.ids.device)
-    places = real.new_full((count,), -1)
-    return places.index_copy_(0, real, torch.arange(len(real), device=real.device))
+    indices = real.new_full((count,), -1)
+    return indices.index_copy_(0, real, torch.arange(len(real), device=real.device))

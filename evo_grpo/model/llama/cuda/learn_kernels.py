@@ -1,4 +1,4 @@
-"""The kernels of a learn layer beside those of a forward, in Triton; `operators` launches them.
+"""The kernels of a learn layer that a forward lacks, in Triton; `operators` launches them.
 
 A tile is up to ROWS tokens of one agent, (first token, tokens, agent) in the table `tiles`. A
 joined layer has the matrices A (N, R, in) and B (N, R, out) of N agents, and `low` (M, R) for M
@@ -15,7 +15,7 @@ from evo_grpo.model.llama.cuda.kernels import _halves, _store_halves
 
 @triton.jit
 def _tile(tiles, number, ROWS: tl.constexpr):
-    """Return the tokens of a tile, whether each is there, and the agent."""
+    """Return the tokens of a tile, which of them exist, and the agent."""
     at = tl.arange(0, ROWS)
     rows = tl.load(tiles + 3 * number) + at
     return rows, at < tl.load(tiles + 3 * number + 1), tl.load(tiles + 3 * number + 2)
@@ -37,13 +37,13 @@ def project(
     """Write the products of a tile of x (M, SIZE) with some rows of its agent's matrix, scaled."""
     rows, present, agent = _tile(tiles, tl.program_id(0), ROWS)
     r = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
-    own = matrix + (agent * R + r[:, None]) * SIZE
+    agent_matrix = matrix + (agent * R + r[:, None]) * SIZE
     y = tl.zeros([ROWS, RANKS], tl.float32)
-    for first in range(0, SIZE, BLOCK):
-        c = first + tl.arange(0, BLOCK)
+    for first_column in range(0, SIZE, BLOCK):
+        c = first_column + tl.arange(0, BLOCK)
         inside = (c < SIZE)[None, :]
         left = tl.load(x + rows[:, None] * SIZE + c[None, :], present[:, None] & inside, 0.0)
-        right = tl.load(own + c[None, :], (r < R)[:, None] & inside, 0.0)
+        right = tl.load(agent_matrix + c[None, :], (r < R)[:, None] & inside, 0.0)
         y = _dot(left, tl.trans(right), y, EXACT)
     y *= tl.load(scale + agent * R + r, r < R, 0.0)[None, :]
     full = present[:, None] & (r < R)[None, :]
@@ -56,21 +56,21 @@ def add_low(
     R: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add to some columns of a tile of y (M, SIZE) its low columns times its agent's matrix."""
+    """Add low columns times the agent's matrix to some columns of a tile of y (M, SIZE)."""
     rows, present, agent = _tile(tiles, tl.program_id(0), ROWS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (c < SIZE)[None, :]
-    place = y + rows[:, None] * SIZE + c[None, :]
-    total = tl.load(place, present[:, None] & inside, 0.0).to(tl.float32)
-    for first in tl.static_range(0, R, RANKS):
-        r = first + tl.arange(0, RANKS)
+    pointers = y + rows[:, None] * SIZE + c[None, :]
+    total = tl.load(pointers, present[:, None] & inside, 0.0).to(tl.float32)
+    for first_rank in tl.static_range(0, R, RANKS):
+        r = first_rank + tl.arange(0, RANKS)
         real = (r < R)[None, :]
         left = tl.load(low + rows[:, None] * R + r[None, :], present[:, None] & real, 0.0)
         right = tl.load(
             matrix + (agent * R + r[:, None]) * SIZE + c[None, :], (r < R)[:, None] & inside, 0.0
         )
         total = _dot(left, right, total, EXACT)
-    tl.store(place, total.to(y.dtype.element_ty), present[:, None] & inside)
+    tl.store(pointers, total.to(y.dtype.element_ty), present[:, None] & inside)
 
 
 @triton.jit
@@ -84,11 +84,13 @@ def _outer(
     inside = (c < SIZE)[None, :]
     for tile in range(first + tl.program_id(2), last, SPLITS):
         rows, present, _ = _tile(tiles, tile, ROWS)
-        one = tl.load(
+        left_tile = tl.load(
             left + rows[:, None] * R + r[None, :], present[:, None] & (r < R)[None, :], 0.0
         )
-        two = tl.load(right + rows[:, None] * SIZE + c[None, :], present[:, None] & inside, 0.0)
-        total = _dot(tl.trans(one), two, total, EXACT)
+        right_tile = tl.load(
+            right + rows[:, None] * SIZE + c[None, :], present[:, None] & inside, 0.0
+        )
+        total = _dot(tl.trans(left_tile), right_tile, total, EXACT)
     tl.store(out + (agent * R + r[:, None]) * SIZE + c[None, :], total, (r < R)[:, None] & inside)
 
 
@@ -102,20 +104,20 @@ def outer(
     chunks: tl.constexpr = (R + RANKS - 1) // RANKS
     agent = tl.program_id(0).to(tl.int64) // chunks
     r = tl.program_id(0) % chunks * RANKS + tl.arange(0, RANKS)
-    first, last = tl.load(firsts + agent).to(tl.int32), tl.load(firsts + agent + 1).to(tl.int32)
+    first, stop = tl.load(firsts + agent).to(tl.int32), tl.load(firsts + agent + 1).to(tl.int32)
     blocks: tl.constexpr = (IN + BLOCK - 1) // BLOCK
-    own = out + tl.program_id(2).to(tl.int64) * stride
+    split_out = out + tl.program_id(2).to(tl.int64) * stride
     if tl.program_id(1) < blocks:
         c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         _outer(
-            d_low, x, tiles, first, last, r, c, own + offset_a, agent, R, IN, SPLITS, ROWS, RANKS,
-            BLOCK, EXACT,
+            d_low, x, tiles, first, stop, r, c, split_out + offset_a, agent, R, IN, SPLITS,
+            ROWS, RANKS, BLOCK, EXACT,
         )  # fmt: skip
     else:
         c = (tl.program_id(1) - blocks) * BLOCK + tl.arange(0, BLOCK)
         _outer(
-            low, grad, tiles, first, last, r, c, own + offset_b, agent, R, OUT, SPLITS, ROWS, RANKS,
-            BLOCK, EXACT,
+            low, grad, tiles, first, stop, r, c, split_out + offset_b, agent, R, OUT, SPLITS,
+            ROWS, RANKS, BLOCK, EXACT,
         )  # fmt: skip
 
 
@@ -125,27 +127,27 @@ def norm_backward(
 ):  # fmt: skip
     """Write the gradient of a row of x from that of its norm, and add `more`."""
     c = tl.arange(0, COLUMNS)
-    place, inside = tl.program_id(0).to(tl.int64) * H + c, c < H
-    g = tl.load(grad + place, inside, 0.0).to(tl.float32)
+    offsets, inside = tl.program_id(0).to(tl.int64) * H + c, c < H
+    g = tl.load(grad + offsets, inside, 0.0).to(tl.float32)
     g *= tl.load(weight + c, inside, 0.0).to(tl.float32)
-    own = tl.load(x + place, inside, 0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(own * own, 0) / H + eps)
-    y = inverse * (g - own * (inverse * inverse * tl.sum(g * own, 0) / H))
+    x_row = tl.load(x + offsets, inside, 0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x_row * x_row, 0) / H + eps)
+    y = inverse * (g - x_row * (inverse * inverse * tl.sum(g * x_row, 0) / H))
     if MORE:
-        y += tl.load(more + place, inside, 0.0).to(tl.float32)
-    tl.store(out + place, y.to(out.dtype.element_ty), inside)
+        y += tl.load(more + offsets, inside, 0.0).to(tl.float32)
+    tl.store(out + offsets, y.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
 def glu_backward(both, grad, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
-    """Write the gradients of gate and up over them, and active gate * up over its gradient."""
+    """Overwrite gate and up with their gradients, and `grad` with the output of the GLU."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < SIZE
-    gates, own = both + row * 2 * SIZE + c, grad + row * SIZE + c
+    gates, grads = both + row * 2 * SIZE + c, grad + row * SIZE + c
     gate = tl.load(gates, inside, 0.0).to(tl.float32)
     up = tl.load(gates + SIZE, inside, 0.0).to(tl.float32)
-    g = tl.load(own, inside, 0.0).to(tl.float32)
+    g = tl.load(grads, inside, 0.0).to(tl.float32)
     if GELU:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         share = tl.sigmoid(2.0 * inner)
@@ -157,7 +159,7 @@ def glu_backward(both, grad, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.c
     kind = both.dtype.element_ty
     tl.store(gates, (g * up * slope).to(kind), inside)
     tl.store(gates + SIZE, (g * gate * share).to(kind), inside)
-    tl.store(own, (gate * share * up).to(kind), inside)
+    tl.store(grads, (gate * share * up).to(kind), inside)
 
 
 @triton.jit
@@ -174,10 +176,10 @@ def qkv_backward(
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     NORM: tl.constexpr, TURN: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of one head of 16 tokens of q, k and v side by side.
+    """Write the gradient of one head of 16 tokens of concatenated q, k and v.
 
-    With MORE, tokens from `start` on have further gradients of q, and earlier ones of k and v at
-    their `places` that are not negative.
+    With MORE, `more_q` is added at tokens from `start` on, and `more_k` and `more_v` at earlier
+    ones, by their `places` unless negative.
     """
     head = tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16)
@@ -187,23 +189,23 @@ def qkv_backward(
     inside = (i < half)[None, :]
     full = present[:, None] & inside
     if head < HEADS:
-        from_here, from_there = dq + (rows * HEADS + head) * D, more_q
-        there, other = (rows - start) * HEADS + head, rows >= start
+        base, more_base = dq + (rows * HEADS + head) * D, more_q
+        more_index, has_more = (rows - start) * HEADS + head, rows >= start
     else:
-        own = tl.where(head < HEADS + KV, head - HEADS, head - HEADS - KV)
+        kv_head = tl.where(head < HEADS + KV, head - HEADS, head - HEADS - KV)
         at = rows * 0
         if MORE:
             at = tl.load(places + rows, present & (rows < start), -1)
-        there, other = at * KV + own, (rows < start) & (at >= 0)
+        more_index, has_more = at * KV + kv_head, (rows < start) & (at >= 0)
         if head < HEADS + KV:
-            from_here, from_there = dk + (rows * KV + own) * D, more_k
+            base, more_base = dk + (rows * KV + kv_head) * D, more_k
         else:
-            from_here, from_there = dv + (rows * KV + own) * D, more_v
-    one, two = tl.zeros([16, HALF], tl.float32), tl.zeros([16, HALF], tl.float32)
-    one, two = _add_halves(one, two, from_here[:, None] + i[None, :], half, full)
+            base, more_base = dv + (rows * KV + kv_head) * D, more_v
+    g1, g2 = tl.zeros([16, HALF], tl.float32), tl.zeros([16, HALF], tl.float32)
+    g1, g2 = _add_halves(g1, g2, base[:, None] + i[None, :], half, full)
     if MORE:
-        place = from_there + there[:, None] * D + i[None, :]
-        one, two = _add_halves(one, two, place, half, full & other[:, None])
+        place = more_base + more_index[:, None] * D + i[None, :]
+        g1, g2 = _add_halves(g1, g2, place, half, full & has_more[:, None])
     width: tl.constexpr = (HEADS + 2 * KV) * D
     place = rows[:, None] * width + head * D + i[None, :]
     if TURN:
@@ -211,20 +213,20 @@ def qkv_backward(
             angle = tl.load(positions + rows, present, 0)[:, None] * half + i[None, :]
             c = tl.load(cos + angle, full, 0.0).to(tl.float32)
             s = tl.load(sin + angle, full, 0.0).to(tl.float32)
-            one, two = one * c + two * s, two * c - one * s
+            g1, g2 = g1 * c + g2 * s, g2 * c - g1 * s
     if NORM:
         if head < HEADS + KV:
             of_q, of_k = _halves(q_norm, i, half), _halves(k_norm, i, half)
-            one *= tl.where(head < HEADS, of_q[0], of_k[0])[None, :]
-            two *= tl.where(head < HEADS, of_q[1], of_k[1])[None, :]
-            x = tl.load(joined + place, full, 0.0).to(tl.float32)
-            z = tl.load(joined + place + half, full, 0.0).to(tl.float32)
-            square = (tl.sum(x * x, 1) + tl.sum(z * z, 1)) / D
+            g1 *= tl.where(head < HEADS, of_q[0], of_k[0])[None, :]
+            g2 *= tl.where(head < HEADS, of_q[1], of_k[1])[None, :]
+            x1 = tl.load(joined + place, full, 0.0).to(tl.float32)
+            x2 = tl.load(joined + place + half, full, 0.0).to(tl.float32)
+            square = (tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D
             inverse = tl.rsqrt(square + tl.where(head < HEADS, q_eps, k_eps))
-            along = (tl.sum(one * x, 1) + tl.sum(two * z, 1)) / D * inverse * inverse
-            one = (one - x * along[:, None]) * inverse[:, None]
-            two = (two - z * along[:, None]) * inverse[:, None]
-    _store_halves(out + place, one, two, half, full)
+            along = (tl.sum(g1 * x1, 1) + tl.sum(g2 * x2, 1)) / D * inverse * inverse
+            g1 = (g1 - x1 * along[:, None]) * inverse[:, None]
+            g2 = (g2 - x2 * along[:, None]) * inverse[:, None]
+    _store_halves(out + place, g1, g2, half, full)
 
 
 @triton.jit
@@ -234,20 +236,20 @@ def join_parts(
 ):  # fmt: skip
     """Join the two parts of the attention of 16 tokens, from `start` on, for one head.
 
-    `out`, `more` (M, HEADS, D) and log-sum-exps `sums`, `more_sums` (HEADS, M) are overwritten.
+    `out` (M, HEADS, D) and the log-sum-exps `sums`, `more_sums` (HEADS, M) are overwritten.
     """
     at, d = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16), tl.arange(0, WIDTH)
     head = tl.program_id(1)
     present = at < rows
     full = present[:, None] & (d < D)[None, :]
-    own_sums, other_sums = sums + head * (start + rows) + start + at, more_sums + head * rows + at
-    one, two = tl.load(own_sums, present, 0.0), tl.load(other_sums, present, 0.0)
-    top = tl.maximum(one, two)
-    whole = top + tl.log(tl.exp(one - top) + tl.exp(two - top))
-    place = out + ((start + at)[:, None] * HEADS + head) * D + d[None, :]
-    y = tl.load(place, full, 0.0).to(tl.float32)
+    sums_at, more_at = sums + head * (start + rows) + start + at, more_sums + head * rows + at
+    own_sum, more_sum = tl.load(sums_at, present, 0.0), tl.load(more_at, present, 0.0)
+    top = tl.maximum(own_sum, more_sum)
+    joined_sum = top + tl.log(tl.exp(own_sum - top) + tl.exp(more_sum - top))
+    pointers = out + ((start + at)[:, None] * HEADS + head) * D + d[None, :]
+    y = tl.load(pointers, full, 0.0).to(tl.float32)
     z = tl.load(more + (at[:, None] * HEADS + head) * D + d[None, :], full, 0.0).to(tl.float32)
-    y = y * tl.exp(one - whole)[:, None] + z * tl.exp(two - whole)[:, None]
-    tl.store(place, y.to(out.dtype.element_ty), full)
-    tl.store(own_sums, whole, present)
-    tl.store(other_sums, whole, present)
+    y = y * tl.exp(own_sum - joined_sum)[:, None] + z * tl.exp(more_sum - joined_sum)[:, None]
+    tl.store(pointers, y.to(out.dtype.element_ty), full)
+    tl.store(sums_at, joined_sum, present)
+    tl.store(more_at, joined_sum, present)

@@ -1,4 +1,4 @@
-"""The operators by kernels: each launches one, on CUDA or in Triton's interpreter.
+"""The operators: each launches one kernel, on CUDA or in Triton's interpreter.
 
 Arguments are those of `kernels`. An operator returns new tensors, or writes its last arguments.
 """
@@ -30,7 +30,7 @@ OUTER_COLUMNS = 128
 #: Tokens of a block of the vocabulary.
 _DRAW_BLOCK = 4096
 
-#: Name among the derived of a base: whether a kernel has failed there.
+#: Key of `SharedBase.derived`: whether a kernel has failed.
 FAILED = "kernels failed"
 
 
@@ -40,7 +40,7 @@ class KernelError(RuntimeError):
 
 _Launch = TypeVar("_Launch", bound=Callable[..., Any])
 _LIBRARY = Library("evo_grpo", "DEF")  # operators exist as long as it does
-#: The launch of each operator, which tests exchange for the same by torch.
+#: The launch of each operator; tests replace it by torch operations.
 LAUNCHES: dict[str, Callable[..., Any]] = {}
 
 
@@ -52,7 +52,7 @@ def operator(*written: str) -> Callable[[_Launch], _Launch]:
         LAUNCHES[name] = launch
 
         def call(*args: Any) -> Any:  # noqa: ANN401 -- what the operators take and return
-            # Triton launches on the current one.
+            # Triton launches on the current device.
             device = next(x.device for x in args if isinstance(x, Tensor))
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 try:
@@ -116,7 +116,7 @@ def _norm_warps(columns: int) -> int:
 def embed_norm(
     tokens: Tensor, table: Tensor, weight: Tensor, factor: float, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return x and its norm (M, H) of tokens (M,), given the table (V, H)."""
+    """Return embeddings of tokens (M,) and their norm, (M, H), given the table (V, H)."""
     rows, size = tokens.shape[0], table.shape[1]
     x, normed = table.new_empty(rows, size), table.new_empty(rows, size)
     columns = _power(size)
@@ -220,7 +220,7 @@ def gate_up(
 ) -> Tensor:  # fmt: skip
     """Return the input (M, size) of the down projection."""
     out = z.new_empty(z.shape[0], size)
-    # In fp32 a tile has twice the numbers, and its product is no instruction of its own.
+    # An fp32 tile has twice the bytes, and no instruction multiplies it whole.
     block = min(_GATE_COLUMNS // (4 if _exact(z) else 1), _power(size, 16))
     _kernels().gate_up[(tiles.shape[0], -(-size // block))](
         z, z.stride(0), low, low.stride(0), b, adapters, z if bias is None else bias, tiles, out,
@@ -285,7 +285,7 @@ def head_slopes(
 
 
 def _ranks(rank: int) -> tuple[int, int]:
-    """Return the ranks of a block of a joined layer in learning, and the blocks."""
+    """Return the ranks in a block of a joined layer in learning, and the number of blocks."""
     block = min(LEARN_TILE, _power(rank, 16))
     return block, -(-rank // block)
 
@@ -321,7 +321,7 @@ def outer(
 ) -> None:  # fmt: skip
     """Write the gradients of A (N, R, in) and B (N, R, out) to splits (S, numbers) fp32.
 
-    They lie at an offset of each split, A before B; `firsts` (N + 1,) are the agents' first tiles.
+    They start at `offset` in each split, A before B; `firsts` (N + 1,) are the agents' first tiles.
     """
     agents, (_, rank) = firsts.shape[0] - 1, low.shape
     inputs, outputs, splits = x.shape[1], grad.shape[1], out.shape[0]
@@ -351,7 +351,7 @@ def norm_backward(
 
 @operator("both", "grad")
 def glu_backward(gelu: bool, both: Tensor, grad: Tensor) -> None:
-    """Write gradients over gate and up (M, 2 I), and the GLU's output over its gradient (M, I)."""
+    """Overwrite gate and up (M, 2 I) with their gradients, `grad` (M, I) with the GLU's output."""
     rows, size = grad.shape
     block = min(1024, _power(size, 16))
     _learn_kernels().glu_backward[(rows, -(-size // block))](
@@ -365,20 +365,20 @@ def qkv_backward(
     joined: Tensor | None, positions: Tensor, cos: Tensor | None, sin: Tensor | None,
     q_norm: Tensor | None, k_norm: Tensor | None, q_eps: float, k_eps: float,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient (M, (heads + 2 kv) D) of q, k and v side by side.
+    """Return the gradient (M, (heads + 2 kv) D) of concatenated q, k and v.
 
-    `more` are gradients of the queries of the last tokens, and of keys and values at the `places`
-    (M',) of the first tokens, -1 for none. `joined` is the input of the norms of q and k.
+    `more` are gradients to add: of the last tokens' queries, and of keys and values, indexed by the
+    `places` (M',) of the first tokens, -1 for none. `joined` is the input of the norms of q and k.
     """
     (tokens, heads, size), kv = dq.shape, dk.shape[1]
     out = dq.new_empty(tokens, (heads + 2 * kv) * size)
-    none = out
-    further = (none,) * 4 if places is None else (*more, places)
+    unread = out
+    more_arguments = (unread,) * 4 if places is None else (*more, places)
     _learn_kernels().qkv_backward[(-(-tokens // 16), heads + 2 * kv)](
-        dq, dk, dv, *further, 0 if places is None else places.shape[0],
-        none if joined is None else joined, positions, none if cos is None else cos,
-        none if sin is None else sin, none if q_norm is None else q_norm,
-        none if k_norm is None else k_norm, out, tokens, q_eps, k_eps, HEADS=heads, KV=kv, D=size,
+        dq, dk, dv, *more_arguments, 0 if places is None else places.shape[0],
+        unread if joined is None else joined, positions, unread if cos is None else cos,
+        unread if sin is None else sin, unread if q_norm is None else q_norm,
+        unread if k_norm is None else k_norm, out, tokens, q_eps, k_eps, HEADS=heads, KV=kv, D=size,
         HALF=_power(size // 2, 16), NORM=q_norm is not None, TURN=cos is not None,
         MORE=places is not None, num_warps=4,
     )  # fmt: skip
