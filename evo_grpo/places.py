@@ -26,7 +26,7 @@ _PLACES: list[_Place] = []
 
 
 @contextmanager
-def looking_in(folder: str | Path | None, *, is_code: bool = False) -> Generator[None]:
+def searching(folder: str | Path | None, *, is_code: bool = False) -> Generator[None]:
     """Search one more folder within the context; None adds no folder.
 
     Args:

@@ -133,7 +133,7 @@ def fetched(name: str) -> Path:
     return cache_folder() / name / PACKAGED[name].file
 
 
-def hub_words(text: str, characters: int = 300) -> str:
+def hub_message(text: str, characters: int = 300) -> str:
     """Return a message of the hub's client, cut after its token was redacted."""
     from huggingface_hub import get_token  # only a hub id needs it
 

@@ -12,7 +12,7 @@ from evo_grpo import evaluate_adapter, resume, run, sample
 from evo_grpo.cli.commands import app
 from evo_grpo.envs.loading import load_function
 from evo_grpo.errors import ConfigError
-from evo_grpo.places import expanded, find, looking_in
+from evo_grpo.places import searching, expanded, find
 from evo_grpo.record.folder import beside
 
 REWARD = "def exact(completion, total):\n    return float(completion == total)\n"
@@ -79,7 +79,7 @@ def test_nothing_is_looked_for_beside_the_copy_of_a_run_folder(jobs):
 
 def test_the_working_folder_comes_first(jobs, tmp_path):
     (tmp_path / "rows.csv").write_text("q,total\n")
-    with looking_in(jobs):
+    with searching(jobs):
         assert find("rows.csv") == Path("rows.csv")
         (tmp_path / "rows.csv").unlink()
         assert find("rows.csv") == jobs / "rows.csv"
@@ -91,9 +91,12 @@ def test_a_module_of_another_folder_is_not_taken_for_one_of_the_same_name(jobs, 
     other = tmp_path / "other"
     other.mkdir()
     (other / "beside_rewards.py").write_text("def exact(completion):\n    return 1.0\n")
-    with looking_in(jobs):
+    with searching(jobs):
         assert load_function("beside_rewards:exact")("1", total="1") == 1.0
-    with looking_in(other), pytest.raises(ConfigError, match="has imported another one of that"):
+    with (
+        searching(other),
+        pytest.raises(ConfigError, match="has imported another one of that"),
+    ):
         load_function("beside_rewards:exact")
 
 

@@ -16,7 +16,7 @@ from evo_grpo.evolve.intervals import interval
 from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.replay import read_schedule
-from evo_grpo.record.stopping import Played, why_it_ended
+from evo_grpo.record.stopping import RoundTotals, why_it_ended
 from evo_grpo.record.summary import read_summary
 
 ROUNDS = 5
@@ -47,7 +47,7 @@ def whole(tmp_path_factory):
 
 def rule_for(name, rounds, ends):
     """The rule of a name by which these rounds end after the one of number `ends`."""
-    bests = [Played.of(record).best for record in rounds]
+    bests = [RoundTotals.of(record).best for record in rounds]
     if name in ("fitness", "rewards"):
         scores = [[agent.score for agent in record.agents] for record in rounds]
         sure = [max(interval(s.mean, s.se, s.n)[0] for s in of if s) for of in scores]

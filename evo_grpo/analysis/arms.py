@@ -69,7 +69,7 @@ from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import (
     Replay,
-    Replayed,
+    ReplayArm,
     Schedule,
     Training,
     read_replay,
@@ -457,8 +457,8 @@ def train(
     return tallies
 
 
-def _replayed(plan: Training, tallies: Sequence[Tally], tests: Sequence[Score]) -> Replayed:
-    return Replayed(
+def _replayed(plan: Training, tallies: Sequence[Tally], tests: Sequence[Score]) -> ReplayArm:
+    return ReplayArm(
         name=plan.name,
         prompts=plan.prompts,
         rows=plan.rows,
@@ -468,7 +468,7 @@ def _replayed(plan: Training, tallies: Sequence[Tally], tests: Sequence[Score]) 
     )
 
 
-def _differences(trained: Sequence[Replayed], winner: Score) -> tuple[Difference, ...]:
+def _differences(trained: Sequence[ReplayArm], winner: Score) -> tuple[Difference, ...]:
     tests = {one.name: one.tests for one in trained} | {WINNER: (winner,)}
     pairs = [REPLAYED, *((one.name, WINNER) for one in trained)]
     return tuple(Difference.between(a, tests[a], b, tests[b]) for a, b in pairs)

@@ -26,7 +26,7 @@ from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrap
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.evolve.start import Start
 from evo_grpo.learn.rows import AgentBatch
-from evo_grpo.model.ends import Ends
+from evo_grpo.model.ends import StopRules
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.cohort import Cohort
@@ -188,7 +188,7 @@ class Agent(ABC):
         training = training and self.training
         base = self.cohort.base
         prompts = to_prompts(obs, base.tokenizer, base.vocabulary)
-        close_turns_with(obs, Ends(base, self.settings.algorithm), base.pad_id)
+        close_turns_with(obs, StopRules(base, self.settings.algorithm), base.pad_id)
         samples = self.hparams.group_size if training and repeat_prompts else 1
         plain = Hparams(max_output_tokens=self.hparams.max_output_tokens)
         sampling = self.cohort.sampling(self.hparams if training else plain)

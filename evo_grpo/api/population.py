@@ -33,7 +33,7 @@ from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.generation import check_plan, next_generation
 from evo_grpo.evolve.protocols import Offspring
 from evo_grpo.learn.rows import AgentBatch
-from evo_grpo.places import looking_in
+from evo_grpo.places import searching
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.archive import LastWholeRound
 from evo_grpo.population.cohort.cohort import Cohort
@@ -334,7 +334,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             {name: value for name, value in strategies.items() if value is not None},
         )
         with (
-            looking_in(code_folder(code), is_code=True),
+            searching(code_folder(code), is_code=True),
             shown_progress(progress, "", ()) as shown,
         ):
             both = ObserverList((shown or Observer(), observer or Observer()))

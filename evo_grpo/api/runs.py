@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from evo_grpo.errors import EvoGrpoError
-from evo_grpo.places import looking_in
+from evo_grpo.places import searching
 from evo_grpo.population.ranks.ranks import sharing_early_errors
 from evo_grpo.population.ranks.team import is_silent_rank
 from evo_grpo.record.folder import beside, code_folder
@@ -75,7 +75,7 @@ def run(
             warnings.warn(doubt, DoubtfulSetting, stacklevel=2)
 
     def play(audience: Observer) -> Path:
-        with looking_in(place):
+        with searching(place):
             return play_run(settings, out=out, force=force, observer=audience)
 
     return _watched(play, progress, observer, settings.model.name)
@@ -120,7 +120,7 @@ def resume(
     check_observer(observer or Observer())
 
     def play(audience: Observer) -> Path:
-        with looking_in(code_folder(code), is_code=True):
+        with searching(code_folder(code), is_code=True):
             return continue_run(folder, rounds=rounds, allow=allow, observer=audience)
 
     return _watched(play, progress, observer, str(folder))

@@ -18,7 +18,7 @@ from evo_grpo.learn.objective.advantages import (
     zero_variance_fraction,
 )
 from evo_grpo.learn.rows import Row
-from evo_grpo.model.ends import Ends
+from evo_grpo.model.ends import StopRules
 from evo_grpo.types import CompletionGroup, Prompt
 
 Observation = Prompt | Mapping[str, Any] | str
@@ -88,7 +88,7 @@ def _to_prompt(
 
 
 def close_turns_with(
-    observations: Observation | Sequence[Observation], ends: Ends, pad_id: int
+    observations: Observation | Sequence[Observation], ends: StopRules, pad_id: int
 ) -> None:
     """Pass where completions end, and their padding, to the episodes of the observations.
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Audience:
+class RunOutput:
     """Where the output of a run goes: to a person, as events to a program, or errors alone.
 
     `quiet` prints only errors, and the run folder as the last line; `as_json` prints one event per
@@ -88,7 +88,7 @@ class Audience:
 
 def show_run(
     play: Callable[[RunProgress], Path],
-    audience: Audience,
+    audience: RunOutput,
     *,
     loading: str,
     compare: bool,
@@ -144,7 +144,7 @@ def show_run(
 
 
 def _show_end(
-    audience: Audience, finished: Path, *, compare: bool, allow: Sequence[str], report: bool
+    audience: RunOutput, finished: Path, *, compare: bool, allow: Sequence[str], report: bool
 ) -> None:
     """Show the result of a finished run, its folder, and the next commands."""
     from evo_grpo.readers.follow import study_of
@@ -170,7 +170,7 @@ def _show_end(
         show_next(audience.console, str(finished), study_of(finished), worse=bool(view.loss))
 
 
-def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
+def _compare(audience: RunOutput, folder: Path, allow: Sequence[str]) -> None:
     """Train the populations of a comparison with a finished run, then show the results as bars."""
     from evo_grpo.readers.terminal.console import say as say_to
     from evo_grpo.readers.terminal.console import warnings_to

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asking:
+class TaskPrompt:
     """The prompt template of a task and the length of its answers.
 
     Attributes:
@@ -62,7 +62,7 @@ class _Hidden(str):
 
 def asking(
     env: EnvConfig, seed: int, prompt: str | None = None, *, show_rows: bool = True
-) -> Asking:
+) -> TaskPrompt:
     """Return the prompt template and answer length of a task; `prompt` names one of `env.prompts`.
 
     Without `show_rows`, the examples of `env.few_shot` have "..." in place of the user's values.
@@ -70,7 +70,7 @@ def asking(
     if is_multi_turn(env.kind):
         messages = Template.of(opening(env.system_prompt))
         opening_template = replace(messages, keywords=env.chat_template_kwargs)
-        return Asking(opening_template, DEFAULT_OUTPUT_TOKENS, {})
+        return TaskPrompt(opening_template, DEFAULT_OUTPUT_TOKENS, {})
     family = family_of(env.kind)
     is_object = env.kind.startswith(OBJECT)
     is_user_task = is_object or (family is not None and bool(family.reads))
@@ -96,7 +96,7 @@ def asking(
             examples, hidden = [dict.fromkeys(names, _Hidden())] * examples, examples
         assert not isinstance(examples, int), "without few_shot, there are no examples"
         full_template = named_template(prompt, base, env.prompting(), examples)
-        return Asking(full_template, DEFAULT_OUTPUT_TOKENS, {}, hidden)
+        return TaskPrompt(full_template, DEFAULT_OUTPUT_TOKENS, {}, hidden)
     task = build_task(env, seed, find_function)
     example = {} if is_user_task else task.splits["validation"][0]
-    return Asking(Template.of_task(task, prompt), task.max_output_tokens, example, hidden)
+    return TaskPrompt(Template.of_task(task, prompt), task.max_output_tokens, example, hidden)

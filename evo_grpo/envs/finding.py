@@ -94,7 +94,7 @@ def find_name(path: str, where: str) -> Definition:
     bound = source.bound.get(first, [])
     if not bound and source.is_complete:
         raise no_such_name(path, where, source.origin, first, source.bound)
-    for origin_module, _ in _leads(module, first):
+    for origin_module, _ in _import_chain(module, first):
         if is_standard(origin_module):  # "package:os.system"
             raise standard_library(path, where, origin_module)
     if len(bound) != 1 or isinstance(bound[0], _Import):
@@ -119,7 +119,7 @@ def defining_files(path: str) -> dict[str, Path | None]:
     """
     module, _, attribute = path.partition(":")
     files: dict[str, Path | None] = {}
-    for origin_module, _ in _leads(module, attribute.partition(".")[0]):
+    for origin_module, _ in _import_chain(module, attribute.partition(".")[0]):
         if not is_standard(origin_module):
             spec = _locate(origin_module)
             file = None if isinstance(spec, str) or not spec.has_location else spec.origin
@@ -127,7 +127,7 @@ def defining_files(path: str) -> dict[str, Path | None]:
     return files
 
 
-def _leads(module: str, name: str) -> Sequence[_Import]:
+def _import_chain(module: str, name: str) -> Sequence[_Import]:
     """Return the chain of imports of a name: `module` and `name`, then where they come from."""
     chain = [_Import(module, name)]
     for link in chain:  # the loop appends to the list

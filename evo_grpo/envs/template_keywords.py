@@ -16,7 +16,7 @@ from evo_grpo.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
-LOOKED_AT = 1000
+ROWS_SEARCHED = 1000
 """Rows that are searched for the conversation with most roles."""
 
 
@@ -40,7 +40,7 @@ def dropped_sentence(
     """Return a sentence about messages of `rows` that the chat template leaves out, if any."""
     if template.conversation is None:
         return []
-    sample = rows[:LOOKED_AT] if template.conversations else rows[:1]
+    sample = rows[:ROWS_SEARCHED] if template.conversations else rows[:1]
     messages = max(map(template.messages, sample), key=lambda one: len({m["role"] for m in one}))
     marked = [{**message, "content": f"@{n}@"} for n, message in enumerate(messages)]
     try:

@@ -61,7 +61,7 @@ def chance(first: Score, second: Score) -> float:
     """
     differences = _apart(first, second)
     nonzero = differences[differences != 0]
-    return max(sign_flip(nonzero), _skewed(differences)) if len(nonzero) else 1.0
+    return max(sign_flip(nonzero), _skew_p_value(differences)) if len(nonzero) else 1.0
 
 
 def _apart(first: Score, second: Score) -> np.ndarray:
@@ -73,7 +73,7 @@ def _apart(first: Score, second: Score) -> np.ndarray:
     return differences[np.isfinite(differences)]
 
 
-def _skewed(apart: np.ndarray) -> float:
+def _skew_p_value(apart: np.ndarray) -> float:
     """Return the two-sided p-value of Hall's skewness-corrected t, 0 without a spread."""
     count, spread = len(apart), apart.std()
     if count < 3 or not spread > 1e-12 * np.abs(apart).max():

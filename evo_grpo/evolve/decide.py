@@ -10,7 +10,7 @@ from evo_grpo.evolve.compare import Comparison, compare
 from evo_grpo.evolve.explore.step import lower_lr
 from evo_grpo.evolve.generation import Generation, check_plan, next_generation
 from evo_grpo.evolve.goals import ahead, best_first, ranked
-from evo_grpo.evolve.settle import Settled, settle
+from evo_grpo.evolve.settle import TestedPlan, settle
 from evo_grpo.schema.problems import shown_value
 from evo_grpo.types import Decision, Member, Mutation, Score, Slot
 
@@ -274,7 +274,7 @@ def _copies_of_archive(
 
 def _decisions(
     standings: Sequence[Standing],
-    settled: Settled,
+    settled: TestedPlan,
     generation: Generation,
     scores: Sequence[Score | None],
     strategy: Strategy,

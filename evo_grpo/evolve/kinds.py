@@ -26,7 +26,7 @@ OWN = "module:Class"
 _OWN_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$"
 
 
-class OwnStrategy(Group):
+class UserStrategy(Group):
     """A user-defined class that implements `evo_grpo.Selector` or `evo_grpo.Explorer`, by name.
 
     Its module is imported when a run is prepared, not when settings are read.
@@ -86,7 +86,7 @@ Selection = Annotated[
     | Annotated[HalvingSelection, Tag("halving")]
     | Annotated[ParetoSelection, Tag("pareto")]
     | Annotated[NoSelection, Tag("none")]
-    | Annotated[OwnStrategy, Tag(OWN)],
+    | Annotated[UserStrategy, Tag(OWN)],
     by_kind,
     kind_or_settings("tournament", method="plan"),
 ]
@@ -99,7 +99,7 @@ Exploration = Annotated[
     | Annotated[OptunaExploration, Tag("optuna")]
     | Annotated[ScheduleExploration, Tag("schedule")]
     | Annotated[NoExploration, Tag("none")]
-    | Annotated[OwnStrategy, Tag(OWN)],
+    | Annotated[UserStrategy, Tag(OWN)],
     by_kind,
     kind_or_settings("mutate", method="explore"),
 ]

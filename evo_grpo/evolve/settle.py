@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Settled:
+class TestedPlan:
     """A plan and the comparisons that it is based on.
 
     Attributes:
@@ -38,7 +38,7 @@ class Settled:
 
 def settle(
     plan: Sequence[Offspring], scores: Sequence[Score | None], level: float | None
-) -> Settled:
+) -> TestedPlan:
     """Drop the copies of a plan that a paired test does not support, and keep better agents.
 
     Each planned copy overwrites the best agent that does not survive in the plan, but only if its
@@ -62,7 +62,7 @@ def settle(
         for position, parent in parents.items()
         if position != parent
     }
-    return Settled(new, copies, dropped, _left(parents, scores, level))
+    return TestedPlan(new, copies, dropped, _left(parents, scores, level))
 
 
 def _supported(

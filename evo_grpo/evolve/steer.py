@@ -29,7 +29,7 @@ _SUPERSEDED = ("copied", "kept", "restored")
 """Kinds of decisions about an agent that are dropped when a request stops or overwrites it."""
 
 
-class Membership(NamedTuple):
+class NextRound(NamedTuple):
     """The agents of the next round, in ascending order of slot, and the decisions about them."""
 
     members: tuple[Member, ...]
@@ -38,7 +38,7 @@ class Membership(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Boundary:
+class RoundEnd:
     """The state of a run between two rounds, after `round` (0-based).
 
     `played` has the slot of each member that played the round, `hp_config` the ranges, and
@@ -52,8 +52,8 @@ class Boundary:
 
 
 def steer(
-    plan: Membership, request: Request, boundary: Boundary
-) -> tuple[Membership, RequestOutcome]:
+    plan: NextRound, request: Request, boundary: RoundEnd
+) -> tuple[NextRound, RequestOutcome]:
     """Carry out a request about agents; return the new plan, and the outcome of the request.
 
     The parent of a clone is the member whose weights it takes: one that finished the round, or the
@@ -71,7 +71,7 @@ def steer(
     return plan._replace(decisions=(*plan.decisions, outcome)), RequestOutcome(request, why)
 
 
-def _carried_out(plan: Membership, request: Request, boundary: Boundary) -> tuple[Membership, str]:
+def _carried_out(plan: NextRound, request: Request, boundary: RoundEnd) -> tuple[NextRound, str]:
     """Return the plan with a request carried out, and a sentence that describes the change."""
     if request.op == "stop-agent":
         return _stopped(plan, _index(plan, request.agent, boundary))
@@ -83,7 +83,7 @@ def _carried_out(plan: Membership, request: Request, boundary: Boundary) -> tupl
     raise ConfigError(f"expected one of {', '.join(ON_AGENTS)}, got {request.op!r}")
 
 
-def _index(plan: Membership, agent: int | None, boundary: Boundary) -> int:
+def _index(plan: NextRound, agent: int | None, boundary: RoundEnd) -> int:
     slots = [member.agent for member in plan.members]
     if agent is not None and agent in slots:
         return slots.index(Slot(agent))
@@ -94,14 +94,14 @@ def _index(plan: Membership, agent: int | None, boundary: Boundary) -> int:
     )
 
 
-def _stopped(plan: Membership, index: int) -> tuple[Membership, str]:
+def _stopped(plan: NextRound, index: int) -> tuple[NextRound, str]:
     agent = plan.members[index].agent
     if len(plan.members) == 1:
         raise ConfigError(
             f"agent {agent}: expected another one that trains on, got the only one; end the run "
             "with stop-after-round"
         )
-    stopped = Membership(
+    stopped = NextRound(
         plan.members[:index] + plan.members[index + 1 :],
         plan.hparams[:index] + plan.hparams[index + 1 :],
         _without(plan.decisions, agent),
@@ -109,9 +109,7 @@ def _stopped(plan: Membership, index: int) -> tuple[Membership, str]:
     return stopped, f"agent {agent} was stopped by hand"
 
 
-def _cloned(
-    plan: Membership, source: int, target: int, boundary: Boundary
-) -> tuple[Membership, str]:
+def _cloned(plan: NextRound, source: int, target: int, boundary: RoundEnd) -> tuple[NextRound, str]:
     parent, old = plan.members[source], plan.members[target]
     if source == target:
         raise ConfigError(
@@ -134,8 +132,8 @@ def _cloned(
 
 
 def _set(
-    plan: Membership, index: int, values: Mapping[str, object], boundary: Boundary
-) -> tuple[Membership, str]:
+    plan: NextRound, index: int, values: Mapping[str, object], boundary: RoundEnd
+) -> tuple[NextRound, str]:
     member, old = plan.members[index], plan.hparams[index]
     if not values:
         raise ConfigError(f"agent {member.agent}: expected a hyperparameter to set, got none")
@@ -204,13 +202,13 @@ def _swaps(members: Sequence[Member], played: Mapping[int, Slot]) -> bool:
 
 
 def _with_child(
-    plan: Membership,
+    plan: NextRound,
     index: int,
     parent: Member,
     mutation: Mutation,
     hparams: Hparams,
-    boundary: Boundary,
-) -> Membership:
+    boundary: RoundEnd,
+) -> NextRound:
     """Replace a member by a child, which keeps the id of a member that has not trained yet."""
     old, played = plan.members[index], boundary.played
     unused_id = max([boundary.next_id - 1, *(member.id for member in plan.members)]) + 1

@@ -35,7 +35,7 @@ from evo_grpo.learn.objective.shaping import token_advantages
 from evo_grpo.learn.packing import StepTotals, assign_minibatches, filter_and_whiten, pack
 from evo_grpo.learn.rows import AgentBatch, AgentTraining, MicroBatch, Row, collate
 from evo_grpo.learn.updates import LossScales, OwnOptimizers, Updates, first_scale
-from evo_grpo.model.alone import beside_no_load
+from evo_grpo.model.alone import excluding_loads
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.train import TrainForward, open_forward
 from evo_grpo.model.llama.cuda.choice import give_up_kernels
@@ -97,7 +97,7 @@ class Learner:
         #: Tokens of a micro-batch after the device ran out of memory; None before.
         self.reduced: int | None = None
 
-    @beside_no_load()
+    @excluding_loads()
     def learn(
         self,
         agents: Sequence[AgentTraining],
@@ -190,7 +190,7 @@ class Learner:
             call.sums.put_back(sums_before)
 
         while True:
-            self._in_memory(
+            self._retry_smaller(
                 pairs,
                 lambda: self._accumulate(
                     call, pairs, forward, reference, minibatch, first=is_first, scales=scales
@@ -277,7 +277,7 @@ class Learner:
             if is_counted:
                 measure(call.sums, batch, terms, weights, entropies, flat, first=first)
 
-    def _in_memory(
+    def _retry_smaller(
         self,
         pairs: Sequence[tuple[int, Row]],
         attempt: Callable[[], None],
@@ -334,7 +334,7 @@ class Learner:
             reference = batch.gather("ref")
         shapes = [self.algorithm.shapes_kl(hparams[position]) for position in batch.owners]
         # The KL is in the advantages or in the penalty of a row; both would count it twice.
-        shaping, penalty = _parted(values.beta, shapes)
+        shaping, penalty = _split_beta(values.beta, shapes)
         shaping_kl = reference if any(shapes) else None
         advantages = self._advantages(
             batch, shaping, logprobs.detach(), shaping_kl, per_token=any(shapes)
@@ -420,7 +420,7 @@ class Learner:
                     flat, _ = self._logprobs(agents, batch, forward)
                 batch.scatter("old", flat)
 
-        self._in_memory(pairs, fill, lambda: None)
+        self._retry_smaller(pairs, fill, lambda: None)
 
     @torch.no_grad()
     def _fill_reference_logprobs(
@@ -459,7 +459,9 @@ def _has_gradient(row: Row, hparams: Hparams) -> bool:
     return (row.advantage != 0.0 or largest_penalty(hparams) > 0) and row.generated > 0
 
 
-def _parted(beta: float | Tensor, shapes: Sequence[bool]) -> tuple[float | Tensor, float | Tensor]:
+def _split_beta(
+    beta: float | Tensor, shapes: Sequence[bool]
+) -> tuple[float | Tensor, float | Tensor]:
     """Split beta into the weights of KL shaping and of the KL penalty; each row has one of the two.
 
     `beta` is (B, 1), or the float 0.0 if no row has a weight; `shapes` says which of the B rows

@@ -16,7 +16,7 @@ _turn = threading.RLock()
 """Held by the thread that loads or waits to load; meanwhile no other thread starts to compute."""
 _change = threading.Condition()
 _computing = Counter[int]()
-"""Thread -> number of nested `beside_no_load` contexts that it is in."""
+"""Thread -> number of nested `excluding_loads` contexts that it is in."""
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def loading() -> Generator[None]:
 
 
 @contextmanager
-def beside_no_load() -> Generator[None]:
+def excluding_loads() -> Generator[None]:
     """Compute while no other thread loads; several threads may compute at once."""
     me = threading.get_ident()
     with nullcontext() if me in _computing else _turn, _change:

@@ -25,7 +25,7 @@ characters may differ, since a leading space is dropped or a character lacks its
 
 
 @final
-class Ends:
+class StopRules:
     """Where the completions of a base end, by `stop` and `min_output_tokens` of `algorithm`.
 
     Attributes:

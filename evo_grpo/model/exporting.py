@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from evo_grpo.errors import CheckpointError, ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.digest import base_digest, comparable_digests
-from evo_grpo.model.loading import DTYPES, from_pretrained, load_tokenizer, one_sentence, quiet
+from evo_grpo.model.loading import DTYPES, as_model_error, from_pretrained, load_tokenizer, quiet
 from evo_grpo.sources import Source
 
 TOLERANCE = 1e-3
@@ -62,7 +62,7 @@ def stored_dtype(source: Source, revision: str | None, otherwise: str) -> str:
     from transformers import AutoConfig
 
     pinned = {} if revision is None else {"revision": revision}
-    with one_sentence(source, ": its config.json"):
+    with as_model_error(source, ": its config.json"):
         config = cast("Any", AutoConfig).from_pretrained(
             source.path, trust_remote_code=False, **pinned
         )

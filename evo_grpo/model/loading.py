@@ -29,7 +29,7 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         if torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0):
             return torch.bfloat16
-        _say_float16(torch.cuda.get_device_name(device))
+        _warn_float16(torch.cuda.get_device_name(device))
         return torch.float16
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
@@ -38,7 +38,7 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 @cache
-def _say_float16(card: str) -> None:
+def _warn_float16(card: str) -> None:
     warnings.warn(
         f"engine.dtype: auto is float16 on {card}, which emulates bfloat16",
         UserWarning,
@@ -112,7 +112,7 @@ def from_pretrained(
         )
     keywords = _keywords(source, trust)
     check_files(source)
-    with one_sentence(source), quiet(), warnings.catch_warnings():
+    with as_model_error(source), quiet(), warnings.catch_warnings():
         # The gguf reader hands transformers a read-only array; it is copied before anything writes.
         warnings.filterwarnings(
             "ignore", message="The given NumPy array is not writable", category=UserWarning
@@ -145,7 +145,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     keywords = _keywords(source, trust_remote_code, revision)
-    with one_sentence(source, ": its tokenizer"), quiet():
+    with as_model_error(source, ": its tokenizer"), quiet():
         return cast("Any", AutoTokenizer).from_pretrained(source.path, **keywords)
 
 
@@ -155,7 +155,7 @@ def _keywords(source: Source, trust: bool, revision: str | None = None) -> dict[
 
 
 @contextmanager
-def one_sentence(source: Source, what: str = "") -> Generator[None]:
+def as_model_error(source: Source, what: str = "") -> Generator[None]:
     """Raise ModelError in place of any exception that transformers raises for a model's files.
 
     `what` names a part of the model, such as ": its tokenizer".

@@ -78,7 +78,7 @@ def foreign_functions(namespace: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
-def tampered(module: nn.Module) -> str | None:
+def forward_change(module: nn.Module) -> str | None:
     """Return how an instance changes the forward (by its own forward, or a hook), or None.
 
     Submodules are not checked.
@@ -95,7 +95,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     return (
         type(module).forward is nn.Linear.forward
         and class_from_libraries(nn.Linear)
-        and tampered(module) is None
+        and forward_change(module) is None
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from evo_grpo.errors import ModelError
-from evo_grpo.model.origin import class_from_libraries, is_plain_linear, tampered
+from evo_grpo.model.origin import class_from_libraries, forward_change, is_plain_linear
 from evo_grpo.model.out_of_memory import is_out_of_memory
 from evo_grpo.model.upcast import HALF, in_float32
 
@@ -162,7 +162,11 @@ def columns_of_probe(model: Any, context: int) -> int:  # noqa: ANN401 -- of any
     Rows are longer if modules around the trunk run foreign code. A `context` of 0 is no limit.
     """
     head = model.get_output_embeddings()
-    plain = class_from_libraries(type(model)) and tampered(model) is None and is_plain_linear(head)
+    plain = (
+        class_from_libraries(type(model))
+        and forward_change(model) is None
+        and is_plain_linear(head)
+    )
     columns = _COLUMNS if plain else _LATE
     return min(columns, context or columns)
 
@@ -232,7 +236,7 @@ def check_forward(
                 f"{subject}: it does not run as a causal language model on token ids alone "
                 f"({type(error).__name__}: {error}); use a decoder-only language model"
             ) from error
-        # Global generator, as above.
+        # Global generator because the forward may have drawn from it.
         draws = not torch.equal(state, torch.get_rng_state())
     # A cap of 30 changes logits of 1, as random weights give, by only 4e-4.
     near = min(_LOGITS, tolerance(first_states))

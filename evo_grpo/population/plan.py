@@ -29,7 +29,7 @@ from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Tally, without_signal
 from evo_grpo.population.steps import CheckpointFiles
 from evo_grpo.record.records import AgentRecord, NextAgents, RoundRecord
-from evo_grpo.record.stopping import Played, has_signal, rules_that_hold
+from evo_grpo.record.stopping import RoundTotals, has_signal, rules_that_hold
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.seeding import derive, generator
@@ -331,7 +331,7 @@ def _rules_that_hold(inputs: PlanInputs) -> tuple[str, ...]:
     tallies = [report.tally for report in inputs.reports]
     tokens = sum(tally.tokens for tally in tallies) + inputs.evaluation_tokens
     signal = has_signal([tally.means() for tally in tallies])
-    this_round = Played(inputs.scores, tokens, inputs.seconds, signal, inputs.judge_cost)
+    this_round = RoundTotals(inputs.scores, tokens, inputs.seconds, signal, inputs.judge_cost)
     return rules_that_hold(stop, inputs.past, this_round)
 
 

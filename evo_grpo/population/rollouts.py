@@ -82,7 +82,7 @@ def play_step(
         return rollouts
     turns = getattr(env, "max_turns", 1)  # an episode has several completions
     agents = [
-        _Filling(rollout, cohort.agents[slot].hparams.group_size, longest * turns, budget)
+        _DynamicBatch(rollout, cohort.agents[slot].hparams.group_size, longest * turns, budget)
         for slot, rollout, longest in zip(slots, rollouts, limits, strict=True)
     ]
     wave = 0
@@ -111,7 +111,7 @@ def starts_from(env: Environment[StartT], first: int, count: int) -> list[StartT
 
 
 @dataclass
-class _Filling:
+class _DynamicBatch:
     """The places of an agent's batch, some of which have a dead group.
 
     `begun` is the rollout of the first prompts; `size` is G; `longest` is the most tokens of a

@@ -79,7 +79,7 @@ def take_turns(parts: Sequence[Turns[T]], *, overlap: bool) -> list[T]:
     In turns, the host work of each part runs in its own thread. An error of a part ends all parts.
     """
     if not overlap or len(parts) == 1:
-        return [to_the_end(part) for part in parts]
+        return [run_part(part) for part in parts]
     results: dict[int, T] = {}
     under_way: dict[int, tuple[HostWork, Future[Any]]] = {}
     cycle, stop = deque(range(len(parts))), Event()
@@ -157,7 +157,7 @@ class Overlap:
         return bool(getattr(env, "side_by_side", False)) and (most is None or most >= self._parts)
 
 
-def to_the_end(part: Turns[T]) -> T:
+def run_part(part: Turns[T]) -> T:
     """Run one part and its work in this thread; return the part's result."""
     result = None
     while True:
@@ -174,6 +174,6 @@ def alone(turns: Callable[P, Turns[T]]) -> Callable[P, T]:
 
     @wraps(turns)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        return to_the_end(turns(*args, **kwargs))
+        return run_part(turns(*args, **kwargs))
 
     return run

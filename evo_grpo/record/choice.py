@@ -128,7 +128,7 @@ def choose_of(
         )
     chosen = select("ever" if best_ever else "named", rounds, record)
     files = rounds[record.round].files_of(str(record.checkpoint))
-    return _where_it_is(ChosenAgent(folder, view, chosen, files))
+    return _with_existing_checkpoint(ChosenAgent(folder, view, chosen, files))
 
 
 def _preferred(view: RunView, weights: Mapping[str, float]) -> AgentRecord:
@@ -204,7 +204,7 @@ def _named(
     return played[number]
 
 
-def _where_it_is(choice: ChosenAgent) -> ChosenAgent:
+def _with_existing_checkpoint(choice: ChosenAgent) -> ChosenAgent:
     """Return a choice with the checkpoint that exists: the recorded one or checkpoints/best."""
     folder, record = choice.run, choice.agent.record
     if choice.checkpoint and (folder / choice.checkpoint).is_dir():

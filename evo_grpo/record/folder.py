@@ -246,7 +246,7 @@ def refuse_objects(folder: Path, so: str) -> None:
         )
 
 
-class Parsed(NamedTuple):
+class ParsedRounds(NamedTuple):
     """The contents of rounds.jsonl from a byte on.
 
     Attributes:
@@ -261,7 +261,7 @@ class Parsed(NamedTuple):
 
 
 @many_objects()
-def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
+def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> ParsedRounds:
     """Read rounds.jsonl from byte `start`, where the line of round `first` begins.
 
     Raises:
@@ -299,7 +299,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
             records.append(record)
             places.append(start + length)
             length += len(line)
-    return Parsed(records, length, places)
+    return ParsedRounds(records, length, places)
 
 
 def _amend(records: list[RoundRecord], amendment: Amendment, first: int) -> None:

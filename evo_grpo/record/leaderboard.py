@@ -136,7 +136,8 @@ def leaderboard_rows(
     }
     agents = [*latest.values(), *(a for a in front_agents.values() if a is not latest[a.agent])]
     for agent in sorted(agents, key=place):
-        finalist = finalists.get((agent.agent, agent.round))
+        key = (agent.agent, agent.round)
+        finalist = finalists.get(key)
         rows.append(
             {
                 "agent": agent.agent,
@@ -147,9 +148,7 @@ def leaderboard_rows(
                 **_score("fitness", agent.score if agent.state == "ok" else None),
                 **_goals(agent, goals),
                 **({"front": on_front(agent)} if goals else {}),
-                "tie": tied.get((agent.agent, agent.round))
-                if finalist in (None, winner)
-                else finalist.tie,
+                "tie": tied.get(key) if finalist in (None, winner) else finalist.tie,
                 **_score("final", None if finalist is None else finalist.final),
                 **_score("test", None if finalist is None else finalist.test),
                 **_values(agent.hparams, names),

@@ -70,7 +70,7 @@ class RoundDone:
 
 
 @dataclass(frozen=True)
-class Noted:
+class NoteWritten:
     """An event that belongs to no round: `text` is a sentence, `time` are seconds since 1970."""
 
     time: float
@@ -85,8 +85,8 @@ class RunFinished:
     summary: Mapping[str, Any]
 
 
-_NOTE = TypeAdapter(Noted)
-Entry = RunStarted | StepDone | RoundDone | Noted | RunFinished
+_NOTE = TypeAdapter(NoteWritten)
+Entry = RunStarted | StepDone | RoundDone | NoteWritten | RunFinished
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def _read(path: Path, start: int) -> bytes:
     return b""
 
 
-def _note(path: Path, line: bytes) -> Noted:
+def _note(path: Path, line: bytes) -> NoteWritten:
     with expecting(path, "a note with a time and a text", f"remove the line {line[:200]!r}"):
         return validated(_NOTE, line)
 

@@ -170,7 +170,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Replayed(Arm):
+class ReplayArm(Arm):
     """The result of the trainings of one kind, each of which sampled `rows` completions.
 
     `failed_steps` counts the skipped steps of all trainings, whose gradients were not finite.
@@ -196,13 +196,13 @@ class Replay:
     schedule: Schedule
     seed: int
     repeats: int
-    trained: tuple[Replayed, ...]
+    trained: tuple[ReplayArm, ...]
     winner: Score
     differences: tuple[Difference, ...]
     wall_seconds: float
     files: Mapping[RelativePath, str] = field(default_factory=dict[str, str])
 
-    def training(self, name: str) -> Replayed:
+    def training(self, name: str) -> ReplayArm:
         """Return one kind of training by its name."""
         return next(replayed for replayed in self.trained if replayed.name == name)
 

@@ -17,7 +17,7 @@ from uuid import uuid4
 from pydantic import TypeAdapter
 
 from evo_grpo.errors import ConfigError, RunDirError
-from evo_grpo.evolve.steer import ON_AGENTS, ON_RUN, Boundary, Membership, steer
+from evo_grpo.evolve.steer import ON_AGENTS, ON_RUN, NextRound, RoundEnd, steer
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.files import atomic_write, remove, seal, unseal
 from evo_grpo.record.folder import (
@@ -309,18 +309,18 @@ def _agents_problem(now: RunState, request: Request) -> str:
     return f"{request}: {outcome.refused}" if outcome.refused else ""
 
 
-def _next_plan(now: RunState, after: int) -> tuple[Membership, Boundary]:
+def _next_plan(now: RunState, after: int) -> tuple[NextRound, RoundEnd]:
     """Return the plan and the boundary to which a new request would be applied at the earliest."""
     space, next_id = now.config.search_space(), next_member_id(now.rounds)
     if not now.rounds:
         size, adapter = now.config.population.size, adapter_of(now.config.model)
         hparams = now.config.algorithm.first_hparams(space, adapter)
-        plan = Membership(tuple(Member(n, Slot(n)) for n in range(size)), (hparams,) * size, ())
+        plan = NextRound(tuple(Member(n, Slot(n)) for n in range(size)), (hparams,) * size, ())
     else:
         record = now.rounds[-1].extended()
-        plan = Membership(record.members, record.next_hparams, ())
+        plan = NextRound(record.members, record.next_hparams, ())
     if now.rounds and after == now.rounds[-1].round:
         played = {agent.member: agent.agent for agent in now.rounds[-1].agents}
     else:  # selection is still to come: assume that all agents stay
         played = {member.id: member.agent for member in plan.members}
-    return plan, Boundary(max(after, 0), played, space, max(next_id, len(plan.members)))
+    return plan, RoundEnd(max(after, 0), played, space, max(next_id, len(plan.members)))

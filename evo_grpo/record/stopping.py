@@ -27,7 +27,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Played:
+class RoundTotals:
     """The values of a round that the rules of population.stop read.
 
     `tokens` counts training and evaluation, `signal` says whether any agent had a group with
@@ -41,7 +41,7 @@ class Played:
     judge_cost: float = 0.0
 
     @classmethod
-    def of(cls, record: RoundRecord) -> Played:
+    def of(cls, record: RoundRecord) -> RoundTotals:
         """Return the values of a recorded round."""
         has_times = record.started is not None and record.ended is not None
         return cls(
@@ -63,19 +63,23 @@ def has_signal(metrics: Sequence[Mapping[str, float]]) -> bool:
     return any(agent_metrics.get("zero_variance", 0.0) < 1 for agent_metrics in metrics)
 
 
-def rules_that_hold(stop: StopConfig, past: Sequence[RoundRecord], last: Played) -> tuple[str, ...]:
+def rules_that_hold(
+    stop: StopConfig, past: Sequence[RoundRecord], last: RoundTotals
+) -> tuple[str, ...]:
     """Return the rules that end a run after its last round; `past` are the rounds before it.
 
     A rule that had ended the run before an extension does not end it again.
     """
     lifted = {rule for record in past for rule in record.stopped}
-    rounds = [*map(Played.of, past), last]
+    rounds = [*map(RoundTotals.of, past), last]
     return tuple(rule for rule in _holding(stop, rounds) if rule not in lifted)
 
 
-def _holding(stop: StopConfig, rounds: Sequence[Played]) -> Iterator[str]:
+def _holding(stop: StopConfig, rounds: Sequence[RoundTotals]) -> Iterator[str]:
     evaluated = [score for score in rounds[-1].scores if score is not None and not score.steps]
-    if stop.fitness is not None and any(_surely(score, stop.fitness) for score in evaluated):
+    if stop.fitness is not None and any(
+        _lower_bound_reaches(score, stop.fitness) for score in evaluated
+    ):
         yield "fitness"
     if stop.rewards and any(_reaches(score, stop.rewards) for score in evaluated):
         yield "rewards"
@@ -91,7 +95,7 @@ def _holding(stop: StopConfig, rounds: Sequence[Played]) -> Iterator[str]:
         yield "no_signal"
 
 
-def _surely(score: Score | RewardScore, least: float) -> bool:
+def _lower_bound_reaches(score: Score | RewardScore, least: float) -> bool:
     """Return whether the lower end of a score's 95% interval over prompts has reached `least`."""
     return interval(score.mean, score.se, score.n)[0] >= least
 
@@ -99,15 +103,18 @@ def _surely(score: Score | RewardScore, least: float) -> bool:
 def _reaches(score: Score, least: Mapping[str, float]) -> bool:
     """Return whether each reward function in `least` has surely reached its value for an agent."""
     scores = {reward_score.name: reward_score for reward_score in score.rewards}
-    return all(name in scores and _surely(scores[name], value) for name, value in least.items())
+    return all(
+        name in scores and _lower_bound_reaches(scores[name], value)
+        for name, value in least.items()
+    )
 
 
-def _without_signal(rounds: Sequence[Played]) -> int:
+def _without_signal(rounds: Sequence[RoundTotals]) -> int:
     """Return the number of rounds since the last one in which rewards of a group differed."""
     return next((n for n, played in enumerate(reversed(rounds)) if played.signal), len(rounds))
 
 
-def _since_best(rounds: Sequence[Played]) -> int:
+def _since_best(rounds: Sequence[RoundTotals]) -> int:
     """Return the number of rounds since the best one."""
     best = max(range(len(rounds)), key=lambda number: (rounds[number].best, -number))
     return len(rounds) - 1 - best

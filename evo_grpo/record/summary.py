@@ -42,7 +42,7 @@ class MeanReward(_Mean):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Best(MeanReward):
+class _WinnerEntry(MeanReward):
     kind: Literal["last", "archive", "mean"]
     agent: int | None
     member: int
@@ -67,10 +67,10 @@ class _Candidate:
 
 
 @dataclass(frozen=True)
-class _Earlier:
+class _EarlierResult:
     rounds: int
     base: MeanReward
-    best: _Best
+    best: _WinnerEntry
     gain: float | None
     gain_se: float | None
 
@@ -106,7 +106,7 @@ class _Summary:
 
     split: str
     base: MeanReward
-    best: _Best
+    best: _WinnerEntry
     gain: float | None
     gain_se: float | None
     rounds: int
@@ -117,7 +117,7 @@ class _Summary:
     stopped: Mapping[str, float | Mapping[str, float] | None] = field(
         default_factory=dict[str, float | Mapping[str, float] | None]
     )
-    earlier: list[_Earlier] = field(default_factory=list[_Earlier])
+    earlier: list[_EarlierResult] = field(default_factory=list[_EarlierResult])
     passes: list[_Passes] = field(default_factory=list[_Passes])
     judge: _Judge | None = None
 
@@ -146,7 +146,7 @@ def earlier_ends(folder: Path) -> list[dict[str, Any]]:
         for path in folder.glob("summary.rounds-*.json")
         if (match := EARLIER.fullmatch(path.name))
     }
-    names = [attribute.name for attribute in fields(_Earlier)]
+    names = [attribute.name for attribute in fields(_EarlierResult)]
     ends = [end for _, end in sorted(by_rounds.items()) if end is not None]
     return [{name: end[name] for name in names} for end in ends]
 

@@ -91,7 +91,15 @@ def find_trouble(
     `winner` is the winner or the best agent so far, whose values are compared with their bounds in
     `space`; `dropout` is that of the adapters.
     """
-    checks = (_failed, _collapsed, _beyond_bounds, _equal_rewards, _last_round, _left_out, _memory)
+    checks = (
+        _failed,
+        _collapsed,
+        _beyond_bounds,
+        _equal_rewards,
+        _last_round,
+        _discarded_data,
+        _memory,
+    )
     troubles = [trouble for check in checks for trouble in check(rounds)]
     if dropout:
         # Dropout is on in training and off in sampling: a gap is no fault of the engine.
@@ -158,7 +166,7 @@ def _equal_rewards(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
     yield Trouble("equal_rewards", text, remedy, start.round)
 
 
-def _left_out(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
+def _discarded_data(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
     for kind, noun, event, remedy in (
         ("dropped", "episode", "dropped, the first in round {}: the environment raised an error",
          "see the errors in completions/ and fix the environment"),

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from evo_grpo.types import Score
 
 
-class Trained(Protocol):
+class HasRounds(Protocol):
     """An object that has played rounds in memory: a `Population`."""
 
     @property
@@ -261,7 +261,7 @@ class RunView:
                 yield from _json_lines(self.folder, name)
 
 
-Run = str | Path | Trained | Sequence["RoundRecord"] | RunView
+Run = str | Path | HasRounds | Sequence["RoundRecord"] | RunView
 """A run folder, a population, the finished rounds, first to last, or a view of them."""
 
 

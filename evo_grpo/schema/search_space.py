@@ -424,7 +424,7 @@ def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> No
         )
 
 
-class Outside(NamedTuple):
+class ValueOutsideRange(NamedTuple):
     """An agent's initial value outside its range; for a clip pair, a bound's distance from 1."""
 
     name: str
@@ -442,12 +442,12 @@ class Outside(NamedTuple):
         return f"expected {self.parameter.expected(where)}, got {text}; {remedy or advice}"
 
 
-def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[Outside]:
+def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[ValueOutsideRange]:
     """Yield the values of an agent that are outside their ranges."""
     for name in hp_config.names():
         for value in values_of(hparams, name):
             if not hp_config[name].allows(value):
-                yield Outside(name, value, hp_config[name])
+                yield ValueOutsideRange(name, value, hp_config[name])
 
 
 def values_of(hparams: Hparams, name: str) -> list[Value]:

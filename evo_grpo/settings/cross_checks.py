@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from typing import Any
 
-from evo_grpo.evolve.kinds import OwnStrategy
+from evo_grpo.evolve.kinds import UserStrategy
 from evo_grpo.evolve.sizes import planned_rows, wrong_sizes
 from evo_grpo.evolve.start import start_problems, with_first_choices
 from evo_grpo.schema.group import contradictions
@@ -111,7 +111,7 @@ def objective_problems(evolve: EvolveConfig, *, own: bool = False) -> Iterator[P
         return
     yield from below(_objectives(fitness), "fitness")
     reward = fitness.reward is not None and fitness.objectives[0].name != FITNESS
-    for_one = not (own or for_goals or isinstance(selection, OwnStrategy))
+    for_one = not (own or for_goals or isinstance(selection, UserStrategy))
     explores_one = getattr(evolve.exploration, "one_goal", False)
     yield from contradictions(
         evolve,

@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 from pydantic import model_validator
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.kinds import OwnStrategy
+from evo_grpo.evolve.kinds import UserStrategy
 from evo_grpo.evolve.start import Start, with_values
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.hparams import REWARD_WEIGHT, Hparams
@@ -29,7 +29,7 @@ from evo_grpo.settings.without_effect import Finding, KnownSettings, without_eff
 GroupT = TypeVar("GroupT", bound=Group)
 
 
-def _filled_in(group: GroupT, **values: object) -> GroupT:
+def _with_values(group: GroupT, **values: object) -> GroupT:
     """Set values that depend on other groups, in a group whose validation has not ended."""
     for name, value in values.items():
         object.__setattr__(group, name, value)  # the group is frozen
@@ -61,7 +61,7 @@ class AgentSettings(Group):
     @model_validator(mode="after")
     def _with_default_lr(self) -> Self:
         algorithm, ranges = with_default_lr(self.algorithm, self.hyperparameters, self.model)
-        return _filled_in(self, algorithm=algorithm, hyperparameters=ranges)
+        return _with_values(self, algorithm=algorithm, hyperparameters=ranges)
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
@@ -118,7 +118,7 @@ class RunConfig(Group):
         evolve = self.evolve
         if ranges is not evolve.hyperparameters:
             evolve = evolve.replace(hyperparameters=ranges)
-        return _filled_in(self, algorithm=algorithm, evolve=evolve)
+        return _with_values(self, algorithm=algorithm, evolve=evolve)
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
@@ -299,7 +299,7 @@ def without_effect_of_run(config: RunConfig) -> list[Finding]:
         prompts=config.algorithm.prompts_per_step or DEFAULT_PROMPTS,
         population=config.population,
         evolve=config.evolve,
-        own_exploration=isinstance(config.evolve.exploration, OwnStrategy),
+        own_exploration=isinstance(config.evolve.exploration, UserStrategy),
     )
     return without_effect(settings)
 

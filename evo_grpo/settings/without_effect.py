@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 OF_ONE_LOSS = [name for name in LossFields.model_fields if name.partition("_")[0] in LOSS_USES]
 """Settings that only the loss uses with whose name they begin."""
 RANGES = "hyperparameters"
-RATIO_IS_ONE = (
+WHY_RATIO_IS_ONE = (
     "with update_epochs 1 and all rows of a step in one batch the probability ratio is exactly 1; "
     "set update_epochs to 2, or a batch_size below the rows of a step"
 )
-NOTHING_DRAWN = (
+WHY_NOTHING_DRAWN = (
     "has no effect: population.init draws nothing; set that to latin_hypercube, or leave start out"
 )
 _ONCE_GREEDY = {"samples": 1, "test_samples": 1, "final_samples": 1, "racing": 0}
@@ -179,7 +179,7 @@ def _is_given(group: Group, name: str) -> bool:
     return getattr(group, name) != type(group).model_fields[name].default
 
 
-def _that_apply(*rows: Row) -> Iterator[Finding]:
+def _findings(*rows: Row) -> Iterator[Finding]:
     return (Finding(path, why) for path, applies, why in rows if applies)
 
 
@@ -193,16 +193,16 @@ def _clip(seen: KnownSettings, name: str) -> str | None:
     if name == "clip_low" and "both" not in bounds:
         return f"{reason} uses at most the upper bound; leave it out"
     if seen.ratio_is_one and low <= 1 <= high:
-        return f"cannot act: {RATIO_IS_ONE}"
+        return f"cannot act: {WHY_RATIO_IS_ONE}"
     return None
 
 
 def _clip_range(seen: KnownSettings) -> Iterator[Finding]:
     why = _clip(seen, "clip_coef")
-    yield from _that_apply(("clip_coef", why and seen.is_set("clip_coef"), why or ""))
+    yield from _findings(("clip_coef", why and seen.is_set("clip_coef"), why or ""))
     for name in CLIPS:
         why = _clip(seen, name)
-        yield from _that_apply((f"{RANGES}.{name}", why and seen.mutates(name), why or ""))
+        yield from _findings((f"{RANGES}.{name}", why and seen.mutates(name), why or ""))
 
 
 def algorithm_rows(seen: KnownSettings) -> tuple[Row, ...]:
@@ -226,7 +226,7 @@ def algorithm_rows(seen: KnownSettings) -> tuple[Row, ...]:
     return (
         ("importance_sampling_level", fixed and not level_of_kl, other_loss),
         ("delta", all(use.bounds != "both" for use in seen.loss_uses), other_loss),
-        ("delta", seen.ratio_is_one and seen.clip[0][1] <= 1, f"has no effect {RATIO_IS_ONE}"),
+        ("delta", seen.ratio_is_one and seen.clip[0][1] <= 1, f"has no effect {WHY_RATIO_IS_ONE}"),
         ("delta", delta < least, below),
         *((name, name.partition("_")[0] not in losses, other_loss) for name in OF_ONE_LOSS),
         ("kl_bias_correction", no_kl, no_beta),
@@ -248,14 +248,14 @@ def algorithm_rows(seen: KnownSettings) -> tuple[Row, ...]:
 
 def _algorithm(seen: KnownSettings) -> Iterator[Finding]:
     findings = [
-        finding for finding in _that_apply(*algorithm_rows(seen)) if seen.is_set(finding.path)
+        finding for finding in _findings(*algorithm_rows(seen)) if seen.is_set(finding.path)
     ]
     # Only the first finding of each setting.
     yield from {finding.path: finding for finding in reversed(findings)}.values()
     beta = "has no effect with beta 0, which computes no KL; give a beta"
     least, most = seen.bounds("batch_size")[0], seen.most_rows
     rows = f"has no effect: it is {least:g}, and a step of an agent has at most {most:g} rows"
-    yield from _that_apply(
+    yield from _findings(
         (f"{RANGES}.kl_shaping", seen.mutates("kl_shaping") and not seen.has_kl, beta),
         ("batch_size", seen.is_set("batch_size") and least > most, f"{rows}; lower it"),
     )
@@ -264,7 +264,7 @@ def _algorithm(seen: KnownSettings) -> Iterator[Finding]:
 def _engine(seen: KnownSettings) -> Iterator[Finding]:
     engine = seen.engine
     with_rollout = f"has no effect with engine.rollout {engine.rollout}"
-    yield from _that_apply(
+    yield from _findings(
         *(
             (f"engine.{name}", settings != type(settings)(), f"{with_rollout}; set that to {name}")
             for name, settings in engine.engines.items()
@@ -290,7 +290,7 @@ def _run(seen: KnownSettings) -> Iterator[Finding]:
     nobody = f"selection {evolve.selection.kind} copies no agent"
     greedy = "has no effect with evolve.fitness.temperature 0, which samples one completion"
     draws_start = isinstance(init, dict) or init in ("latin_hypercube", "sample")
-    yield from _that_apply(
+    yield from _findings(
         (
             f"evolve.exploration {exploration.kind}",
             only_copies and not copies,
@@ -298,7 +298,11 @@ def _run(seen: KnownSettings) -> Iterator[Finding]:
         ),
         ("evolve.inherit_optimizer", not inherits, f"has no effect: {nobody}; leave it out"),
         *(
-            (f"{RANGES}.{name}.start", not draws_start and seen.ranges[name].start, NOTHING_DRAWN)
+            (
+                f"{RANGES}.{name}.start",
+                not draws_start and seen.ranges[name].start,
+                WHY_NOTHING_DRAWN,
+            )
             for name in seen.ranges.names()
         ),
         *(

@@ -215,13 +215,13 @@ def from_written(text: str, source: str, *, past: bool = False) -> RunConfig:
 
     With `past`, removed settings are left out, whatever their value, in place of an error.
     """
-    settings = in_todays_keys(parse(text, source, WrittenOutLoader))
+    settings = with_current_keys(parse(text, source, WrittenOutLoader))
     if past and isinstance(settings, Mapping):
         settings, _ = without_removed(cast("Mapping[Any, Any]", settings))
     return _without_objects(_build(settings, (), source), source)
 
 
-def in_todays_keys(settings: Any) -> Any:  # noqa: ANN401 -- as it was given
+def with_current_keys(settings: Any) -> Any:  # noqa: ANN401 -- as it was given
     """Return the settings that a run before 0.3 wrote, with today's meaning of each key.
 
     `engine.overlap` was the number of parts of a shard, and vLLM had stop sequences of its own.
@@ -356,11 +356,11 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
     value = parse(text, where)
     group = settings
     for depth, name in enumerate(names[:-1], start=1):
-        group[name] = group = _opened(group.get(name), names[:depth], where)
+        group[name] = group = _group_copy(group.get(name), names[:depth], where)
     group[names[-1]] = value
 
 
-def _opened(inside: object, path: tuple[str, ...], where: str) -> dict[Any, Any]:
+def _group_copy(inside: object, path: tuple[str, ...], where: str) -> dict[Any, Any]:
     """Return a copy of the mapping at a path, which may be missing or given by its shorthand."""
     if inside is None:
         return {}

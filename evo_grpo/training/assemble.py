@@ -25,7 +25,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.llama.cuda.choice import serves_head
 from evo_grpo.model.loading import pick_device
 from evo_grpo.model.lora.files import AdapterCopy
-from evo_grpo.model.lora.load import take_over, trainable
+from evo_grpo.model.lora.load import detach_adapter, trainable
 from evo_grpo.model.sharding import ShardedLayers
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.starting import (
@@ -286,7 +286,7 @@ def _whole_base(
             'instance model="tiny-sums"'
         )
     if model is None:
-        network, start = take_over(given.model)
+        network, start = detach_adapter(given.model)
         where = pick_device(settings.engine.device)
         return SharedBase(network.to("cpu" if on_host else where), given.tokenizer), start
     start = read_start(model)  # before the base, which takes longer

@@ -37,7 +37,7 @@ NICENESS = 10
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables of a launcher, removed because the process is not a rank of the run."""
 
-_left_alone: list[subprocess.Popen[bytes]] = []
+_unfinished_processes: list[subprocess.Popen[bytes]] = []
 """Processes that still ran after the wait; Python would warn if they were deleted."""
 
 
@@ -72,7 +72,9 @@ class Followers(Observer):
         try:
             self._listen(seconds)
         finally:
-            _left_alone[:] = [child for child in (*_left_alone, process) if child.poll() is None]
+            _unfinished_processes[:] = [
+                child for child in (*_unfinished_processes, process) if child.poll() is None
+            ]
         if not self._ended and not any(raised):
             warnings.warn(
                 f"readers are still at work after {seconds:g} s, in a process of their own; should "
@@ -131,7 +133,7 @@ class Followers(Observer):
                 stacklevel=3,
             )
             return
-        _step_back(self._process.pid)
+        _lower_priority(self._process.pid)
         # The thread ends when the process closes its output, possibly after the end of the run.
         Thread(target=_read, args=(self._process, self._said), name="readers", daemon=True).start()
 
@@ -186,7 +188,7 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _step_back(process: int) -> None:
+def _lower_priority(process: int) -> None:
     """Lower the priority of a process and its session, so that it does not slow down training."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, process, os.nice(0) + NICENESS)

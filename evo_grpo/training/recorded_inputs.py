@@ -40,7 +40,7 @@ ROUNDS = "population.rounds"
 DATA = ("env.train", "env.validation", "env.test")
 """Settings that name a data set."""
 _PACKAGES = ("evo-grpo", "torch", "transformers", "peft", "numpy")
-_OF_MACHINE = (
+_MACHINE_SETTINGS = (
     *(f"engine.{name}.{setting}" for name, kind in ENGINES.items() for setting in kind.of_machine),
     *DATA,  # the content is compared instead
 )
@@ -255,7 +255,9 @@ def check_same_files(team: Team, config: RunConfig) -> None:
 
 def _compared(config: RunConfig) -> Mapping[str, Any]:
     inputs = inputs_of(config)
-    settings = {name: value for name, value in inputs.settings.items() if name not in _OF_MACHINE}
+    settings = {
+        name: value for name, value in inputs.settings.items() if name not in _MACHINE_SETTINGS
+    }
     # Each rank may take another device.
     settings["engine.device"] = str(settings["engine.device"]).partition(":")[0]
     for name in ("model.name", "model.adapter"):

@@ -32,7 +32,7 @@ from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.validation import shown, whole
 from evo_grpo.settings import RunConfig, StopConfig
 from evo_grpo.settings.engine import ENGINES
-from evo_grpo.settings.yaml import REMOVED, from_dict, in_todays_keys
+from evo_grpo.settings.yaml import REMOVED, from_dict, with_current_keys
 from evo_grpo.training.recorded_inputs import (
     DATA,
     ROUNDS,
@@ -44,7 +44,7 @@ from evo_grpo.training.recorded_inputs import (
 )
 from evo_grpo.training.resolve import check_ranks
 
-_HONOURED = (
+_ADJUSTABLE = (
     *("record.completions", "record.metrics", "record.checkpoints"),
     *("record.optuna", "record.storage", "record.trackers", "engine.memory"),
     "engine.offload_adapters",
@@ -317,7 +317,7 @@ def check_whole(folder: Path, recorded: Inputs) -> None:
 
 def may_change(name: str) -> bool:
     """Return whether a setting may change between two rounds; a resume records such a change."""
-    return name in _HONOURED or name in ROUNDING
+    return name in _ADJUSTABLE or name in ROUNDING
 
 
 def _differences(
@@ -411,6 +411,6 @@ def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any] | None:
                 return dict(settings)
         place[key] = value
     try:
-        return dict(flat(from_dict(in_todays_keys(nested)).model_dump(mode="json")))
+        return dict(flat(from_dict(with_current_keys(nested)).model_dump(mode="json")))
     except ConfigError:
         return None

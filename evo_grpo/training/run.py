@@ -77,7 +77,7 @@ def run(
         with _removed_on_failure(folder, fresh=fresh):
             path = team.first(Path() if folder is None else folder.path)
             prepared = stack.enter_context(prepare(config, task, team))
-        observers = _watching(observer, followers, folder)
+        observers = _observers(observer, followers, folder)
         play_and_judge(config, path, folder, prepared, observers)
     return path
 
@@ -112,12 +112,12 @@ def resume(
         if opened is not None and changed is not None:
             record_changed(opened, changed)
         prepared = stack.enter_context(prepare(config, task, team))
-        observers = _watching(observer, followers, opened)
+        observers = _observers(observer, followers, opened)
         play_and_judge(config, Path(folder), opened, prepared, observers)
     return Path(folder)
 
 
-def _watching(observer: Observer, followers: Followers, folder: RunDir | None) -> Observer:
+def _observers(observer: Observer, followers: Followers, folder: RunDir | None) -> Observer:
     """Return the observer of a run; on the rank that has the folder, it includes the followers."""
     return observer if folder is None else ObserverList((observer, followers))
 
@@ -142,7 +142,7 @@ def play_and_judge(
         folder.path = place
     steers = limit is None  # populations of `resume --compare` have a limit, and take no requests
     past = team.first(  # a new run's inputs are recorded here
-        None if folder is None else _take_up_past(config, folder, prepared, steers=steers)
+        None if folder is None else _read_history(config, folder, prepared, steers=steers)
     )
     assert past is not None, "the first rank has the folder"
     rounds, slots = past.rounds, prepared.slots
@@ -238,7 +238,7 @@ def _removed_on_failure(folder: RunDir | None, *, fresh: bool) -> Generator[None
 
 
 @dataclass(frozen=True)
-class _Past:
+class _History:
     """The recorded rounds of a run, read on the first rank, with the summaries of its earlier ends.
 
     `recorded_requests` is the number of requests in the record of the last round.
@@ -249,14 +249,18 @@ class _Past:
     recorded_requests: int
 
 
-def _take_up_past(config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool) -> _Past:
+def _read_history(
+    config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool
+) -> _History:
     """Record a run's inputs, read its rounds, add new requests, and update `checkpoints/best`."""
     with reading(folder.path):
         record_inputs(folder, config, prepared.objects)
         rounds = folder.rounds()
         if rounds and _keeps_best(config):
             folder.keep_best()
-        past = _Past(rounds, earlier_ends(folder.path), len(rounds[-1].steering) if rounds else 0)
+        past = _History(
+            rounds, earlier_ends(folder.path), len(rounds[-1].steering) if rounds else 0
+        )
     if steers and rounds and prepared.is_unfinished(rounds):
         rounds[-1] = resumed(folder, rounds, prepared.cohort.hp_config)
     return past

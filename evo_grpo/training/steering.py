@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import final
 
-from evo_grpo.evolve.steer import ON_RUN, Boundary, Membership, steer
+from evo_grpo.evolve.steer import ON_RUN, NextRound, RoundEnd, steer
 from evo_grpo.population.plan import RoundPlan
 from evo_grpo.population.round import Steerer
 from evo_grpo.record.family import next_member_id
@@ -181,13 +181,13 @@ def with_agents_steered(
 ) -> tuple[RoundPlan, list[RequestOutcome], int]:
     """Carry out requests about agents; return the plan, their outcomes, and an unused member id."""
     record, outcomes = plan.record, list[RequestOutcome]()
-    steered = Membership(record.members, record.next_hparams, record.decisions)
+    steered = NextRound(record.members, record.next_hparams, record.decisions)
     played = {agent.member: agent.agent for agent in record.agents}
     for request in requests:
         if request.op in ON_RUN or request.after > record.round:
             continue
         steered, outcome = steer(
-            steered, request, Boundary(record.round, played, hp_config, next_id)
+            steered, request, RoundEnd(record.round, played, hp_config, next_id)
         )
         outcomes.append(outcome)
         next_id = max([next_id, *(member.id + 1 for member in steered.members)])

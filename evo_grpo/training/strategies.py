@@ -13,7 +13,7 @@ from evo_grpo.envs.rewards.weights import check_rewards
 from evo_grpo.envs.task import SPLITS, Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.checked import CheckedExplorer, CheckedSelector
-from evo_grpo.evolve.kinds import OwnStrategy
+from evo_grpo.evolve.kinds import UserStrategy
 from evo_grpo.evolve.start import with_first_choices
 from evo_grpo.schema.validation import shown
 
@@ -28,7 +28,7 @@ def selector(selection: Selection, significance: float | None = None) -> Selecto
 
     `significance` is `evolve.significance`, the level at which `pareto` tests dominance.
     """
-    if isinstance(selection, OwnStrategy):
+    if isinstance(selection, UserStrategy):
         return CheckedSelector(_instance(selection, "evolve.selection", "plan"))
     with_tests = getattr(selection, "at", None)
     return selection if with_tests is None else with_tests(significance)
@@ -36,7 +36,7 @@ def selector(selection: Selection, significance: float | None = None) -> Selecto
 
 def explorer(exploration: Exploration) -> Explorer:
     """Return the explorer: the setting itself, or an instance of the class that it names."""
-    if isinstance(exploration, OwnStrategy):
+    if isinstance(exploration, UserStrategy):
         return CheckedExplorer(_instance(exploration, "evolve.exploration", "explore"))
     return exploration
 
@@ -51,7 +51,7 @@ def check_strategies(evolve: EvolveConfig) -> None:
         ("exploration", "explore", evolve.exploration),
     )
     for name, method, strategy in strategies:
-        if not isinstance(strategy, OwnStrategy):
+        if not isinstance(strategy, UserStrategy):
             continue
         where = f"evolve.{name}"
         source = find_name(strategy.kind, where)
@@ -110,7 +110,7 @@ def from_object(name: str, method: str, given: object) -> Selector | Explorer:
     return CheckedSelector(strategy) if method == "plan" else CheckedExplorer(strategy)
 
 
-def _instance(own: OwnStrategy, where: str, method: str) -> Any:  # noqa: ANN401 -- of the user's class
+def _instance(own: UserStrategy, where: str, method: str) -> Any:  # noqa: ANN401 -- of the user's class
     factory = load_function(own.kind, where)
     try:
         strategy = factory(**own.args)
@@ -121,13 +121,13 @@ def _instance(own: OwnStrategy, where: str, method: str) -> Any:  # noqa: ANN401
     return strategy
 
 
-def _refused_arguments(own: OwnStrategy, where: str, why: str) -> ConfigError:
+def _refused_arguments(own: UserStrategy, where: str, why: str) -> ConfigError:
     return ConfigError(
         f"{where}: {own.kind} refuses the arguments {own.args}: {why}; set {where}.args"
     )
 
 
-def _without_method(own: OwnStrategy, where: str, method: str, got: str) -> ConfigError:
+def _without_method(own: UserStrategy, where: str, method: str, got: str) -> ConfigError:
     return ConfigError(
         f"{where}: expected {own.kind!r} to make an object with a method {method}, got "
         f"{got}; see evo_grpo.{'Selector' if method == 'plan' else 'Explorer'}"

@@ -26,7 +26,7 @@ THREADS = quiet()
 from jobs import Job, Work, family_base, load_base, population, questions  # noqa: E402 -- threads first
 from shapes import FAMILIES  # noqa: E402
 
-from evo_grpo.model.llama.departures import takes_fast_path  # noqa: E402
+from evo_grpo.model.llama.departures import can_join_layers  # noqa: E402
 from evo_grpo.types import Prompt  # noqa: E402
 
 RAGGED = (4, 4, 6, 6, 8, 8, 12, 16)
@@ -139,7 +139,7 @@ def families(report: Report, given: argparse.Namespace, work: Work, repeats: int
         for side in ("joined", "modules"):
             cohort, slots = population(family_base(name, shape), 8, own)
             cohort.base.specialized = side == "joined"
-            if takes_fast_path(cohort.base, cohort.slots.layers) != cohort.base.specialized:
+            if can_join_layers(cohort.base, cohort.slots.layers) != cohort.base.specialized:
                 raise SystemExit(f"{name}, {shape}: the {side} side takes the other path")
             one = Job(cohort, slots, own)
             for phase in ("generate", "learn"):

@@ -86,7 +86,7 @@ def compare(
         def generate() -> None:
             job._calls = 0  # the same lengths each time
             watched.done = watched.steps = 0
-            engine.hands_on_places = lambda device: hands_on
+            engine.refills_rows = lambda device: hands_on
             # No other cache takes further rows.
             decode.cache_for = (lambda _, *sizes: FixedCache(*sizes)) if hands_on else own_cache
             job.generate()

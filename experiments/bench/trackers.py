@@ -41,7 +41,7 @@ def play(kinds: Sequence[str], overrides: Sequence[str], *, report: bool) -> dic
         done = run(config, out=Path(folder) / "run", report=report)
         whole, processor = time.time() - begin, time.thread_time() - begin_processor
         trained = (done / SUMMARY).stat().st_mtime - begin
-        for process in followers._left_alone:
+        for process in followers._unfinished_processes:
             process.wait()  # else it would slow down the next turn
         for name in [*kinds, *([REPORT_READER] if report else [])]:
             with closing(ReaderFile(done, name)) as place:

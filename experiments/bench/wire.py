@@ -60,7 +60,7 @@ from evo_grpo import settings as configuration  # noqa: E402
 from evo_grpo.evolve.select.tournament import TournamentSelection  # noqa: E402
 from evo_grpo.population.plan import RankReport  # noqa: E402
 from evo_grpo.population.ranks import heartbeat, ranks  # noqa: E402
-from evo_grpo.population.ranks.ranks import taken_apart  # noqa: E402
+from evo_grpo.population.ranks.ranks import pickle_without_tensors  # noqa: E402
 from evo_grpo.population.ranks.team import deal, side_by_side  # noqa: E402
 from evo_grpo.population.steps import CheckpointFiles  # noqa: E402
 from evo_grpo.training.run import run  # noqa: E402
@@ -222,7 +222,7 @@ def _size(value: object) -> int:
 def _of_agent(packed: Any) -> dict[str, float]:  # noqa: ANN401
     """Return what is sent for an agent, and its parameters."""
     parameters = sum(t.numel() for t in packed.actor.state.values())
-    pickled, tensors = taken_apart(packed)
+    pickled, tensors = pickle_without_tensors(packed)
     size = sum(t.nbytes for t in tensors)
     return {
         "agent_sent": size + len(pickled), "parameters": parameters, "tensors": len(tensors),

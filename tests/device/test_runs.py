@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from evo_grpo import GRPO, MultiTurnGym, run
 from evo_grpo.cli.commands import app
 from evo_grpo.model.llama.cuda.choice import differs
-from evo_grpo.model.llama.departures import takes_fast_path
+from evo_grpo.model.llama.departures import can_join_layers
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.native.loop import DecodeLoop
@@ -217,7 +217,7 @@ def test_a_learn_call_changes_the_weights_as_on_the_cpu(beta, build, device):
     for where in ("cpu", device):
         hparams = PLAIN.replace(beta=beta, update_epochs=2)
         cohort = build_cohort(2, hparams, model=build().to(where), warm=False)
-        assert takes_fast_path(cohort.base, cohort.slots.layers) is (build is not tiny.gpt2)
+        assert can_join_layers(cohort.base, cohort.slots.layers) is (build is not tiny.gpt2)
         slots = list(cohort.agents)
         for slot in slots:
             for index, parameter in enumerate(cohort.slots.parameters(cohort.agents[slot].adapter)):

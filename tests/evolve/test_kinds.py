@@ -16,7 +16,7 @@ from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
 from evo_grpo.evolve.explore.optuna import OptunaExploration
 from evo_grpo.evolve.explore.resample import Resample
 from evo_grpo.evolve.explore.schedule import ScheduleExploration
-from evo_grpo.evolve.kinds import Exploration, OwnStrategy, Selection
+from evo_grpo.evolve.kinds import Exploration, Selection, UserStrategy
 from evo_grpo.evolve.protocols import Candidate, rank
 from evo_grpo.evolve.select.halving import HalvingSelection, NoSelection
 from evo_grpo.evolve.select.pareto import ParetoSelection
@@ -75,7 +75,7 @@ EXPLORATIONS = {
 )
 def test_every_strategy_that_settings_name_is_here(setting, strategies):
     kinds = {get_args(kind)[0] for kind in get_args(get_args(setting)[0])}
-    assert kinds - {OwnStrategy} == set(strategies)
+    assert kinds - {UserStrategy} == set(strategies)
 
 
 @pytest.mark.parametrize("kind", SELECTIONS, ids=lambda kind: kind.__name__)
@@ -113,8 +113,8 @@ TOURNAMENT = {"kind": "tournament", "size": 4, "elitism": False}
         ({"size": 3}, TournamentSelection(size=3)),
         (TOURNAMENT, TournamentSelection(size=4, elitism=False)),
         (NoSelection(), NoSelection()),
-        ("package.module:Outer.Mine", OwnStrategy(kind="package.module:Outer.Mine")),
-        ({"kind": "m:C", "args": {"a": 1}}, OwnStrategy(kind="m:C", args={"a": 1})),
+        ("package.module:Outer.Mine", UserStrategy(kind="package.module:Outer.Mine")),
+        ({"kind": "m:C", "args": {"a": 1}}, UserStrategy(kind="m:C", args={"a": 1})),
     ],
 )
 def test_a_selection_is_a_kind_or_settings_or_a_strategy(given, made):
@@ -130,7 +130,7 @@ def test_a_selection_is_a_kind_or_settings_or_a_strategy(given, made):
         ({"rl_hp": 0.5}, Mutations(rl_hp=0.5)),
         ({"kind": "on_copy", "factor": 0.8}, LowerLROnCopy(factor=0.8)),
         (NoExploration(), NoExploration()),
-        ({"kind": "m:C", "args": {"a": 1}}, OwnStrategy(kind="m:C", args={"a": 1})),
+        ({"kind": "m:C", "args": {"a": 1}}, UserStrategy(kind="m:C", args={"a": 1})),
     ],
 )
 def test_an_exploration_is_a_kind_or_settings_or_a_strategy(given, made):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evo_grpo.evolve.steer import Boundary, Membership, changes_between, steer
+from evo_grpo.evolve.steer import NextRound, RoundEnd, changes_between, steer
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.types import Decision, Member, Mutation, Request
@@ -21,11 +21,11 @@ def plan():
     )
     hparams = tuple(Hparams(lr=lr) for lr in (0.005, 0.001, 0.002, 0.002))
     copied = Decision("copied", 2, 1, 0.1, 0.1, 4, "agent 2 took agent 1's weights")
-    return Membership(members, hparams, (copied,))
+    return NextRound(members, hparams, (copied,))
 
 
 def boundary():
-    return Boundary(2, {0: 0, 1: 1, 2: 2, 3: 3}, SPACE, 6)
+    return RoundEnd(2, {0: 0, 1: 1, 2: 2, 3: 3}, SPACE, 6)
 
 
 def asked(op, **given):

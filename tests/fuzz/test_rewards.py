@@ -25,7 +25,7 @@ ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
 ENDS = (SystemExit, GeneratorExit)
 
 
-class Made:
+class EnvOrWrapper:
     """What to make of which parts: an input that can be shown, whatever its value does."""
 
     def __init__(self, make: Callable[..., object], *parts: object) -> None:
@@ -37,7 +37,7 @@ class Made:
 
 def real(value: object) -> object:
     """The value of an input."""
-    if isinstance(value, Made):
+    if isinstance(value, EnvOrWrapper):
         return value.make(*map(real, value.parts))
     if isinstance(value, list | tuple):
         return type(value)(map(real, value))
@@ -85,18 +85,20 @@ SCALARS = st.one_of(
     st.floats(width=16).map(np.float16),
     st.integers(-9, 9).map(np.int8),
     st.booleans().map(np.bool_),
-    st.builds(Made, st.sampled_from([np.array, torch.tensor, pd.Series]), FLOATS),
-    st.builds(Made, st.sampled_from([np.array, torch.tensor]), st.floats()),
-    st.builds(Made, st.just(unkind), st.sampled_from(METHODS.split()), RESULTS),
-    st.builds(Made, st.just(guarded), st.sampled_from(["tolist", "ndim", "__class__"]), RESULTS),
+    st.builds(EnvOrWrapper, st.sampled_from([np.array, torch.tensor, pd.Series]), FLOATS),
+    st.builds(EnvOrWrapper, st.sampled_from([np.array, torch.tensor]), st.floats()),
+    st.builds(EnvOrWrapper, st.just(unkind), st.sampled_from(METHODS.split()), RESULTS),
+    st.builds(
+        EnvOrWrapper, st.just(guarded), st.sampled_from(["tolist", "ndim", "__class__"]), RESULTS
+    ),
 )
 VALUES = st.recursive(
     SCALARS,
     lambda inner: (
         st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple)
         | st.dictionaries(ANY_TEXT, inner, max_size=2)
-        | st.lists(inner, max_size=3).map(lambda items: Made(objects, *items))
-        | st.builds(Made, st.just(iter), st.lists(inner, max_size=3))
+        | st.lists(inner, max_size=3).map(lambda items: EnvOrWrapper(objects, *items))
+        | st.builds(EnvOrWrapper, st.just(iter), st.lists(inner, max_size=3))
     ),
     max_leaves=5,
 )  # fmt: skip
@@ -134,8 +136,8 @@ def check_table(table: np.ndarray, rows: int, columns: int) -> None:
 
 @fuzz(value=VALUES, completions=COMPLETIONS, keep_errors=st.booleans())
 @example(value=-(10**400), completions=["\ud800"], keep_errors=False)
-@example(value=Made(guarded, "__class__", ValueError), completions=["a"], keep_errors=True)
-@example(value=Made(guarded, "__class__", None), completions=["a"], keep_errors=False)
+@example(value=EnvOrWrapper(guarded, "__class__", ValueError), completions=["a"], keep_errors=True)
+@example(value=EnvOrWrapper(guarded, "__class__", None), completions=["a"], keep_errors=False)
 def test_any_value_of_a_row_function_is_a_reward_or_named(
     value: object, completions: list[str], keep_errors: bool
 ):
@@ -171,11 +173,11 @@ def test_whatever_a_function_raises_is_named(
 
 
 @fuzz(value=st.one_of(VALUES, st.tuples(VALUES, VALUES), st.tuples(*[VALUES] * 5)))
-@example(value=("a", 1.0, Made(np.array, [1.0, 2.0]), False, None))
-@example(value=("a", Made(unkind, "__float__", MemoryError), False, False, None))
+@example(value=("a", 1.0, EnvOrWrapper(np.array, [1.0, 2.0]), False, None))
+@example(value=("a", EnvOrWrapper(unkind, "__float__", MemoryError), False, False, None))
 @example(value=("a", 1.0, False, False, 1.5))
-@example(value=Made(guarded, "__class__", ValueError))
-@example(value=(Made(guarded, "__class__", ValueError), None))
+@example(value=EnvOrWrapper(guarded, "__class__", ValueError))
+@example(value=(EnvOrWrapper(guarded, "__class__", ValueError), None))
 def test_whatever_a_game_returns_is_taken_or_named(value: object):
     with suppress(*ENDS):  # an exit is for the play to name, see episodes.gym
         returned(real(value))

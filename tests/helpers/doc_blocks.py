@@ -109,7 +109,7 @@ def blocks(page):
 
 
 @dataclass
-class Played:
+class RoundTotals:
     """What a page left behind: for the checks of single pages.
 
     Attributes:
@@ -127,7 +127,7 @@ class Played:
 
 def play(page):
     """Run the blocks of a page, a path below the repository's root, in the current directory."""
-    played = Played(page)
+    played = RoundTotals(page)
     for block in blocks(page):
         if "not run" in block.marks:
             continue

@@ -4,7 +4,7 @@ import numpy as np
 
 from evo_grpo.record.arms import WINNER, Difference
 from evo_grpo.record.names import REPLAYED
-from evo_grpo.record.replay import Replay, Replayed, Schedule, ScheduledRound, trainings
+from evo_grpo.record.replay import Replay, ReplayArm, Schedule, ScheduledRound, trainings
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Score
 
@@ -48,7 +48,7 @@ def replay(tests=None, made: Schedule | None = None, repeats: int = 3) -> Replay
     }
     tests[WINNER] = tests[WINNER][:1]
     trained = tuple(
-        Replayed(
+        ReplayArm(
             plan.name,
             4 * plan.rows,
             tests[plan.name],

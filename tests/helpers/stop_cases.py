@@ -184,7 +184,7 @@ def check(seed, monkeypatch, device="cpu"):
     gpu, refills, places = draw.random() < 0.5, draw.random() < 0.5, draw.choice([4, 6, 64])
     slots = slots_of(kind, device)
     with monkeypatch.context() as patch:
-        patch.setattr(engines, "hands_on_places", lambda device: refills)
+        patch.setattr(engines, "refills_rows", lambda device: refills)
         if gpu or refills:  # no other cache takes further rows
             patch.setattr(decode, "cache_for", lambda device, *layers: FixedCache(*layers))
         if gpu:

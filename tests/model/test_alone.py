@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from evo_grpo.envs.rewards.watch import current_modes
-from evo_grpo.model.alone import beside_no_load, loading
+from evo_grpo.model.alone import excluding_loads, loading
 from evo_grpo.model.base import SharedBase
 
 
@@ -24,7 +24,7 @@ def test_what_computes_sees_no_dtype_of_a_load():
 
     def compute():
         while not over.is_set():
-            with beside_no_load():
+            with excluding_loads():
                 seen.add(torch.zeros(1).dtype)
             seen.add(current_modes()[5])
 
@@ -44,7 +44,7 @@ def test_a_load_within_a_computation_or_a_load_of_its_thread_waits_for_nobody():
         with loading():
             order.append("other load")
 
-    with beside_no_load(), loading(), loading(), beside_no_load():
+    with excluding_loads(), loading(), loading(), excluding_loads():
         other = threading.Thread(target=load)
         other.start()
         time.sleep(0.05)
@@ -57,10 +57,10 @@ def test_several_threads_compute_at_once_and_a_load_gets_its_turn():
     meet, loaded, over = threading.Barrier(3), threading.Event(), threading.Event()
 
     def compute():
-        with beside_no_load():
+        with excluding_loads():
             meet.wait(5)
         while not over.is_set():
-            with beside_no_load():
+            with excluding_loads():
                 time.sleep(0.01)
 
     def load():

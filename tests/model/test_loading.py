@@ -23,7 +23,7 @@ def card(monkeypatch):
 
 
 def test_a_card_that_emulates_bfloat16_gets_float16_and_a_sentence(card, recwarn):
-    loading._say_float16.cache_clear()
+    loading._warn_float16.cache_clear()
     card((7, 5))
     assert [loading.pick_dtype("auto", CARD) for _ in range(2)] == [torch.float16] * 2
     (line,) = [str(one.message) for one in recwarn]

@@ -12,10 +12,10 @@ from transformers.models.llama import modeling_llama
 from evo_grpo.model.origin import (
     class_from_libraries,
     foreign_functions,
+    forward_change,
     from_libraries,
     global_hook,
     is_plain_linear,
-    tampered,
 )
 
 
@@ -97,10 +97,10 @@ def test_what_another_model_compiled_is_no_foreign_function():
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_what_changes_an_instance(change, said):
     linear = nn.Linear(2, 2)
-    assert tampered(linear) is None
+    assert forward_change(linear) is None
     assert is_plain_linear(linear)
     change(linear)
-    assert tampered(linear) == said
+    assert forward_change(linear) == said
     assert not is_plain_linear(linear)
 
 

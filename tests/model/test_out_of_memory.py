@@ -77,7 +77,7 @@ def test_a_step_is_repeated_with_smaller_micro_batches(tmp_path, monkeypatch, dr
 @pytest.mark.slow
 @pytest.mark.parametrize("refills", [False, True], ids=["in pieces", "refilled"])
 def test_completions_are_decoded_again_in_smaller_parts(refills, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine, "hands_on_places", lambda device: refills)
+    monkeypatch.setattr(engine, "refills_rows", lambda device: refills)
     scores, losses, norms, _ = outcomes(run(settings(), out=tmp_path / "whole"))
     failures = short_of_memory(
         monkeypatch,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from random_runs import make_run, with_scores
 
-from evo_grpo.record.stopping import Played, rules_in_words, rules_that_hold, why_it_ended
+from evo_grpo.record.stopping import RoundTotals, rules_in_words, rules_that_hold, why_it_ended
 from evo_grpo.settings.population import StopConfig
 from evo_grpo.types import RewardScore, Score
 
@@ -23,7 +23,7 @@ def played(*best, tokens=0, seconds=0.0):
         )
         for record, value in zip(records, best, strict=True)
     ]
-    return rounds[:-1], Played.of(rounds[-1])
+    return rounds[:-1], RoundTotals.of(rounds[-1])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_no_signal_counts_rounds_in_which_all_groups_of_all_agents_are_equal(sha
             second.metrics["zero_variance"] = share
         rounds.append(replace(record, agents=(first, second)))
     *past, last = rounds
-    assert rules_that_hold(StopConfig(no_signal=2), past, Played.of(last)) == (
+    assert rules_that_hold(StopConfig(no_signal=2), past, RoundTotals.of(last)) == (
         ("no_signal",) if holds else ()
     )
 
@@ -99,13 +99,15 @@ def scored(*means, n=9, steps=0, error=0.01):
 )
 def test_one_agent_surely_reaches_all_rewards_named(scores, holds):
     rules = StopConfig(rewards={"a": 0.8, "b": 0.4})
-    assert rules_that_hold(rules, [], Played(scores, 1, 1.0)) == (("rewards",) if holds else ())
+    assert rules_that_hold(rules, [], RoundTotals(scores, 1, 1.0)) == (
+        ("rewards",) if holds else ()
+    )
 
 
 def test_judges_may_cost_so_much():
     rules = StopConfig(judge_cost=0.5)
-    assert rules_that_hold(rules, [], Played([], 1, 1.0, judge_cost=0.5)) == ("judge_cost",)
-    assert rules_that_hold(rules, [], Played([], 1, 1.0, judge_cost=0.49)) == ()
+    assert rules_that_hold(rules, [], RoundTotals([], 1, 1.0, judge_cost=0.5)) == ("judge_cost",)
+    assert rules_that_hold(rules, [], RoundTotals([], 1, 1.0, judge_cost=0.49)) == ()
 
 
 def test_all_that_hold_are_told():
@@ -123,8 +125,8 @@ def test_a_rule_that_had_ended_the_run_before_does_not_end_it_again():
 
 def test_a_round_that_an_earlier_version_recorded_took_no_time():
     (record,) = make_run(size=2, rounds=1)
-    assert Played.of(record).seconds == 0
-    assert Played.of(with_scores(record, [None, None])).best == -math.inf
+    assert RoundTotals.of(record).seconds == 0
+    assert RoundTotals.of(with_scores(record, [None, None])).best == -math.inf
 
 
 def test_rules_in_words():

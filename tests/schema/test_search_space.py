@@ -11,8 +11,8 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import (
     HyperparameterConfig,
-    Outside,
     RLParameter,
+    ValueOutsideRange,
     outside,
     warn_if_nothing_mutates,
 )
@@ -26,9 +26,9 @@ CLIP = HyperparameterConfig(clip_coef=RLParameter(min=0.1, max=0.25))
     ("hparams", "expected"),
     [
         (Hparams(clip_coef=0.2), []),
-        (Hparams(clip_coef=0.3), [Outside("clip_coef", 0.3, CLIP["clip_coef"])]),
+        (Hparams(clip_coef=0.3), [ValueOutsideRange("clip_coef", 0.3, CLIP["clip_coef"])]),
         (Hparams(clip_coef=(0.8, 1.2)), []),
-        (Hparams(clip_coef=(0.75, 1.5)), [Outside("clip_coef", 0.5, CLIP["clip_coef"])]),
+        (Hparams(clip_coef=(0.75, 1.5)), [ValueOutsideRange("clip_coef", 0.5, CLIP["clip_coef"])]),
     ],
 )
 def test_what_lies_outside_of_its_range(hparams, expected):

@@ -83,7 +83,7 @@ def test_a_run_does_not_wait_for_a_package_that_hangs(tmp_path, package, monkeyp
         folder = run(CONFIG, out=tmp_path / "run")
     assert time.monotonic() - began < 120
     assert (folder / "summary.json").exists()
-    process = followers._left_alone[-1]
+    process = followers._unfinished_processes[-1]
     process.kill()
     process.wait()
     package.write()
@@ -102,7 +102,7 @@ def test_a_run_does_not_wait_for_what_a_package_does_at_its_end(tmp_path, packag
     )
     strict_run(tmp_path / "run")
     assert package.steps == WHOLE
-    process = followers._left_alone[-1]
+    process = followers._unfinished_processes[-1]
     assert process.poll() is None
     (tmp_path / "may-end").touch()
     assert process.wait(30) == 0

@@ -15,7 +15,7 @@ from evo_grpo.readers.report.figures.rounds import drawn_names
 from evo_grpo.record.folder import is_trained, read_rounds
 from evo_grpo.record.history import history
 from evo_grpo.record.leaderboard import leaderboard
-from evo_grpo.record.log import Noted, entries
+from evo_grpo.record.log import NoteWritten, entries
 from evo_grpo.record.replay import read_schedule
 from evo_grpo.record.steering import ask, cancel, read_requests, state_of
 from evo_grpo.record.summary import read_summary
@@ -227,7 +227,7 @@ def test_what_is_asked_for_while_nobody_trains_is_done_before_the_next_round(
 
 def noted(folder):
     """What the log of a run says that belongs to no round."""
-    return [entry.text for _, entry in entries(folder) if isinstance(entry, Noted)]
+    return [entry.text for _, entry in entries(folder) if isinstance(entry, NoteWritten)]
 
 
 class Pauses(Steers):

@@ -10,7 +10,7 @@ from evo_grpo import GRPO, RunConfig, resume, run
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.errors import ConfigError, RunDirError, ShapeError
 from evo_grpo.evolve.explore.none import NoExploration
-from evo_grpo.evolve.kinds import OwnStrategy
+from evo_grpo.evolve.kinds import UserStrategy
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.settings import EvolveConfig, to_yaml
 from evo_grpo.training.strategies import explorer, from_object, selector
@@ -62,14 +62,14 @@ def folder(tmp_path, monkeypatch):
 
 
 def own(name, **args):
-    return OwnStrategy(kind=f"my_strategies:{name}", args=args)
+    return UserStrategy(kind=f"my_strategies:{name}", args=args)
 
 
 def test_a_class_of_this_folder_plans_with_its_arguments(folder):
     for kind in ("Everyone", "make"):
         made = selector(own(kind, copies=False))
         assert [one.parent for one in made.plan([[]] * 3, 3, None)] == [0, 1, 2]
-    exploration = OwnStrategy(kind="my_strategies:HalveLR")
+    exploration = UserStrategy(kind="my_strategies:HalveLR")
     assert type(explorer(exploration).explorer).__name__ == "HalveLR"
 
 

@@ -29,7 +29,7 @@ from evo_grpo.analysis.export.contents import (
     read_adapter_files,
     write_export,
 )
-from evo_grpo.envs.asking import Asking, asking
+from evo_grpo.envs.asking import TaskPrompt, asking
 from evo_grpo.envs.conversations import MESSAGES
 from evo_grpo.envs.prompts import Template
 from evo_grpo.errors import ConfigError, EvoGrpoError, RunFailedError
@@ -96,7 +96,7 @@ class ExampleCode:
         try:
             question = asking(config.env, config.seed, own.prompt, show_rows=False)
         except EvoGrpoError:  # the task does not exist any more, or was a Python object
-            question = Asking(Template.of("{prompt}"), DEFAULT_OUTPUT_TOKENS, {})
+            question = TaskPrompt(Template.of("{prompt}"), DEFAULT_OUTPUT_TOKENS, {})
         said = own.max_output_tokens or config.algorithm.max_output_tokens
         stop = config.algorithm.stop
         return cls(

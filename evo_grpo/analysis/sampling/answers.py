@@ -18,7 +18,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from evo_grpo.analysis.export.contents import checked_adapter
-from evo_grpo.envs.asking import Asking, asking
+from evo_grpo.envs.asking import TaskPrompt, asking
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.protocol import Ask, Environment, Play, starts_under
 from evo_grpo.envs.task import Split, Task
@@ -30,7 +30,7 @@ from evo_grpo.errors import (
     RunDirError,
     RunFailedError,
 )
-from evo_grpo.places import looking_in
+from evo_grpo.places import searching
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
@@ -275,7 +275,7 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
     numbers = [rows] if isinstance(rows, int) else list(rows)
     how: dict[str, Any] = {"n": n, "temperature": temperature, "base": base, "seed": seed}
     how |= {"split": split, "raw": raw, "allow": allow, "env": env}
-    with looking_in(code_folder(code), is_code=True):
+    with searching(code_folder(code), is_code=True):
         return [answer for part in answers(choice, given, numbers, **how) for answer in part]
 
 
@@ -333,7 +333,7 @@ def answers(  # noqa: PLR0913 -- the arguments of `sample`
 
 
 def _answer_prompt(
-    cohort: Cohort, who: Sequence[str], how: Asking, text: str, sampler: PopulationSampler
+    cohort: Cohort, who: Sequence[str], how: TaskPrompt, text: str, sampler: PopulationSampler
 ) -> list[Sampled]:
     row = _row(text, how.columns)
     rendered, ids = how.template.render(row, cohort.base.tokenizer)
@@ -375,14 +375,14 @@ def _answer_row(
     return answers
 
 
-def _how(env: EnvConfig, seed: int, prompt: str | None, *, raw: bool) -> Asking:
+def _how(env: EnvConfig, seed: int, prompt: str | None, *, raw: bool) -> TaskPrompt:
     if not raw:
         return asking(env, seed, prompt)
     try:
         tokens = asking(env, seed).max_output_tokens
     except EvoGrpoError:  # a raw prompt does not need the task
         tokens = DEFAULT_OUTPUT_TOKENS
-    return Asking(Template.of("{prompt}"), tokens, {})
+    return TaskPrompt(Template.of("{prompt}"), tokens, {})
 
 
 def _row(text: str, columns: Sequence[str]) -> dict[str, Any]:

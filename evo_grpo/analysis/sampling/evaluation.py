@@ -26,7 +26,7 @@ from evo_grpo.evolve.compare import compare
 from evo_grpo.evolve.intervals import LEVEL, interval
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import CONFIG as ADAPTER_CONFIG
-from evo_grpo.places import looking_in
+from evo_grpo.places import searching
 from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
 from evo_grpo.population.evaluate import Evaluation, evaluate
 from evo_grpo.population.evaluate import pass_at as pass_at_k
@@ -150,8 +150,8 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
         whole(1).or_none().check(what, value)
     number(math.isfinite, "a finite number").or_none().check("correct", correct)
     with ExitStack() as stack:  # files and modules are found as in a run
-        stack.enter_context(looking_in(code_folder(code), is_code=True))
-        stack.enter_context(looking_in(beside(config)))
+        stack.enter_context(searching(code_folder(code), is_code=True))
+        stack.enter_context(searching(beside(config)))
         name, folder, run, own = _adapter_and_task(Path(adapter), config, allow, env)
         if (named := named_task(env)) is not None:
             run, env = run.replace(env=named), None

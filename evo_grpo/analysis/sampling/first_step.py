@@ -22,7 +22,7 @@ from evo_grpo.envs.task import Split
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.objective.advantages import zero_variance_groups
 from evo_grpo.model.loading import load_tokenizer
-from evo_grpo.places import looking_in
+from evo_grpo.places import searching
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
@@ -238,8 +238,8 @@ def try_config(
         whole(2).check("samples", samples)
     numbers = [rows] if isinstance(rows, int) else list(rows)
     with ExitStack() as stack:
-        stack.enter_context(looking_in(code_folder(code), is_code=True))
-        stack.enter_context(looking_in(beside(config)))
+        stack.enter_context(searching(code_folder(code), is_code=True))
+        stack.enter_context(searching(beside(config)))
         if answer is not None:
             tokenizer = load_tokenizer(
                 resolve(run.model.name), trust_remote_code=run.model.trust_remote_code

@@ -19,7 +19,7 @@ from evo_grpo.cli.commands.app import (
 )
 from evo_grpo.cli.output import say, warn, write, write_file
 from evo_grpo.errors import ConfigError
-from evo_grpo.places import expanded, looking_in
+from evo_grpo.places import searching, expanded
 
 PANEL = "Before a run"
 
@@ -95,7 +95,7 @@ def check(
     from evo_grpo.training.sizing.cards import parse_gpu
 
     card = None if gpu is None else parse_gpu(gpu)
-    with looking_in(beside(file)):
+    with searching(beside(file)):
         plan = make_plan(config.load(file, settings or ()), gpu=card, online=not offline)
     if as_json:
         write(json.dumps(plan_document(plan, str(file)), indent=2) + "\n")
@@ -142,7 +142,7 @@ def try_(  # noqa: PLR0913 -- each is an option of the command
 
     numbers = _numbers(rows)
     loaded = config.load(file, settings or ())
-    with looking_in(beside(file)), warnings_to(warn):
+    with searching(beside(file)), warnings_to(warn):
         say(f"loading {loaded.model.name} ...", err=True)
         from evo_grpo.analysis.sampling.first_step import show_tried, try_config
         from evo_grpo.record.files import to_line

@@ -27,7 +27,7 @@ from evo_grpo.cli.commands.app import (
 )
 from evo_grpo.cli.launching import launch_ranks, reporting_early_errors
 from evo_grpo.cli.output import say, warn
-from evo_grpo.cli.showing import Audience, show_run
+from evo_grpo.cli.showing import RunOutput, show_run
 from evo_grpo.errors import ConfigError, RunNotFoundError
 from evo_grpo.population.ranks.team import is_silent_rank
 
@@ -75,11 +75,11 @@ def run(  # noqa: PLR0913 -- one argument for each option
 ) -> None:
     """Train and evolve the population of a configuration."""
     from evo_grpo import settings as config
-    from evo_grpo.places import looking_in
+    from evo_grpo.places import searching
     from evo_grpo.record.folder import beside
 
-    audience = Audience(quiet=quiet, as_json=as_json)
-    with audience.errors(), reporting_early_errors(), looking_in(beside(file)):
+    audience = RunOutput(quiet=quiet, as_json=as_json)
+    with audience.errors(), reporting_early_errors(), searching(beside(file)):
         loaded = config.load(file, settings or ())
         _check_report(report)
         launch_ranks(nproc, sys.argv[1:])
@@ -130,7 +130,7 @@ def resume(  # noqa: PLR0913 -- one argument for each option
     debug: Debug = False,
 ) -> None:
     """Continue an interrupted run with the same result, or extend a finished run by more rounds."""
-    audience = Audience(quiet=quiet, as_json=as_json)
+    audience = RunOutput(quiet=quiet, as_json=as_json)
 
     def play(progress: RunProgress) -> Path:
         from evo_grpo.training.run import resume as resume_run
@@ -147,10 +147,10 @@ def resume(  # noqa: PLR0913 -- one argument for each option
             say(f"{folder}: {_finished(folder)}; to play more rounds: {command}")
         return resumed
 
-    from evo_grpo.places import looking_in
+    from evo_grpo.places import searching
     from evo_grpo.record.folder import code_folder, expect_run
 
-    with audience.errors(), reporting_early_errors(), looking_in(code_folder(code), is_code=True):
+    with audience.errors(), reporting_early_errors(), searching(code_folder(code), is_code=True):
         if folder.is_file() and folder.suffix in (".yaml", ".yml"):
             raise RunNotFoundError(
                 f"{folder}: expected a run folder, got a file; start a run of this configuration "
@@ -189,17 +189,17 @@ def steer(
     if not request:
         _show(state_of(folder))
         return
-    op, agents, values = _parsed(request)
+    op, agents, values = _parse_request(request)
     if op == "cancel":
         withdrawn = cancel(folder)
         say(f"{folder}: {withdrawn} withdrawn" if withdrawn else f"{folder}: nothing was waiting")
         return
     agent, source = (agents[-1] if agents else None), (agents[0] if op == "clone" else None)
     recorded, state = ask(folder, op, agent=agent, source=source, values=values)
-    say(f"{folder}: {recorded}: {_when(recorded, state)}")
+    say(f"{folder}: {recorded}: {_when_carried_out(recorded, state)}")
 
 
-def _parsed(request: Sequence[str]) -> tuple[str, list[int], dict[str, Any]]:
+def _parse_request(request: Sequence[str]) -> tuple[str, list[int], dict[str, Any]]:
     """Return the operation of a request, its agents, and the hyperparameters of a "set"."""
     from evo_grpo.settings.yaml import parse
 
@@ -217,7 +217,7 @@ def _parsed(request: Sequence[str]) -> tuple[str, list[int], dict[str, Any]]:
     return op, [*map(int, agents)], {name: parse(t, f"steer set {name}") for name, t in pairs}
 
 
-def _when(request: Request, standing: RunState) -> str:
+def _when_carried_out(request: Request, standing: RunState) -> str:
     """Return when a request will be carried out, in words."""
     played = len(standing.rounds)
     if not standing.trains:
@@ -249,7 +249,7 @@ def _show(standing: RunState) -> None:
         state = f"trains; {played} of {planned} rounds are played"
     say(f"{standing.folder}: {state}")
     for entry in standing.waiting:
-        say(f"  waiting: {entry}, requested {_ago(entry.asked)}")
+        say(f"  waiting: {entry}, requested {_time_ago(entry.asked)}")
     for number, entry in standing.became:
         outcome = f"refused: {entry.refused}" if entry.refused else "done"
         say(f"  after round {number + 1}: {entry.request}: {outcome}")
@@ -259,7 +259,7 @@ def _show(standing: RunState) -> None:
         warn(f"{text}; withdraw it with: evo-grpo steer {standing.folder} cancel")
 
 
-def _ago(asked: float) -> str:
+def _time_ago(asked: float) -> str:
     seconds = max(0, round(time.time() - asked))
     if seconds < 120:
         return f"{seconds} s ago"

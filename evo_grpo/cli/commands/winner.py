@@ -30,7 +30,7 @@ from evo_grpo.cli.host_memory import keep_freed_memory
 from evo_grpo.cli.output import say, warn, write
 from evo_grpo.cli.stopping import interruptible
 from evo_grpo.escaping import printable
-from evo_grpo.places import expanded, looking_in
+from evo_grpo.places import searching, expanded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -164,7 +164,7 @@ def replay(
     screen.show(console, shown.schedule_table(schedule))
     trained = None if force else read_replay(folder)
     if trained is None or repeats not in (None, trained.repeats):
-        with looking_in(code_folder(code), is_code=True):
+        with searching(code_folder(code), is_code=True):
             trained = _train_replay(console, folder, repeats, force, allow or ())
     shown.show_arms(console, trained.arms())
     screen.say(console, f"replay: {folder / REPLAY}")
@@ -246,7 +246,7 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
         choice, () if row else _prompts(prompt), row or (), n=n, temperature=temperature,
         base=base, seed=seed, split=split, raw=raw, allow=allow or (),
     )  # fmt: skip
-    place = looking_in(code_folder(code), is_code=True)
+    place = searching(code_folder(code), is_code=True)
     with place, warnings_to(warn), closing(answered):
         for answer in answered:
             show_sampled(standard_output(), answer)
@@ -330,7 +330,7 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
         raise typer.BadParameter("--set needs a CONFIG; give the run's own population.yaml")
     loaded = None if file is None else config.load(file, settings or ())
     say(f"loading {adapter} ...", err=True)
-    places = looking_in(code_folder(code), is_code=True), looking_in(beside(file))
+    places = searching(code_folder(code), is_code=True), searching(beside(file))
     with places[0], places[1], warnings_to(warn):
         from evo_grpo.analysis.sampling.evaluation import evaluate_adapter, show_judged
         from evo_grpo.record.files import to_line

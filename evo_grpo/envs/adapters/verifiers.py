@@ -151,13 +151,13 @@ class _TaskEpisode:
 
     def until_asked(self) -> str | None:
         """Run until the next question and return it, or None at the end of the episode."""
-        return self._driven(self._next())
+        return self._run_to_end(self._next())
 
     def close(self) -> None:
         if self._loop.is_closed():
             return
         self._episode.cancel()
-        self._driven(asyncio.wait([self._episode]))
+        self._run_to_end(asyncio.wait([self._episode]))
         if not self._episode.cancelled():
             self._episode.exception()  # or asyncio warns that it was never retrieved
         self._loop.close()
@@ -180,7 +180,7 @@ class _TaskEpisode:
         self._episode.result()  # raises the exception of the episode
         return None
 
-    def _driven(self, coroutine: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 -- what it returns
+    def _run_to_end(self, coroutine: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 -- what it returns
         try:
             asyncio.get_running_loop()
         except RuntimeError:

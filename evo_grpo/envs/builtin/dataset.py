@@ -27,8 +27,8 @@ from evo_grpo.settings.rewards import JudgeReward, ModelReward
 
 FAMILY = Family(reads=SPLITS)
 
-Described = ModelReward | JudgeReward | Mapping[str, Any]
-OneReward = Callable[..., Any] | RewardFunction | Described | str
+RewardSettings = ModelReward | JudgeReward | Mapping[str, Any]
+OneReward = Callable[..., Any] | RewardFunction | RewardSettings | str
 Rewards = OneReward | Sequence[OneReward]
 
 HELD_OUT = 0.1

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from evo_grpo.errors import DataError, EngineUnavailable
 from evo_grpo.places import find
 from evo_grpo.settings.objects import HubDataset
-from evo_grpo.sources import hub_words
+from evo_grpo.sources import hub_message
 
 if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
@@ -101,7 +101,7 @@ def _commit(dataset: HubDataset, where: str) -> str | None:
     except Exception as error:  # huggingface_hub has changed its HTTP library
         why = (
             f"expected an answer of {constants.ENDPOINT} within {TIMEOUT:g} s, got none "
-            f"({hub_words(str(error)) or type(error).__name__}); try again, or use the copy in "
+            f"({hub_message(str(error)) or type(error).__name__}); try again, or use the copy in "
             "the cache, if there is one, with HF_HUB_OFFLINE=1"
         )
     raise DataError(f"{where}: {why}")
@@ -131,7 +131,7 @@ def _rows(
     except failures as error:
         raise DataError(
             f"{where}: expected a name, split and columns that can be read: "
-            f"{hub_words(' '.join(str(error).split()), 400)}"
+            f"{hub_message(' '.join(str(error).split()), 400)}"
         ) from None
     finally:
         if not silent:

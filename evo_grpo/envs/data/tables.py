@@ -35,7 +35,7 @@ NO_NONE = "give it a value, or drop the row"
 """Remedy for None in a column that a prompt prints."""
 
 #: The JSON escape of a lone surrogate, which UTF-8 itself cannot hold.
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
@@ -276,7 +276,7 @@ def _parsed(file: BoundedFile, text: str, levels: int) -> object:
     file.spend(VALUE_BYTES * sum(map(text.count, ",[{")))
     value = json.loads(text)
     # Only a text with many brackets or an escaped surrogate needs the slow check.
-    if text.count("[") + text.count("{") > levels or _HALF.search(text):
+    if text.count("[") + text.count("{") > levels or _SURROGATE_ESCAPE.search(text):
         _check(value, file.place, levels)
     return value
 

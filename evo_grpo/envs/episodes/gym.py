@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: Consecutive episode seeds without a successful episode, after which the run ends.
 MAX_FAILED_SEEDS = 16
-Made = MultiTurnEnv | TokenObservationWrapper
+EnvOrWrapper = MultiTurnEnv | TokenObservationWrapper
 #: Environments keep seeds in 32 bits, some of them signed.
 _SEEDS = 2**31
 
@@ -64,7 +64,7 @@ class MultiTurnGym:
 
     def __init__(  # noqa: PLR0913 -- all but the first have defaults
         self,
-        env_factory: Callable[[], Made],
+        env_factory: Callable[[], EnvOrWrapper],
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         max_turns: int | None = None,

@@ -20,7 +20,7 @@ from evo_grpo.types import Completion, Prompt, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
-    from evo_grpo.model.ends import Ends
+    from evo_grpo.model.ends import StopRules
 
 
 LONGEST_MESSAGE = 1_000_000
@@ -128,7 +128,7 @@ class TokenObservationWrapper:
         self.pad_id = pad_id
         eos_id: Any = tokenizer.eos_token_id  # typed as for any token; may be None
         self.end_ids = frozenset(end_ids) | (frozenset() if eos_id is None else {eos_id})
-        self._ends: Ends | None = None
+        self._ends: StopRules | None = None
         self.max_output_tokens = max_output_tokens
         self.max_model_len: int | None = None
         self._own_limit: int | None = None
@@ -149,7 +149,7 @@ class TokenObservationWrapper:
             )
         self.max_model_len = min(max_context_length, self._own_limit or max_context_length)
 
-    def answered_by(self, ends: Ends, pad_id: int) -> None:
+    def answered_by(self, ends: StopRules, pad_id: int) -> None:
         """Set the end tokens and the padding token of the agent that answers."""
         self.end_ids |= ends.ids
         self._ends = ends

@@ -193,7 +193,7 @@ class Judge(Scorer):
             for key, text in zip(names, board.read(names), strict=True):
                 if text.startswith("{"):
                     asked_elsewhere.remove(key)
-                    failed |= self._heard(key, json.loads(text))
+                    failed |= self._keep_shared(key, json.loads(text))
             if asked_elsewhere:
                 time.sleep(WAIT_SECONDS / 10)
                 check_not_stopped()
@@ -206,7 +206,7 @@ class Judge(Scorer):
             posted = board.swap(key, posted, self._claim)
         return posted == self._claim
 
-    def _heard(self, key: str, told: Mapping[str, Any]) -> dict[str, Unanswered]:
+    def _keep_shared(self, key: str, told: Mapping[str, Any]) -> dict[str, Unanswered]:
         """Keep another process's answer to a question; return the failure of a failed question."""
         if "why" in told:
             return {key: Unanswered(told["why"])}

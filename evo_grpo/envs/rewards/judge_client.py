@@ -46,7 +46,7 @@ class Unanswered:
     why: str
 
 
-class _Trouble(Exception):
+class _RequestFailure(Exception):
     """A failed request: the reason, whether a retry may help, and the seconds to wait before it."""
 
     def __init__(self, why: str, *, again: bool = True, wait: float = 0.0) -> None:
@@ -173,7 +173,7 @@ class _Asking:
             try:
                 async with self._place():
                     reply = await self._reply(client, key, body)
-            except _Trouble as trouble:
+            except _RequestFailure as trouble:
                 failed[key] = Unanswered(trouble.why)
                 if trouble.again and self._replies == before:
                     self.stopped.set()  # not this request alone: the API is down
@@ -186,7 +186,7 @@ class _Asking:
         """Hold one of the places that all threads share, without blocking the event loop."""
         while not self._places.acquire(blocking=False):
             if self.stopped.is_set():
-                raise _Trouble("it was not asked")
+                raise _RequestFailure("it was not asked")
             check_not_stopped()
             await asyncio.sleep(PLACE_SECONDS)
         try:
@@ -202,10 +202,10 @@ class _Asking:
         while True:
             try:
                 return await self._attempt(client, body)
-            except _Trouble as trouble:
+            except _RequestFailure as trouble:
                 if not trouble.again or attempt == self.settings.retries or self.stopped.is_set():
                     tried = f" in {attempt + 1} attempts" if attempt else ""
-                    raise _Trouble(f"{trouble.why}{tried}", again=trouble.again) from None
+                    raise _RequestFailure(f"{trouble.why}{tried}", again=trouble.again) from None
                 pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE) * spread
                 await self._pause(max(pause, trouble.wait))
             attempt += 1
@@ -228,12 +228,14 @@ class _Asking:
                 async for chunk in response.aiter_bytes():
                     data += chunk
                     if len(data) > MOST_BYTES:
-                        raise _Trouble(f"the API sent more than {MOST_BYTES:,} bytes", again=False)
+                        raise _RequestFailure(
+                            f"the API sent more than {MOST_BYTES:,} bytes", again=False
+                        )
         except TimeoutError:
-            raise _Trouble(f"the API gave no answer within {limit:g} s") from None
+            raise _RequestFailure(f"the API gave no answer within {limit:g} s") from None
         except httpx2.HTTPError as error:
             why = printable(shorten(redacted(f"{type(error).__name__}: {error}", self._key)))
-            raise _Trouble(f"the API cannot be reached ({why})") from None
+            raise _RequestFailure(f"the API cannot be reached ({why})") from None
         if response.status_code != 200:
             raise self._refusal(response.status_code, bytes(data), response.headers)
         reply: object = None
@@ -241,10 +243,12 @@ class _Asking:
             reply = json.loads(data)
         fields = cast("Mapping[str, Any]", reply) if isinstance(reply, Mapping) else {}
         if not isinstance(fields.get("choices"), list):
-            raise _Trouble(f"expected choices from the API, got {self._excerpt(bytes(data))}")
+            raise _RequestFailure(
+                f"expected choices from the API, got {self._excerpt(bytes(data))}"
+            )
         return fields
 
-    def _refusal(self, status: int, data: bytes, headers: Mapping[str, str]) -> _Trouble:
+    def _refusal(self, status: int, data: bytes, headers: Mapping[str, str]) -> _RequestFailure:
         """Return the failure of a status; raise RewardError where every request would fail."""
         url, name = self.settings.url, self.settings.key_variable
         text = self._excerpt(data)
@@ -266,7 +270,9 @@ class _Asking:
             raise RewardError(f"env.reward: kind judge: {why}")
         again = status in _AGAIN or status >= 500
         wait = _seconds(headers.get("retry-after", "")) if again else 0.0
-        return _Trouble(f"the API answered with status {status}: {text}", again=again, wait=wait)
+        return _RequestFailure(
+            f"the API answered with status {status}: {text}", again=again, wait=wait
+        )
 
     def _excerpt(self, data: bytes) -> str:
         return repr(shorten(redacted(data.decode("utf-8", errors="replace"), self._key), 200))

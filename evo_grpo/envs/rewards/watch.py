@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 from evo_grpo.envs.rewards.functions import hint, place_in_code
 from evo_grpo.errors import RewardAbortError, RewardError
 from evo_grpo.escaping import error_text
-from evo_grpo.model.alone import beside_no_load
+from evo_grpo.model.alone import excluding_loads
 
 GRACE_SECONDS = 5.0
 """Seconds between the interruption of a call and the end of the process, if the call continues."""
@@ -170,7 +170,7 @@ MODES = (
 global random generators."""
 
 
-@beside_no_load()
+@excluding_loads()
 def current_modes() -> list[object]:
     """Return the value of each mode; only that of the working folder if torch is not loaded."""
     return _values()
@@ -196,7 +196,7 @@ def restore(before: list[object]) -> str:
     for mode, old, new in zip(MODES, before, current_modes(), strict=False):
         if old != new:
             value = None if str(old) == "cpu" else old  # None removes a default device
-            with suppress(Exception), beside_no_load():  # a folder that was removed
+            with suppress(Exception), excluding_loads():  # a folder that was removed
                 getattr(sys.modules[mode.module], mode.set)(*mode.arguments, value)
             owner = "torch's " if mode.module == "torch" else ""
             changed.append(f"{owner}{mode.name} at {new} instead of {old}")

@@ -67,7 +67,7 @@ class Mutations(Group):
         rl_hp, choice = bool(with_range) * self.rl_hp, bool(with_choices) * self.choice
         draw = rng.random() * (self.no_mutation + rl_hp + choice)
         if self.step == "between" and not any(t.hparams != hparams for t in candidate.trials):
-            return self._spread(candidate, hp_config)
+            return self._move_all(candidate, hp_config)
         if draw >= rl_hp + choice:
             return hparams, {}
         names = with_range if draw < rl_hp else with_choices
@@ -92,7 +92,7 @@ class Mutations(Group):
             return False
         return candidate.copied or not self.copies_only
 
-    def _spread(
+    def _move_all(
         self, candidate: Candidate, hp_config: "HyperparameterConfig"
     ) -> tuple[Hparams, Changes]:
         """Move every hyperparameter with a weight above 0, for a population that began alike."""

@@ -285,7 +285,7 @@ def combined(values: Floats, weights: Floats | None) -> Floats:
     if weights is None:
         return values
     # Magnitudes, because two rewards that are too large could cancel, also to NaN.
-    refuse_heavy(np.abs(np.nan_to_num(values)), np.abs(weights))
+    check_weighted_rewards(np.abs(np.nan_to_num(values)), np.abs(weights))
     total = values @ weights
     if not np.isnan(total).any():
         return total
@@ -421,7 +421,7 @@ def refuse_unusable(values: Floats) -> None:
         )
 
 
-def refuse_heavy(magnitudes: Floats, weights: Floats) -> None:
+def check_weighted_rewards(magnitudes: Floats, weights: Floats) -> None:
     """Raise at the first row whose magnitudes (B, K) times weights (K,) exceed `LARGEST`."""
     heavy = magnitudes @ weights > LARGEST
     if heavy.any():

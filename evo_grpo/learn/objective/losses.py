@@ -308,7 +308,7 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch
             where entropy_coef is the float 0.0.
         sampler_logprobs: (B, T) nats as the engine reported them.
     """
-    logprobs = _wide(logprobs)
+    logprobs = _at_least_float32(logprobs)
     dtype, valid = logprobs.dtype, mask != 0
     old = logprobs.detach() if old_logprobs is None else old_logprobs.detach().to(dtype)
     per_row = advantages[:, None] if advantages.dim() == 1 else torch.where(valid, advantages, 0)
@@ -462,7 +462,7 @@ def token_weights_of(
     return mixed
 
 
-def _wide(values: Tensor) -> Tensor:
+def _at_least_float32(values: Tensor) -> Tensor:
     """Return half precision as float32: it is too coarse for ratios near 1."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 

@@ -54,7 +54,7 @@ def build_stack(
         for name, pair in zip(adapters, pairs, strict=True)
     ]
     if len(present) == len(pairs) and all(a.shape[0] == rank for a, _ in present):
-        return _alike(present, scales, dtype)
+        return _stack_equal_ranks(present, scales, dtype)
     template_a, template_b = present[0]
     a_parts: list[Tensor] = []
     b_parts: list[Tensor] = []
@@ -73,7 +73,7 @@ def build_stack(
     return Stack(torch.stack(a_parts).to(dtype), torch.stack(b_parts).to(dtype))
 
 
-def _alike(
+def _stack_equal_ranks(
     pairs: Sequence[tuple[Tensor, Tensor]], scales: Sequence[float], dtype: torch.dtype
 ) -> Stack:
     """Stack adapters of equal rank: two stacks and one product for any number of adapters."""

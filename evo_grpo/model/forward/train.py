@@ -15,7 +15,7 @@ from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.llama.cuda.choice import open_learner
-from evo_grpo.model.llama.departures import takes_fast_path
+from evo_grpo.model.llama.departures import can_join_layers
 from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.model.lora.slots import AdapterSlots
 
@@ -65,7 +65,7 @@ class ModuleForward:
             vars(layer).update(
                 gradient_checkpointing=True,
                 training=True,
-                _gradient_checkpointing_func=partial(_recomputed, layer),
+                _gradient_checkpointing_func=partial(_run_checkpointed, layer),
             )
         try:
             yield
@@ -78,7 +78,7 @@ class ModuleForward:
 TrainForward: TypeAlias = LlamaForward | ModuleForward
 
 
-def _recomputed(layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 -- what the layer takes and returns
+def _run_checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 -- what the layer takes and returns
     """Run a layer's own forward under a checkpoint.
 
     A layer checkpoints only while its `training` is set. Many layers use the same attribute for
@@ -109,6 +109,6 @@ def open_forward(
     Of the step's `adapters` only None may repeat. `recompute` is gradient checkpointing.
     """
     dropout = any(slots.lora_config(name).lora_dropout for name in adapters if name is not None)
-    if not plain and not dropout and takes_fast_path(slots.base, slots.layers):
+    if not plain and not dropout and can_join_layers(slots.base, slots.layers):
         return open_learner(slots, adapters, recompute=recompute)
     return ModuleForward(slots, recompute=recompute)

@@ -41,12 +41,12 @@ class Block(NamedTuple):
     b: Tensor
 
 
-def goes_apart(ranks: Sequence[int], device: torch.device) -> bool:
+def multiplies_separately(ranks: Sequence[int], device: torch.device) -> bool:
     """Return whether parts of these ranks may be multiplied separately."""
     return device.type == "cpu" and min(ranks) >= _LEAST_RANK
 
 
-def as_one(blocks: Sequence[Block], ranks: int, width: int, dtype: torch.dtype) -> Tensor:
+def block_diagonal(blocks: Sequence[Block], ranks: int, width: int, dtype: torch.dtype) -> Tensor:
     """Return the block-diagonal B (N, ranks, width)."""
     joined = blocks[0].b.new_zeros(len(blocks[0].b), ranks, width, dtype=dtype)
     for rows, columns, b in blocks:
@@ -85,7 +85,7 @@ class JoinedStack:
             return None
         a = downs[0] if len(downs) == 1 else torch.cat(downs, dim=1)
         joined = cls(a, tuple(parts), column)
-        apart = goes_apart([part.b.shape[1] for part in parts], a.device)
+        apart = multiplies_separately([part.b.shape[1] for part in parts], a.device)
         return joined if apart else cls(a, joined._one, column)
 
     def blocks(self, tokens: int) -> tuple[Block, ...]:
@@ -98,7 +98,7 @@ class JoinedStack:
     def _one(self) -> tuple[Block, ...]:
         if len(self.parts) == 1:
             return self.parts
-        joined = as_one(self.parts, self.a.shape[1], self.width, self.a.dtype)
+        joined = block_diagonal(self.parts, self.a.shape[1], self.width, self.a.dtype)
         return (Block(slice(None), slice(None), joined),)
 
 
@@ -168,13 +168,15 @@ class JoinedAdapters:
     def blocks(self, b: Sequence[Tensor], dtype: torch.dtype) -> tuple[Block, ...]:
         """Return the B of all parts, apart or as one, whichever is faster; `b` are the leaves."""
         parts = list(zip(self.parts, b, strict=True))
-        if len(parts) == 1 or goes_apart([part.rank for part in self.parts], self.a.device):
+        if len(parts) == 1 or multiplies_separately(
+            [part.rank for part in self.parts], self.a.device
+        ):
             return tuple(
                 Block(p.rows, p.columns, self._once(p.name, dtype, partial(_up, leaf, dtype)))
                 for p, leaf in parts
             )
         ups = [part.block(leaf) for part, leaf in parts]
-        join = partial(as_one, ups, self.a.shape[1], self.width, dtype)
+        join = partial(block_diagonal, ups, self.a.shape[1], self.width, dtype)
         return (Block(slice(None), slice(None), self._once("b", dtype, join)),)
 
     def _once(self, name: str, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:

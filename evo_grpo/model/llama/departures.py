@@ -44,9 +44,9 @@ from evo_grpo.model.llama.weights import (
 from evo_grpo.model.origin import (
     class_from_libraries,
     foreign_functions,
+    forward_change,
     from_libraries,
     global_hook,
-    tampered,
 )
 from evo_grpo.model.out_of_memory import is_out_of_memory
 from evo_grpo.model.probing import (
@@ -80,7 +80,7 @@ _SHARE = 1e-2
 _ALONE = RowLayout((None,), (1,))
 
 
-def takes_fast_path(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> bool:
+def can_join_layers(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> bool:
     """Return whether the joined layers compute what a base's own modules compute.
 
     If not, the reason is logged once.
@@ -178,7 +178,7 @@ def _departure(
     """Return how a module differs; `weights` is the class, dtype and device to expect."""
     if type(module) not in kinds:
         return f"is a {_name(module)}, which is not of the library"
-    if (problem := tampered(module)) is not None:
+    if (problem := forward_change(module)) is not None:
         return problem
     attributes = vars(module)
     if attributes.get("config", config) is not config:
@@ -215,7 +215,7 @@ def _of_code(
         yield f"there is a {name}"
 
 
-class _Difference(Exception):
+class _LayersDiffer(Exception):
     """Raised with a clause that describes the difference."""
 
 
@@ -248,7 +248,7 @@ def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str |
                     if is_out_of_memory(problem):
                         raise
             _compare(weights, ids)
-        except _Difference as difference:
+        except _LayersDiffer as difference:
             return str(difference)
         except CANNOT_RUN as problem:
             if is_out_of_memory(problem):
@@ -258,7 +258,7 @@ def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str |
 
 
 def _compare(weights: LlamaWeights, ids: Tensor) -> None:
-    """Run the modules on ids (1, T); raise `_Difference` for the first layer that differs."""
+    """Run the modules on ids (1, T); raise `_LayersDiffer` for the first layer that differs."""
     base, norm, layers = weights.base, weights.norm, layers_of(weights.base)
     attentions: dict[LayerKind, Attention] = {}
     #: The input of the first layer, and the output of each layer and of the last norm.
@@ -272,7 +272,7 @@ def _compare(weights: LlamaWeights, ids: Tensor) -> None:
         output: Any,  # noqa: ANN401 -- a tensor, or a tuple in older releases
     ) -> None:
         if number != len(states) - 1:
-            raise _Difference(f"layer {number} runs when {len(states) - 1} layers have run")
+            raise _LayersDiffer(f"layer {number} runs when {len(states) - 1} layers have run")
         x: Tensor = args[0] if args else kwargs["hidden_states"]
         _same(x, states[-1], f"what comes before layer {number}")
         theirs = output if isinstance(output, Tensor) else output[0]
@@ -296,7 +296,7 @@ def _compare(weights: LlamaWeights, ids: Tensor) -> None:
         for hook in hooks:
             hook.remove()
     if len(states) != len(layers) + 2:
-        raise _Difference(f"it runs {len(states) - 2} of {len(layers)} layers")
+        raise _LayersDiffer(f"it runs {len(states) - 2} of {len(layers)} layers")
     _same(hidden, states[-1], "what follows its last norm")
 
 
@@ -328,7 +328,7 @@ def _product(base: JoinedLinear, x: Tensor, residual: Tensor | None = None) -> T
 def _same(ours: Tensor, theirs: Tensor, what: str) -> None:
     error, allowed = relative_error(ours, theirs), tolerance(theirs)
     if error > allowed:
-        raise _Difference(f"{what} differs by {error:.2g} of its size")
+        raise _LayersDiffer(f"{what} differs by {error:.2g} of its size")
 
 
 def _compare_update(ours: Tensor, theirs: Tensor, before: Tensor, number: int) -> None:
@@ -336,7 +336,7 @@ def _compare_update(ours: Tensor, theirs: Tensor, before: Tensor, number: int) -
     size = torch.maximum(_size(theirs - before), _SHARE * _size(before))
     error = float((_size(ours - theirs) / size.clamp_min(1e-9)).max())
     if not error <= tolerance(theirs):
-        raise _Difference(f"layer {number} differs by {error:.2g} of what it adds")
+        raise _LayersDiffer(f"layer {number} differs by {error:.2g} of what it adds")
 
 
 def _size(values: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from evo_grpo.model.quantized import is_quantized
 def is_llama_family(base: SharedBase) -> bool:
     """Return whether a model's type is one of `families`, with weights that are not quantised.
 
-    `departures.takes_fast_path` checks whether its modules compute the same.
+    `departures.can_join_layers` checks whether its modules compute the same.
     """
     if describe(base.model.config) is None:
         return False

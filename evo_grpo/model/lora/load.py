@@ -190,7 +190,7 @@ def _fresh_state(slots: AdapterSlots, name: str, config: LoraConfig) -> dict[str
     return {k: torch.zeros_like(v) if ".lora_B." in k else v for k, v in state.items()}
 
 
-def take_over(network: Any) -> tuple[Any, AdapterCopy | None]:  # noqa: ANN401 -- of any transformers architecture
+def detach_adapter(network: Any) -> tuple[Any, AdapterCopy | None]:  # noqa: ANN401 -- of any transformers architecture
     """Separate a model from its adapter; return the model, and a copy of the adapter or None.
 
     A PeftModel is unloaded in place, since a copy would need the memory of a second base. The

@@ -192,12 +192,12 @@ def mix_products(slots: AdapterSlots, sources: Sequence[str], target: str) -> No
             for state, source_scales in zip(states, scales, strict=True)
         ]
         a, b, _ = cut(torch.cat(downs), torch.cat(ups, dim=1), initial_a)
-        a, b = _paced(a, b, initial_a)
+        a, b = _balance(a, b, initial_a)
         mean[key_a], mean[key_b] = a, (b / target_scales[layer]).to(initial[key_b].dtype)
     slots.put(target, mean)
 
 
-def _paced(a: Tensor, b: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+def _balance(a: Tensor, b: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """Scale A to about the size of `like`, and B inversely, so that the product stays.
 
     The size of A sets the product's pace under AdamW. The factor is a power of two, so exact.

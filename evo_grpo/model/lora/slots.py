@@ -29,7 +29,7 @@ from evo_grpo.model.lora.configs import (
     rank_of,
 )
 from evo_grpo.model.lora.files import AdapterCopy
-from evo_grpo.model.lora.targets import TargetSets, checked_modules, settle_targets
+from evo_grpo.model.lora.targets import TargetSets, checked_modules, resolve_targets
 
 
 class AdapterSlots:
@@ -114,7 +114,7 @@ class AdapterSlots:
         # The configuration of a checkpoint has the path of its base; PEFT warns if it differs.
         settings.base_model_name_or_path = None
         check_lora_config(settings)
-        return settle_targets(self.base, settings)
+        return resolve_targets(self.base, settings)
 
     def _add_by_peft(self, name: str, settings: LoraConfig) -> None:
         checked_modules(self.base, settings)  # PEFT would leave a part of the adapter in the model

@@ -30,7 +30,7 @@ from evo_grpo.settings.model import missing_layers
 _SETTLED = "all_linear"
 
 
-def settle_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
+def resolve_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
     """Return a copy of a configuration whose modules the population forward supports.
 
     "all-linear" becomes the supported linear layers if some are not, with one warning per base;
@@ -183,7 +183,7 @@ class TargetSets:
             base, excluded = self._base, self._config.exclude_modules or ()
             if text := missing_layers(targets, linear_modules(base.model), base.name, excluded):
                 raise ConfigError(f"{setting}: {text}")
-            settled = settle_targets(base, with_targets(self._config, targets))
+            settled = resolve_targets(base, with_targets(self._config, targets))
             self._modules[name] = checked_modules(base, settled, setting)
         return self._modules[name]
 

@@ -59,7 +59,7 @@ def load_agent(
         state.adapter,
         plain or folder / "actor",
         merge=merge_lora_configs,
-        becomes=None if saved is None else _becomes(cohort, state, saved[0], folder / "actor"),
+        becomes=None if saved is None else _config(cohort, state, saved[0], folder / "actor"),
     )
     if plain is not None:
         notes.append(_about_peft(folder, read_config(plain), cohort.base))
@@ -67,11 +67,8 @@ def load_agent(
     has_reference = any(name.startswith("reference/") for name in attributes.get("files", ()))
     plans = [actor]
     if state.has_reference:
-        source = (
-            folder / "reference"
-            if has_reference and not overwrite_reference_adapter
-            else actor.origin
-        )
+        keep = has_reference and not overwrite_reference_adapter
+        source = folder / "reference" if keep else actor.origin
         plans.append(plan_adapter(cohort.slots, state.reference, source, merge=True))
     else:
         notes += _about_reference(cohort, folder, attributes, own=has_reference)
@@ -101,7 +98,7 @@ def load_agent(
     return attributes
 
 
-def _becomes(cohort: Cohort, state: AgentState, hparams: Hparams, actor: Path) -> LoraConfig:
+def _config(cohort: Cohort, state: AgentState, hparams: Hparams, actor: Path) -> LoraConfig:
     """Return the configuration that a checkpoint's hyperparameters give the adapter."""
     config = adapter_config(cohort.slots, hparams, state.adapter)
     searched = f"{LORA}target_modules" in cohort.hp_config.names()

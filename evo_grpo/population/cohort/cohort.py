@@ -40,7 +40,7 @@ from evo_grpo.population.ranks.team import Team, deal, side_by_side
 from evo_grpo.population.turns import Overlap
 from evo_grpo.population.zero.together import (
     DividedSampling,
-    LedPlay,
+    FirstRankPlay,
     ZeroOptimizer,
     ZeroTraining,
     make_zero_training,
@@ -119,7 +119,7 @@ class Cohort:
     ) -> Play:
         """Begin a play; if all ranks train together, only the first rank plays."""
         if self.together and self.team.size > 1:
-            return LedPlay(lambda: env.begin(starts, sizes), self.team)
+            return FirstRankPlay(lambda: env.begin(starts, sizes), self.team)
         return env.begin(starts, sizes)
 
     def parts_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:

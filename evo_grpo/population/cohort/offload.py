@@ -31,7 +31,7 @@ _ALIGNED = 16
 
 
 @dataclass(frozen=True)
-class _Ahead:
+class _Prefetched:
     """A prefetched slot: copied to the device, while the slot itself is still in host memory.
 
     `version` and `moments` are those of the slot when it was copied, `tensors` the copies.
@@ -57,7 +57,7 @@ class Offload:
         self.order: Sequence[Sequence[Slot]] = ()
         self._references = references
         self._agents = agents
-        self._ahead: dict[str, _Ahead] = {}
+        self._ahead: dict[str, _Prefetched] = {}
         self._device = slots.base.device
         self._on_cuda = self._pins = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if self._on_cuda else None
@@ -81,12 +81,14 @@ class Offload:
         needed = {**present, **upcoming}
         self._ahead = {n: ahead for n, ahead in self._ahead.items() if n in needed}
         self.slots.derived.clear()  # stacked weights of agents that leave
-        with _told("the host", "use a machine with more memory, or lower population.size"):
+        with _explaining_memory_error(
+            "the host", "use a machine with more memory, or lower population.size"
+        ):
             for name in leaving:
                 self._install(name, self._on_host(name))
         if self._on_cuda:  # reads of host memory do not wait for copies by themselves
             torch.cuda.current_stream(self._device).synchronize()
-        with _told("the device", "raise engine.shards, or lower model.lora.r"):
+        with _explaining_memory_error("the device", "raise engine.shards, or lower model.lora.r"):
             for name in coming:
                 self._install(name, self._fetched(name))
         self._wait()
@@ -99,7 +101,7 @@ class Offload:
                 if not self._is_fresh(name):
                     self._ahead.pop(name, None)  # free it first
                     version, moments = self.slots.versions[name], self._moments(name)
-                    self._ahead[name] = _Ahead(version, moments, self._to_device(name))
+                    self._ahead[name] = _Prefetched(version, moments, self._to_device(name))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -204,7 +206,7 @@ class Offload:
 
 
 @contextmanager
-def _told(where: str, remedy: str) -> Generator[None]:
+def _explaining_memory_error(where: str, remedy: str) -> Generator[None]:
     """Replace an allocator's error by an error that names the setting and the remedy."""
     try:
         yield

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.digest import base_digest, tokenizer_digest
-from evo_grpo.model.llama.departures import departures_of, takes_fast_path
+from evo_grpo.model.llama.departures import can_join_layers, departures_of
 from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.lora.configs import MERGE
 from evo_grpo.model.lora.files import AdapterCopy
@@ -115,7 +115,7 @@ def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
     if native:
         ability_of(base, {})
     # The probe compares rounded numbers, so its result may differ between machines.
-    answers = team.gather(takes_fast_path(base, {}))
+    answers = team.gather(can_join_layers(base, {}))
     if not native and base.specialized and is_llama_family(base):
         departures = departures_of(base, {})
         if departures and team.rank == 0:

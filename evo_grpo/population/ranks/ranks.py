@@ -92,7 +92,7 @@ class Ranks(Team):
         """See `Team`."""
 
         def transfer() -> None:
-            pickled, tensors = taken_apart(values)
+            pickled, tensors = pickle_without_tensors(values)
             shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
             dist.send_object_list([pickled, shapes], to, group=self._group)
             _wait(dist.isend(tensor, to, group=self._group) for tensor in tensors)
@@ -110,7 +110,7 @@ class Ranks(Team):
             _wait(dist.irecv(tensor, source, group=self._group) for tensor in received)
 
         self._meet(transfer)
-        return put_together(parts[0], received)
+        return unpickle_with_tensors(parts[0], received)
 
     def board(self) -> Board:
         """See `Team`."""
@@ -276,7 +276,7 @@ class _Board:
             return [text.decode() for text in self._store.multi_get(list(names))]
 
 
-def taken_apart(value: object) -> tuple[bytes, list[Tensor]]:
+def pickle_without_tensors(value: object) -> tuple[bytes, list[Tensor]]:
     """Return the pickle of a value without its plain tensors, and these tensors, contiguous."""
     file = io.BytesIO()
     pickler = _Pickler(file)
@@ -284,8 +284,8 @@ def taken_apart(value: object) -> tuple[bytes, list[Tensor]]:
     return file.getvalue(), pickler.tensors
 
 
-def put_together(pickled: bytes, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 -- what was taken apart
-    """Return the value that `taken_apart` pickled, with `tensors` inserted."""
+def unpickle_with_tensors(pickled: bytes, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 -- what was taken apart
+    """Return the value that `pickle_without_tensors` pickled, with `tensors` inserted."""
     return _Unpickler(io.BytesIO(pickled), tensors).load()
 
 

@@ -314,7 +314,7 @@ class DividedSampling(RolloutEngine):
 
 
 @final
-class LedPlay:
+class FirstRankPlay:
     """A play that runs on the first rank, which sends its requests and experiences; see `Play`.
 
     The user's rewards and environments may be nondeterministic, but ranks that train an agent

@@ -22,7 +22,7 @@ from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.model.llama.departures import departures_of, find_departures, takes_fast_path
+from evo_grpo.model.llama.departures import can_join_layers, departures_of, find_departures
 from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.out_of_memory import is_out_of_memory
 from evo_grpo.model.probing import (
@@ -64,7 +64,7 @@ class Ability(Enum):
 
 def ability_of(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
     """Return how a base can be decoded; the probe bypasses the adapters of the LoRA layers."""
-    if takes_fast_path(base, adapted):
+    if can_join_layers(base, adapted):
         return Ability.ANY_LENGTHS
     family, departures, key = is_llama_family(base), (), None
     if base.specialized:

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evo_grpo.model.alone import beside_no_load
+from evo_grpo.model.alone import excluding_loads
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.ends import Ends
+from evo_grpo.model.ends import StopRules
 from evo_grpo.model.forward.fused import FusedForward, RowLayout, population_forward
 from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.cuda.choice import give_up_kernels, open_decoder
 from evo_grpo.model.llama.cuda.decode import KernelDecoder
 from evo_grpo.model.llama.cuda.operators import KernelError
 from evo_grpo.model.llama.decode import LlamaDecoder
-from evo_grpo.model.llama.departures import takes_fast_path
+from evo_grpo.model.llama.departures import can_join_layers
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
@@ -38,7 +38,7 @@ from evo_grpo.rollout.native.decoder import (
     check_attention,
 )
 from evo_grpo.rollout.native.graphs import StepGraphs
-from evo_grpo.rollout.native.loop import DecodeLoop, hands_on_places
+from evo_grpo.rollout.native.loop import DecodeLoop, refills_rows
 from evo_grpo.rollout.native.rows import Output, RowQueue
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.engine import Kernels
@@ -67,7 +67,7 @@ class NativeEngine(RolloutEngine):
         longest = settings.algorithm.max_model_len
         self.slots = slots
         self.base: SharedBase = slots.base
-        self.ends = Ends(slots.base, settings.algorithm)
+        self.ends = StopRules(slots.base, settings.algorithm)
         self.max_rows = self._wanted_rows = settings.engine.decode_rows
         self.max_prompts = settings.engine.max_decode_prompts
         # Processes that compute together cannot repeat a call that ran out of memory.
@@ -86,14 +86,14 @@ class NativeEngine(RolloutEngine):
 
         The model's code may change between calls; each change is probed once.
         """
-        self._specialized = not self._by_modules and takes_fast_path(self.base, self.slots.layers)
+        self._specialized = not self._by_modules and can_join_layers(self.base, self.slots.layers)
         self.ability = Ability.ANY_LENGTHS
         if not self._specialized:
             check_attention(self.base)
             self.ability = ability_of(self.base, self.slots.layers)
 
     @torch.no_grad()
-    @beside_no_load()
+    @excluding_loads()
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample the completions of all requests; see `RolloutEngine`."""
         for request in requests:
@@ -138,7 +138,7 @@ class NativeEngine(RolloutEngine):
     ) -> list[list[CompletionGroup]]:
         """Sample in pieces that hold all agents, larger ones if waiting rows take over places."""
         groups: list[list[CompletionGroup]] = [[] for _ in requests]
-        refills = self._specialized and not self.max_prompts and hands_on_places(self.base.device)
+        refills = self._specialized and not self.max_prompts and refills_rows(self.base.device)
         per_prompt = sum(r.samples for r in requests)
         longest = max((len(r.prompts) for r in requests), default=0)
         start = 0

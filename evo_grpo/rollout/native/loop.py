@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.ends import Ends
+from evo_grpo.model.ends import StopRules
 from evo_grpo.model.forward.fused import FusedForward
 from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.cache import Refill
@@ -134,7 +134,7 @@ class StopStrings:
     the tokens of the completion of each row that a stop string ended.
     """
 
-    def __init__(self, ends: Ends, rows: int) -> None:
+    def __init__(self, ends: StopRules, rows: int) -> None:
         self.lengths: dict[int, int] = {}
         self._ends = ends
         self._read: list[list[int]] = [[] for _ in range(rows)] if ends.strings else []
@@ -191,7 +191,7 @@ class DecodeLoop:
         decoder: Decoder,
         queue: RowQueue,
         *,
-        ends: Ends,
+        ends: StopRules,
         context: int,
         graphs: StepGraphs | None = None,
     ) -> None:
@@ -350,7 +350,7 @@ class DecodeLoop:
         self.fused.set_layout(batch.rows.layout)
 
 
-def hands_on_places(device: torch.device) -> bool:
+def refills_rows(device: torch.device) -> bool:
     """Return whether waiting rows take the places of rows that have ended.
 
     On a CPU the time of a step is proportional to its rows, so the few rows at the end of a piece

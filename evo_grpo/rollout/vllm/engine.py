@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.model.ends import Ends
+from evo_grpo.model.ends import StopRules
 from evo_grpo.model.lora.files import CONFIG, WEIGHTS, write_tensors
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
@@ -60,7 +60,7 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         self.slots = slots
         self.base = slots.base
-        self.ends = Ends(slots.base, settings.algorithm)
+        self.ends = StopRules(slots.base, settings.algorithm)
         self._settings = settings
         self._vllm = settings.engine.vllm
         lengths = [settings.algorithm.max_model_len, slots.base.context_length]
@@ -239,7 +239,9 @@ def means_policy(sampling: Sampling, vocabulary: int, settings: VLLMSettings) ->
     )
 
 
-def sampling_keywords(sampling: Sampling, ends: Ends, settings: VLLMSettings) -> dict[str, Any]:
+def sampling_keywords(
+    sampling: Sampling, ends: StopRules, settings: VLLMSettings
+) -> dict[str, Any]:
     """Return the keywords of `vllm.SamplingParams` that all rows of an agent share."""
     keywords: dict[str, Any] = {
         "n": 1,

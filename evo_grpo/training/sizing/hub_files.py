@@ -8,7 +8,7 @@ from typing import Any
 
 from evo_grpo.errors import ModelError
 from evo_grpo.model.files import config_file
-from evo_grpo.sources import hub_words, resolve
+from evo_grpo.sources import hub_message, resolve
 
 #: Files that tell the size of a model and whether its tokenizer has a chat template.
 CONFIG = "config.json"
@@ -107,4 +107,4 @@ def _reason(name: str, error: Exception) -> str:
         if isinstance(error, kinds):
             raise ModelError(f"model {name!r}: {text}") from None
     first_line = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
-    return f"{hub} cannot be reached: {hub_words(first_line, 200)}"
+    return f"{hub} cannot be reached: {hub_message(first_line, 200)}"

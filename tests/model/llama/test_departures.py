@@ -15,10 +15,10 @@ from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.train import open_forward
 from evo_grpo.model.llama.departures import (
+    can_join_layers,
     departures_of,
     find_departures,
     find_difference,
-    takes_fast_path,
 )
 from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.model.llama.weights import LlamaWeights
@@ -107,7 +107,7 @@ def test_tokens_that_depend_on_the_length_of_their_row_are_refused_however_late(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_model_that_is_what_it_says_takes_the_joined_layers(build, dtype, caplog):
     slots = tiny.population(BUILDS[build]().to(dtype), (4, 2))
-    assert takes_fast_path(slots.base, slots.layers)
+    assert can_join_layers(slots.base, slots.layers)
     assert isinstance(open_forward(slots, slots.names), LlamaForward)
     assert ability_of(slots.base, slots.layers) is Ability.ANY_LENGTHS
     assert not lines(caplog)
@@ -119,23 +119,23 @@ def test_transformers_own_hooks_are_no_alteration():
     model(input_ids=tiny.ids(1, 4), output_hidden_states=True, output_attentions=True)
     model.enable_input_require_grads()
     assert any(module._forward_hooks for module in model.modules())
-    assert takes_fast_path(SharedBase(model), {})
+    assert can_join_layers(SharedBase(model), {})
 
 
 def test_the_log_names_each_reason_once(caplog):
     slots = tiny.population(tiny.llama(), (4,))
     caplog.set_level(logging.WARNING)
-    assert takes_fast_path(slots.base, slots.layers)
+    assert can_join_layers(slots.base, slots.layers)
     first = slots.base.trunk.layers[1].mlp.register_forward_hook(lambda *_: None)
     for _ in range(3):
-        assert not takes_fast_path(slots.base, slots.layers)
+        assert not can_join_layers(slots.base, slots.layers)
     (line,) = lines(caplog)
     assert line.endswith("model.layers.1.mlp has a forward hook")
     assert line.startswith("model 'tiny' (LlamaForCausalLM): computed by its own modules")
     first.remove()
-    assert takes_fast_path(slots.base, slots.layers)
+    assert can_join_layers(slots.base, slots.layers)
     slots.base.trunk.norm.register_forward_pre_hook(lambda *_: None)
-    assert not takes_fast_path(slots.base, slots.layers)
+    assert not can_join_layers(slots.base, slots.layers)
     assert len(lines(caplog)) == 2
 
 

@@ -22,7 +22,7 @@ from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.forward.train import ModuleForward, open_forward
 from evo_grpo.model.llama import attention
-from evo_grpo.model.llama.departures import departures_of, takes_fast_path
+from evo_grpo.model.llama.departures import can_join_layers, departures_of
 from evo_grpo.model.llama.train import LlamaForward
 
 
@@ -82,7 +82,7 @@ def test_members_of_the_family(build, recompute):
     """Ragged rows of unequal ranks, some longer than a window."""
     slots = tiny.population(build(), (4, 2))
     assert not departures_of(slots.base, slots.layers)
-    assert takes_fast_path(slots.base, slots.layers)
+    assert can_join_layers(slots.base, slots.layers)
     compare_with_one_at_a_time(slots, RowLayout(("a0", "a1"), (1, 3)), recompute=recompute)
 
 

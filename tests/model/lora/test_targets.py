@@ -15,7 +15,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.train import ModuleForward
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.model.lora.targets import settle_targets
+from evo_grpo.model.lora.targets import resolve_targets
 
 LAYOUT = RowLayout(("a0", "a1"), (1, 2))
 EXPERTS = "ignore:model .tiny.. all-linear adapts:UserWarning"
@@ -144,7 +144,7 @@ class TestExperts:
         config = tiny.lora()
         base = SharedBase(architectures.mixtral(), None, "tiny")
         with pytest.warns(UserWarning, match="all-linear adapts"):
-            settled = settle_targets(base, config)
+            settled = resolve_targets(base, config)
         assert config.target_modules == "all-linear"
         assert len(settled.target_modules) == 8
 

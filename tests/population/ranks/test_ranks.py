@@ -2,16 +2,16 @@
 
 import torch
 
-from evo_grpo.population.ranks.ranks import put_together, taken_apart
+from evo_grpo.population.ranks.ranks import pickle_without_tensors, unpickle_with_tensors
 
 
 def test_tensors_are_left_out_of_what_is_pickled_and_put_back():
     many = torch.arange(12.0).reshape(3, 4)
     value = {"a": [many, many.T], "b": (torch.tensor(3), torch.zeros(0), "text"), "c": None}
-    pickled, tensors = taken_apart(value)
+    pickled, tensors = pickle_without_tensors(value)
     assert len(pickled) < 100
     assert all(tensor.is_contiguous() for tensor in tensors)
-    back = put_together(pickled, [tensor.clone() for tensor in tensors])
+    back = unpickle_with_tensors(pickled, [tensor.clone() for tensor in tensors])
     assert torch.equal(back["a"][0], many)
     assert torch.equal(back["a"][1], many.T)
     assert back["b"][0] == 3
@@ -21,6 +21,6 @@ def test_tensors_are_left_out_of_what_is_pickled_and_put_back():
 
 def test_a_parameter_stays_one():
     parameter = torch.nn.Parameter(torch.ones(2))
-    back = put_together(*taken_apart(parameter))
+    back = unpickle_with_tensors(*pickle_without_tensors(parameter))
     assert isinstance(back, torch.nn.Parameter)
     assert torch.equal(back, parameter)

@@ -7,7 +7,7 @@ import tiny
 from stop_cases import check, slots_of, tokenizer_of
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.model.ends import Ends
+from evo_grpo.model.ends import StopRules
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
@@ -30,7 +30,7 @@ def test_a_string_that_ends_in_a_long_token_or_a_character_of_many_is_found():
     base = tiny.population(tiny.llama(vocab_size=len(tokenizer)), (4,), tokenizer).base
 
     def ends(stop, least=0):
-        return Ends(
+        return StopRules(
             base, AgentSettings(algorithm={"stop": [stop], "min_output_tokens": least}).algorithm
         )
 
@@ -55,7 +55,7 @@ def test_a_row_is_cut_behind_the_token_with_the_end_of_its_stop_string():
     base = slots_of("bytes").base
     for least, kept in ((0, 1), (1, len(row))):
         algorithm = {"stop": ["a"], "min_output_tokens": least}
-        ends = Ends(base, AgentSettings(algorithm=algorithm).algorithm)
+        ends = StopRules(base, AgentSettings(algorithm=algorithm).algorithm)
         assert ends.cut(row) == row[:kept]
         assert ends.cut(row[1:3]) == row[1:3]
 

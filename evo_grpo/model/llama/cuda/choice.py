@@ -62,7 +62,7 @@ def open_learner(
     base = slots.base
     weights = LlamaWeights.of(base, slots.layers)
     if _expected(base, weights.dtype, base.kernels):
-        reason = _refusal(base) or _unlearned(weights) or _unserved(weights)
+        reason = _refusal(base) or _unsupported_learning(weights) or _unserved(weights)
         if reason is None and base.device.type == "cuda":
             reason = differs(slots, adapters)
         if reason is None:
@@ -133,7 +133,7 @@ def _unserved_ranks(fused: FusedForward) -> str | None:
     return f"they serve ranks of up to {MOST_RANK}, got {rank}" if rank > MOST_RANK else None
 
 
-def _unlearned(weights: LlamaWeights) -> str | None:
+def _unsupported_learning(weights: LlamaWeights) -> str | None:
     """Return why kernels do not learn with a base; None if they may."""
     base, size = weights.base, weights.description.head_dim
     if base.compiled is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.forward.sending import send
-from evo_grpo.model.llama.adapter_views import JoinedAdapters, as_one
+from evo_grpo.model.llama.adapter_views import JoinedAdapters, block_diagonal
 from evo_grpo.model.llama.cuda import operators
 from evo_grpo.model.llama.cuda.attention import Segments, WindowSegments
 from evo_grpo.model.llama.cuda.decode import embedded, parts_of, turns_of
@@ -61,7 +61,7 @@ class _Linear:
             none = weight.new_empty(0)
             return cls(weight, base.bias, None, none, none, none, offset)
         blocks = [part.block(b) for part, b in zip(adapters.parts, adapters.b, strict=True)]
-        b = as_one(blocks, adapters.a.shape[1], adapters.width, weight.dtype)
+        b = block_diagonal(blocks, adapters.a.shape[1], adapters.width, weight.dtype)
         scale = adapters.scale.float()
         return cls(weight, base.bias, adapters, adapters.a.to(weight.dtype), b, scale, offset)
 
@@ -353,7 +353,7 @@ class _Batch:
             if linear.adapters is not None:
                 operators.outer(d_low, x, low, grad, tiles, self.firsts, linear.offset, splits)
 
-        def of_added(grad: Tensor, half: int) -> Tensor:
+        def gradient_of_update(grad: Tensor, half: int) -> Tensor:
             """Return the gradient of what a half of the layer adds, before the norm after it."""
             if d.residual_multiplier != 1.0:
                 grad = grad * d.residual_multiplier
@@ -364,7 +364,7 @@ class _Batch:
                 else operators.norm_backward(None, grad, kept.added[half], post, eps)
             )
 
-        d_added = of_added(grad, 1)
+        d_added = gradient_of_update(grad, 1)
         inner, d_low = down.gradients(d_added, tiles)
         operators.glu_backward(d.gelu, kept.both, inner)
         outer(down, d_low, inner, kept.lows[3], d_added)
@@ -372,7 +372,7 @@ class _Batch:
         outer(gate_up, d_low, kept.middle_normed, kept.lows[2], kept.both)
         _, _, weight, eps = parts.norms[0]
         grad = operators.norm_backward(grad, d_normed, kept.middle, weight, eps)
-        d_added = of_added(grad, 0)
+        d_added = gradient_of_update(grad, 0)
         d_mixed, d_low = out.gradients(d_added, tiles)
         q, kv, mixed = kept.heads
         outer(out, d_low, mixed.flatten(1), kept.lows[1], d_added)

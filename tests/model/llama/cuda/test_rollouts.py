@@ -88,7 +88,7 @@ def test_ways_of_drawing_and_adapters(given):
 
 
 def test_rows_that_take_the_places_of_others(monkeypatch):
-    monkeypatch.setattr(native, "hands_on_places", lambda device: True)
+    monkeypatch.setattr(native, "refills_rows", lambda device: True)
     monkeypatch.setattr(decode, "cache_for", lambda device, *layers: FixedCache(*layers))
     lengths = (3, 9, 1, 5, 2)
     given = {"rows": 12, "tokens": 7, "lengths": lengths, "ends": (1, *range(5, 17))}
