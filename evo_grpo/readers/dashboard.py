@@ -71,13 +71,13 @@ class StudyCopy:
 
     def update(self) -> None:
         """Read the entries that the run has appended since the last call."""
-        before = self._cursor
+        start = self._cursor
         for self._cursor, entry in entries(self._folder, self._cursor):  # noqa: B020 -- it moves on
             if isinstance(entry, RoundDone):
                 self._add(entry.record)
             elif isinstance(entry, RunFinished) and self._last is not None:
                 self._lineage.record_mean(entry.summary, self._last)
-        if self._cursor != before:
+        if self._cursor != start:
             self._show()
 
     def _show(self) -> None:
@@ -122,12 +122,12 @@ def trial_note(agent: AgentRecord, record: RoundRecord) -> str:
     ]
     if agent.state == "ok" and agent.score is not None:
         fitness, error = columns.fitness(agent), columns.fitness_se(agent)
-        of = f", on {measured_on(agent.score)}: nothing was decided" if record.between else ""
-        lines.append(f"- fitness {fitness:.4f} ± {error:.4f}{of}")
+        remark = f", on {measured_on(agent.score)}: nothing was decided" if record.between else ""
+        lines.append(f"- fitness {fitness:.4f} ± {error:.4f}{remark}")
     else:
         lines.append(f"- failed: {_plain(agent.reason)}")
-    decided = (one.sentence for one in record.decisions if one.agent == agent.agent)
-    return "\n".join([*lines, *(f"- {_plain(sentence)}" for sentence in decided)])
+    texts = (decision.sentence for decision in record.decisions if decision.agent == agent.agent)
+    return "\n".join([*lines, *(f"- {_plain(sentence)}" for sentence in texts)])
 
 
 def study_note(folder: Path, view: RunView) -> str:
@@ -145,12 +145,12 @@ def study_note(folder: Path, view: RunView) -> str:
         f"A copy of the run in {_code(str(folder))}, made from its records and kept up to date "
         "with them. Changes that you make here are lost when this dashboard ends."
     )
-    return "\n".join([*heading, *(_plain(one.text) + "\n" for one in view.story), ending])
+    return "\n".join([*heading, *(_plain(sentence.text) + "\n" for sentence in view.story), ending])
 
 
 def _plain(text: str) -> str:
     """Escape the characters of a text that mark up Markdown or HTML."""
-    return "".join(f"&#{ord(one)};" if one in "<>&`*_[]()|\\" else one for one in text)
+    return "".join(f"&#{ord(sign)};" if sign in "<>&`*_[]()|\\" else sign for sign in text)
 
 
 def _code(text: str) -> str:
@@ -193,10 +193,10 @@ class _Guarded:
             return _refuse(start, "expected a request of this page, got one of another origin")
         if self._same(parse_qs(environ.get("QUERY_STRING", "")).get("token", [""])[0]):
             # Redirect to the address without the token, to keep it out of histories and referrers.
-            kept = f"{self._cookie}={self.token}; HttpOnly; SameSite=Lax; Path=/"
+            cookie = f"{self._cookie}={self.token}; HttpOnly; SameSite=Lax; Path=/"
             headers = [
                 ("Location", "/" + quote(environ.get("PATH_INFO", "").lstrip("/"))),
-                ("Set-Cookie", kept),
+                ("Set-Cookie", cookie),
             ]
             start("303 See Other", headers)
             return []
@@ -248,12 +248,12 @@ def serve(run: str | Path, port: int, *, say: Callable[[str], None]) -> None:
 
 
 def _keep_up(copy: StudyCopy, stop: threading.Event, say: Callable[[str], None]) -> None:
-    said = ""
+    last_message = ""
     while not stop.wait(SECONDS):
         try:
             copy.update()
         except KeyError:  # the study was deleted in the dashboard
             return
         except (EvoGrpoError, OSError) as error:
-            if said != (said := str(error)):
+            if last_message != (last_message := str(error)):
                 say(f"the rounds cannot be read now, so the dashboard is not updated: {error}")

@@ -117,8 +117,8 @@ def follow_all(
     `warn` is called about errors that are retried, from several threads.
     """
     folder = expect_run(run)
-    for part in (folder, *_compared(folder)):
-        refuse_links_in_run(part)
+    for run_folder in (folder, *_compared(folder)):
+        refuse_links_in_run(run_folder)
     feedings = list(_feedings(folder, to, storage, warn, outside=outside))
     for feeding in feedings:
         feeding.start()
@@ -139,7 +139,7 @@ def _feedings(
     outside: bool,
 ) -> Iterator[_Feeding]:
     config = read_config(folder)
-    also = " --outside" if outside else ""
+    flag = " --outside" if outside else ""
     names = list(dict.fromkeys(to)) or config.record.readers
     if not names:
         raise ConfigError(
@@ -149,26 +149,26 @@ def _feedings(
     for name in names:
         if name == OPTUNA:
             url = _database(folder, config.record.storage, storage, outside=outside)
-            reader, option, label = OPTUNA, f"{OPTUNA}{also}", f"optuna ({url})" if url else OPTUNA
+            reader, option, label = OPTUNA, f"{OPTUNA}{flag}", f"optuna ({url})" if url else OPTUNA
             if url is not None and url != config.record.storage:
                 # The file of a database that the settings do not name has another name.
                 reader = f"{OPTUNA}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
                 option = f"{OPTUNA} --storage {url}"
-            for part in (folder, *_compared(folder)):
-                make = partial(StudyReader, part, read_inputs_of(part).id, url)
+            for run_folder in (folder, *_compared(folder)):
+                make = partial(StudyReader, run_folder, read_inputs_of(run_folder).id, url)
                 yield _Feeding(
-                    part, reader, make, warn, from_start=True, label=label, option=option
+                    run_folder, reader, make, warn, from_start=True, label=label, option=option
                 )
         elif name == REPORT_READER:
             yield _Feeding(folder, name, partial(ReportReader, folder), warn, from_start=True)
         elif name in KINDS:
             settings = {tracker.kind: tracker for tracker in config.record.trackers}
             tracker = settings.get(name) or TrackerConfig(kind=name)
-            if not outside and (where := _elsewhere(tracker, folder)):
-                raise _not_inside(folder, f"record.trackers has {name} write to {where}")
+            if not outside and (target := _elsewhere(tracker, folder)):
+                raise _not_inside(folder, f"record.trackers has {name} write to {target}")
             check_trackers([tracker])
             make = partial(open_tracker, tracker, folder, config)
-            yield _Feeding(folder, name, make, warn, option=f"{name}{also}")
+            yield _Feeding(folder, name, make, warn, option=f"{name}{flag}")
         else:
             raise ConfigError(f"{folder}: expected readers of {', '.join(NAMES)}, got {name!r}")
 
@@ -203,8 +203,8 @@ def _database(
     if url is None or not is_url(url):
         return None
     if storage is None and not outside:
-        what = f"record.storage names the database {url}"
-        raise _not_inside(folder, what, f", or name it with --storage {url}")
+        reason = f"record.storage names the database {url}"
+        raise _not_inside(folder, reason, f", or name it with --storage {url}")
     check_driver(url)
     return url
 
@@ -222,7 +222,7 @@ def _all_hang(folder: Path, feedings: Sequence[_Feeding]) -> bool:
             feeding.last_progress = time.monotonic()
         return False
     working = [feeding for feeding in feedings if feeding.is_alive()]
-    return all(time.monotonic() - one.last_progress > SECONDS_AFTER_END for one in working)
+    return all(time.monotonic() - thread.last_progress > SECONDS_AFTER_END for thread in working)
 
 
 @final

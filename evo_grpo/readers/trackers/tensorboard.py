@@ -47,13 +47,13 @@ class Writer(TrackerReader):
     def write(self, values: Values) -> None:
         """Write the scalars and texts of a step."""
         for owner in dict.fromkeys((*values.values, *values.texts)):
-            written: list[Any] = [
+            summaries: list[Any] = [
                 self._summary.Value(tag=name, simple_value=value)
                 for name, value in values.values.get(owner, {}).items()
             ]
             if owner in values.texts:
-                written.append(self._text("lineage", values.texts[owner]))
-            self._write(owner, values.step, written)
+                summaries.append(self._text("lineage", values.texts[owner]))
+            self._write(owner, values.step, summaries)
 
     def flush(self) -> bool:
         """Flush all event files to disk."""

@@ -71,11 +71,11 @@ class Look:
 
 def look_of(index: int) -> Look:
     """Return the look with an index >= 0; the first 256 differ from each other."""
-    turn = index // len(COLORS)
+    cycle = index // len(COLORS)
     return Look(
         COLORS[index % len(COLORS)],
-        SYMBOLS[(index + turn // len(DASHES)) % len(SYMBOLS)],
-        DASHES[turn % len(DASHES)],
+        SYMBOLS[(index + cycle // len(DASHES)) % len(SYMBOLS)],
+        DASHES[cycle % len(DASHES)],
     )
 
 
@@ -83,7 +83,7 @@ class Line:
     """Points in order, each with a hover text and a standard error (NaN for none)."""
 
     def __init__(self, x: Iterable[float] = (), y: Iterable[float] = ()) -> None:
-        self._points: list[tuple[float, float, float]] = [(*one, math.nan) for one in zip(x, y)]  # noqa: B905 -- of one curve
+        self._points: list[tuple[float, float, float]] = [(*point, math.nan) for point in zip(x, y)]  # noqa: B905 -- of one curve
         self.texts: list[str] = []
 
     def begin(self) -> None:
@@ -205,26 +205,26 @@ def linear(
     The span is at least `least`, and a tenth of the largest absolute value, so that values that
     hardly differ look alike.
     """
-    shown = [*filter(math.isfinite, values), *include] or [0.0, 1.0]
-    low, high = min(shown), max(shown)
+    numbers = [*filter(math.isfinite, values), *include] or [0.0, 1.0]
+    low, high = min(numbers), max(numbers)
     least = max(least, SHARE * max(abs(low), abs(high)))
     if high - low < least:
         middle = (low + high) / 2
         # A quantity that cannot be negative gets no negative axis.
         bottom = max(0.0, middle - least / 2) if low >= 0 else middle - least / 2
         low, high = bottom, bottom + least
-    free = PAD * (high - low or 1.0)
-    return Scale(low - free, high + free, names=names)
+    padding = PAD * (high - low or 1.0)
+    return Scale(low - padding, high + padding, names=names)
 
 
 def scale_of(values: Iterable[float], names: Sequence[str] = ()) -> Scale:
     """Return a scale that is logarithmic if positive values span a factor of 10."""
-    known = [value for value in values if math.isfinite(value)]
-    if names or not known or min(known) <= 0 or max(known) < DECADE * min(known):
-        return linear(known, names=names)
-    low, high = math.log10(min(known)), math.log10(max(known))
-    free = PAD * (high - low)
-    return Scale(10 ** (low - free), 10 ** (high + free), log=True)
+    finite = [value for value in values if math.isfinite(value)]
+    if names or not finite or min(finite) <= 0 or max(finite) < DECADE * min(finite):
+        return linear(finite, names=names)
+    low, high = math.log10(min(finite)), math.log10(max(finite))
+    padding = PAD * (high - low)
+    return Scale(10 ** (low - padding), 10 ** (high + padding), log=True)
 
 
 def noise(curves: Iterable[Sequence[float]]) -> float:
@@ -293,10 +293,10 @@ def name_ends(
     def position(value: float) -> float:  # of annotations: exponents on a logarithmic axis
         return math.log10(value) if scale.log else value
 
-    known = [end for end in ends if math.isfinite(end.y) and (end.y > 0 or not scale.log)]
-    known = known[: int(pixels / APART)]
+    drawable = [end for end in ends if math.isfinite(end.y) and (end.y > 0 or not scale.log)]
+    drawable = drawable[: int(pixels / APART)]
     low, high = map(position, scale[:2])
-    heights = [(position(end.y) - low) / (high - low) * pixels for end in known]
+    heights = [(position(end.y) - low) / (high - low) * pixels for end in drawable]
     axes: dict[str, str] = {}
     if place:
         subplot: Any = figure.get_subplot(**place)
@@ -308,7 +308,7 @@ def name_ends(
             font={"size": SIZE}, name="end" if end.agent is None else f"agent {end.agent}",
             **axes,
         )
-        for end, before, after in zip(known, heights, apart(heights), strict=True)
+        for end, before, after in zip(drawable, heights, apart(heights), strict=True)
     ]  # fmt: skip
     # All at once: for each annotation that is added, plotly copies all others.
     layout: Any = figure.layout
@@ -330,7 +330,7 @@ def apart(heights: Sequence[float], least: float = APART) -> list[float]:
             blocks[-1][0] += total
             blocks[-1][1] += number
     starts = [total / number for total, number in blocks for _ in range(int(number))]
-    moved = [0.0] * len(heights)
+    moved_heights = [0.0] * len(heights)
     for rank, index in enumerate(order):
-        moved[index] = starts[rank] + rank * least
-    return moved
+        moved_heights[index] = starts[rank] + rank * least
+    return moved_heights

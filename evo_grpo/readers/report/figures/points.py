@@ -45,12 +45,12 @@ def line_of(
     line = Line()
     for part in parts:
         line.begin()
-        for one in part:
+        for agent in part:
             line.add(
-                one.round + 1,
-                value(one),
-                "" if text is None else text(one),
-                math.nan if error is None else error(one),
+                agent.round + 1,
+                value(agent),
+                "" if text is None else text(agent),
+                math.nan if error is None else error(agent),
             )
     return line
 
@@ -85,7 +85,7 @@ def add_winner(
 
 def quiet(view: RunView) -> float:
     """Return the least span of a fitness axis, so that few standard errors do not fill a figure."""
-    errors = [error for one in view.played if math.isfinite(error := fitness_se(one))]
+    errors = [error for agent in view.played if math.isfinite(error := fitness_se(agent))]
     return 8 * median(errors) if errors else 0.0
 
 
@@ -100,10 +100,10 @@ def stretches(view: RunView) -> dict[int, list[list[AgentRecord]]]:
     by_agent: dict[int, list[list[AgentRecord]]] = defaultdict(list)
     for record in view.rounds:
         for agent in record.agents:
-            own = by_agent[agent.agent]
-            if not own or not _continues(own[-1][-1], agent):
-                own.append([])
-            own[-1].append(agent)
+            parts = by_agent[agent.agent]
+            if not parts or not _continues(parts[-1][-1], agent):
+                parts.append([])
+            parts[-1].append(agent)
     return dict(sorted(by_agent.items()))
 
 
@@ -150,21 +150,21 @@ def named(view: RunView) -> set[int]:
     rounds: dict[int, int] = defaultdict(int)
     for agent in view.played:
         rounds[agent.agent] += 1
-    return set(sorted(rounds, key=lambda one: (-rounds[one], one))[:NAMED])
+    return set(sorted(rounds, key=lambda number: (-rounds[number], number))[:NAMED])
 
 
 def survivors(view: RunView) -> list[int]:
     """Return the agents of the last round, best first."""
-    last = {agent.agent for agent in view.rounds[-1].agents} if view.rounds else set[int]()
+    last_agents = {agent.agent for agent in view.rounds[-1].agents} if view.rounds else set[int]()
     # An agent of the front may have more than one row.
-    return list(dict.fromkeys(r["agent"] for r in view.leaderboard if r["agent"] in last))
+    return list(dict.fromkeys(r["agent"] for r in view.leaderboard if r["agent"] in last_agents))
 
 
 def ends_of(view: RunView, points: Mapping[int, tuple[float, float]]) -> list[End]:
     """Return the line ends of the last round's agents, best first, given their last `points`."""
-    seen = looks(view)
+    agent_looks = looks(view)
     return [
-        End(*points[agent], seen[agent].named(agent_name(agent)), agent)
+        End(*points[agent], agent_looks[agent].named(agent_name(agent)), agent)
         for agent in survivors(view)
         if agent in points
     ]
