@@ -97,19 +97,19 @@ class ExampleCode:
             question = asking(config.env, config.seed, own.prompt, show_rows=False)
         except EvoGrpoError:  # the task does not exist any more, or was a Python object
             question = Asking(Template.of("{prompt}"), DEFAULT_OUTPUT_TOKENS, {})
-        said = own.max_output_tokens or config.algorithm.max_output_tokens
+        max_tokens = own.max_output_tokens or config.algorithm.max_output_tokens
         stop = config.algorithm.stop
         return cls(
             base,
             contents,
             question.template,
             {name: question.example.get(name, PLACEHOLDER) for name in question.template.columns()},
-            said or question.max_output_tokens,
+            max_tokens or question.max_output_tokens,
             config.evolve.fitness.temperature,
             pushed,
             question.hidden,
-            tuple(one for one in stop if isinstance(one, str)),
-            tuple(one for one in stop if isinstance(one, int)),
+            tuple(end for end in stop if isinstance(end, str)),
+            tuple(end for end in stop if isinstance(end, int)),
         )
 
     @property
@@ -127,12 +127,12 @@ class ExampleCode:
     def lora_rank(self) -> int:
         """The value of vLLM's max_lora_rank."""
         rank = self.contents.rank
-        return next((one for one in VLLM_RANKS if one >= rank), rank)
+        return next((limit for limit in VLLM_RANKS if limit >= rank), rank)
 
     def keywords(self) -> str:
         """Return the keyword arguments that the chat template reads."""
-        named = self.template.keywords.items()
-        return "".join(f", {name}={value!r}" for name, value in named if name.isidentifier())
+        items = self.template.keywords.items()
+        return "".join(f", {name}={value!r}" for name, value in items if name.isidentifier())
 
     def question(self) -> list[str]:
         """Return lines of code with the row and the prompt, or the messages, made from it."""
@@ -146,9 +146,9 @@ class ExampleCode:
 
 def literal(value: object) -> str:
     """Return a value as a Python literal, a string in double quotes if possible."""
-    written = repr(value)
-    plain = isinstance(value, str) and written[0] == "'" and '"' not in written
-    return f'"{written[1:-1]}"' if plain else written
+    representation = repr(value)
+    plain = isinstance(value, str) and representation[0] == "'" and '"' not in representation
+    return f'"{representation[1:-1]}"' if plain else representation
 
 
 def _message(message: Mapping[str, str]) -> str:
@@ -170,8 +170,8 @@ def _row(use: ExampleCode) -> dict[str, Any]:
     chats = use.template.conversations
     for name, value in use.row.items():
         fits = type(value) in (str, int, float, bool)
-        asked = [{"role": "user", "content": PLACEHOLDER}]
-        row[name] = asked if name in chats else value if fits else PLACEHOLDER
+        messages = [{"role": "user", "content": PLACEHOLDER}]
+        row[name] = messages if name in chats else value if fits else PLACEHOLDER
     try:
         use.template.plain(row)
     except EvoGrpoError:  # a format such as {answer:03d}, which takes a number
@@ -222,8 +222,8 @@ def _number(value: Value | tuple[float, ...]) -> str:
     """Return the value of a hyperparameter, or of both bounds, in three digits."""
     if isinstance(value, tuple):
         return ":".join(map(_number, value))
-    named = isinstance(value, str | bool)
-    return _plain(plain_choice(value)) if named else f"{value:.3g}"
+    is_choice = isinstance(value, str | bool)
+    return _plain(plain_choice(value)) if is_choice else f"{value:.3g}"
 
 
 def _score(score: Score) -> str:
@@ -326,7 +326,7 @@ def export_choice(
         check_push(push)
     adapter = read_adapter_files(choice)
     with writing(target, "export"):
-        place = check_target(target, force=force)
+        folder = check_target(target, force=force)
     config = read_config(choice.run, past=True)
     base = find_base(choice, config.model, adapter[ADAPTER], config.engine.quantization)
     if push is not None and not merge and os.path.isabs(base.reference):
@@ -340,12 +340,12 @@ def export_choice(
     files = {CARD: card(choice, config, use, digest).encode(), **contents.files}
     with writing(target, "export"):
         check_target(target, force=force)  # the base took its time to load
-        about = _about(choice, base, dtype=contents.dtype)
-        names = write_export(place, files, contents.fills, about)
+        manifest = _about(choice, base, dtype=contents.dtype)
+        names = write_export(folder, files, contents.fills, manifest)
     for note in contents.notes:
         warnings.warn(note, UserWarning, stacklevel=3)
     if push is not None:
-        push_files(push, place, names)
+        push_files(push, folder, names)
     return target
 
 
@@ -397,8 +397,8 @@ def push_files(repository: str, folder: Path, names: Sequence[str]) -> None:
     api = HfApi(token=_token())
     try:
         api.create_repo(repository, private=True, exist_ok=True)
-        there = api.list_repo_files(repository)
-        stale = [name for name in there if name not in names and is_export_file(name)]
+        remote_names = api.list_repo_files(repository)
+        stale = [name for name in remote_names if name not in names and is_export_file(name)]
         operations: list[Any] = [CommitOperationDelete(name) for name in stale]
         operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
         api.create_commit(repository, operations, commit_message="Export from evo-grpo")
@@ -416,9 +416,9 @@ def _token() -> str:
 def _why(error: Exception) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
-    said = shorten(redacted(f"{type(error).__name__}: {error}", _token()))
+    text = shorten(redacted(f"{type(error).__name__}: {error}", _token()))
     if isinstance(error, HfHubHTTPError):
         if error.response.status_code in (401, 403):
-            return f"the Hub refuses the token in {TOKEN}, which needs write access there ({said})"
-        return f"the Hub refused ({said})"
-    return f"the Hub cannot be reached; check the network ({said})"
+            return f"the Hub refuses the token in {TOKEN}, which needs write access there ({text})"
+        return f"the Hub refused ({text})"
+    return f"the Hub cannot be reached; check the network ({text})"
