@@ -85,16 +85,16 @@ class VLLMConfig:
         vllm = engine.rollout_settings
         if not isinstance(vllm, VLLMSettings):
             return None
-        given: dict[str, Any] = {n: getattr(vllm, ours) for n, ours in VLLM_NAMES.items()}
-        given = {n: _UNSAID.get(n) if v is None else v for n, v in given.items()}
-        given.update(
+        values: dict[str, Any] = {n: getattr(vllm, ours) for n, ours in VLLM_NAMES.items()}
+        values = {n: _UNSAID.get(n) if v is None else v for n, v in values.items()}
+        values.update(
             sleep_mode=vllm.sleep_level > 0,
             sleep_mode_level=vllm.sleep_level or 1,
             dtype=None if vllm.dtype == "auto" else vllm.dtype,
             stop_sequences=list(stop) or None,
             max_num_seqs=engine.max_decode_rows or _UNSAID["max_num_seqs"],
         )
-        return cls(**given)
+        return cls(**values)
 
 
 VLLM_NAMES: dict[str, str] = {
@@ -321,11 +321,11 @@ class Arguments:
         if self.vllm_config is not None and not self.use_vllm:
             inert["vllm_config"] = "has no effect without use_vllm=True; leave it out"
         for path, why in without_effect_of_agents(settings):
-            ours, _, rest = path.partition(".")
+            ours, _, subpath = path.partition(".")
             name = _NAMES.get(ours, ours)
             # A default of AgileRL that differs from ours was not given by the caller.
             if getattr(self, name, None) != getattr(default, name, None):
-                inert[f"{name}.{rest}" if rest else name] = why
+                inert[f"{name}.{subpath}" if subpath else name] = why
         return inert
 
     def _renamed(self, problem: Problem) -> Problem:
@@ -363,11 +363,11 @@ def without_spaces(
 
     `then` are the names of the positions after two spaces.
     """
-    named = {name: value for name, value in keywords.items() if name not in SPACES}
+    other_keywords = {name: value for name, value in keywords.items() if name not in SPACES}
     first = args[0] if args else None
     if first is None or isinstance(first, int | str) or is_number(first) or callable(first):
-        return args, named
-    return args[2 + len(then) :], {**dict(zip(then, args[2:], strict=False)), **named}
+        return args, other_keywords
+    return args[2 + len(then) :], {**dict(zip(then, args[2:], strict=False)), **other_keywords}
 
 
 _NAMES = {ours: name for name, ours in KEYWORDS.items()}

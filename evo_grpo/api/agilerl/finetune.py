@@ -189,9 +189,9 @@ class Budget:
 
     def spent(self, tallies: Sequence[Tally]) -> bool:
         """See `Limit`."""
-        now = sum(tally.completions for tally in tallies)
-        self.sampled += now - self._in_round
-        self._in_round = now
+        completions = sum(tally.completions for tally in tallies)
+        self.sampled += completions - self._in_round
+        self._in_round = completions
         self.taken += 1
         self.over = (self.completions is not None and self.sampled >= self.completions) or (
             self.steps is not None and self.taken >= self.steps
@@ -223,10 +223,10 @@ class Checkpoints(RunWriter):
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> str | None:
         """Write an agent if a checkpoint is due; see `RunWriter`."""
         del round
-        taken = self.budget.taken
-        if self.folder is None or taken // self.every <= self.saved // self.every:
+        steps = self.budget.taken
+        if self.folder is None or steps // self.every <= self.saved // self.every:
             return None
-        path = self.folder / f"step-{taken:06d}" / f"agent-{slot:02d}"
+        path = self.folder / f"step-{steps:06d}" / f"agent-{slot:02d}"
         save_agent(cohort, slot, path)
         return str(path)
 
@@ -322,8 +322,8 @@ def _round_settings(
     before: int,
 ) -> RoundSettings:
     interval, tournament = settings.evaluation_interval, settings.tournament
-    every = settings.evo_steps or interval
-    due = settings.evolves and (before + interval) // every > before // every
+    period = settings.evo_steps or interval
+    due = settings.evolves and (before + interval) // period > before // period
     fitness = FitnessConfig(prompts=settings.eval_prompts, samples=settings.eval_samples)
     if isinstance(tournament, TournamentSelection):
         fitness = fitness.replace(window=tournament.eval_loop)
@@ -407,13 +407,13 @@ def finetune_llm_multiturn(
 
     def environment(population: Population[Any]) -> MultiTurnGym:
         cohort = population.cohort
-        first = cohort.agents[population.slots[0]].hparams
-        rows = first.batch_size or 4 * first.group_size
+        hparams = cohort.agents[population.slots[0]].hparams
+        rows = hparams.batch_size or 4 * hparams.group_size
         return MultiTurnGym(
             env_factory,
             cohort.base.tokenizer,
             max_turns=max_turns,
-            batch_size=max(1, math.ceil(rows / first.group_size)),
+            batch_size=max(1, math.ceil(rows / hparams.group_size)),
             seed=derive(cohort.seed, "env"),
         )
 
