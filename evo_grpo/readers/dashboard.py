@@ -1,8 +1,8 @@
-"""Shows a run in optuna-dashboard, on the loopback address: a copy of its study, read from its log.
+"""Serves a copy of a run's study in optuna-dashboard, on the loopback address.
 
 optuna-dashboard can rename and delete studies, change trials and write attributes; on the copy,
-this leaves the run unchanged. A copy also needs no password of a server, and shows runs that keep
-no trials.
+this leaves the run unchanged. The copy is read from the run's log: it needs no password of a
+database, and also shows runs that keep no trials.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StudyCopy:
     def update(self) -> None:
         """Read the entries that the run has appended since the last call."""
         start = self._cursor
-        for self._cursor, entry in entries(self._folder, self._cursor):  # noqa: B020 -- it moves on
+        for self._cursor, entry in entries(self._folder, self._cursor):  # noqa: B020 -- it advances
             if isinstance(entry, RoundDone):
                 self._add(entry.record)
             elif isinstance(entry, RunFinished) and self._last is not None:
@@ -92,7 +92,7 @@ class StudyCopy:
                 legend={"yanchor": "top", "y": -0.3},
             )
             self._pages.save_plotly_graph_object(self._study, tree, graph_object_id=FIGURE)
-        # After the figure, so that the whole tree is there once the winner's name is.
+        # Save the note last: once it names the winner, the tree is complete.
         self._pages.save_note(self._study, study_note(self._folder, view))
 
     def _add(self, record: RoundRecord) -> None:
@@ -103,7 +103,7 @@ class StudyCopy:
             noted = SimpleNamespace(
                 storage=self.storage,
                 study=self._study,
-                _trial_id=trial._trial_id,  # pyright: ignore[reportPrivateUsage] -- as it uses it
+                _trial_id=trial._trial_id,  # pyright: ignore[reportPrivateUsage] -- save_note reads it
             )
             self._pages.save_note(noted, note)
         self._last = record
@@ -186,7 +186,7 @@ class _Guarded:
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         host, origin = environ.get("HTTP_HOST", ""), environ.get("HTTP_ORIGIN")
-        # Of any port: a user may forward another port to this one.
+        # Accept any port: a user may forward another port to this one.
         if host.rpartition(":")[0] not in (HOST, "localhost"):
             return _refuse(start, f"expected the host {HOST} in the address, got another one")
         if origin is not None and origin != f"http://{host}":

@@ -1,4 +1,4 @@
-"""Readers of a run's log, and the files with their positions.
+"""Readers of a run's log, and the files with their cursors.
 
 The log is the queue between a run and its readers: a reader that hangs, fails, is slow or is killed
 does not affect the run and later continues from its cursor. The cursor is saved after each flush,
@@ -81,7 +81,7 @@ def feed(
     Args:
         run: The run folder.
         name: Name of the reader; its cursor is in `readers/<name>.json` of the folder.
-        make: Constructs the reader from its saved id, "" at first; called if there is an entry.
+        make: Constructs the reader from its saved id, "" at first; called at the first entry.
         follow: Wait for new entries until the run has ended.
         from_start: Begin at the start of the log, not at the cursor.
         on_progress: Called after each entry with the cursor and the id of the reader.

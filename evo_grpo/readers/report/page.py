@@ -29,7 +29,7 @@ REFRESH = 15
 
 @dataclass
 class Page:
-    """A page to which sections are added; a `live` one, of a run that trains, reloads itself."""
+    """A page to which sections are added; a `live` page, of a run that trains, reloads itself."""
 
     title: str
     lead: str

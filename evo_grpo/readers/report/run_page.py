@@ -1,4 +1,4 @@
-"""A run as one page, written again while the run trains, and in short for a notebook."""
+"""A run as one page, rewritten while the run trains; and in short, for a notebook."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from evo_grpo.schema.problems import short_name
 from evo_grpo.settings.env import without_rows
 
 MOST = 32
-"""Agents that are drawn: with more, lines hide each other, and the page needs seconds to load."""
+"""Greatest number of drawn agents: with more, lines hide each other and the page loads slowly."""
 
 SHARE = 10
-"""The next page is written after at least this many times the seconds that the last one took."""
+"""Least pause before the page is written again, in multiples of the time of the last write."""
 COMPLETIONS = 2000
 """Completions in a page; a longer run shows the best and the worst of all, and the latest."""
 CHARACTERS = 4000

@@ -217,7 +217,7 @@ def _differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[object]]:
     values: dict[str, list[object]] = {
         name: [settings.get(name) for settings in flat_configs] for name in names
     }
-    # An earlier version wrote these settings, with the value of what is done now.
+    # Earlier versions wrote these settings; this value names what is done now.
     removed = {".".join(path): (None, harmless) for path, (harmless, _) in REMOVED.items()}
     return {
         name: row
@@ -371,7 +371,7 @@ def plot_progress(compared: SideBySide) -> go.Figure:
     figure.update_xaxes(exponentformat="none", separatethousands=True)
     for index, (name, run) in enumerate(zip(compared.names, compared.runs, strict=True)):
         spent = [r.evaluation_tokens + sum(a.tokens for a in r.agents) for r in run.rounds]
-        # A maximum over rounds in between would be one of noise, or of rewards of training.
+        # Between decisions, a maximum would be one of noise or of training rewards.
         decided = [n for n, record in enumerate(run.rounds) if not record.between]
         tokens = np.cumsum(spent)[decided]
         means = [[fitness(a) for a in run.rounds[n].agents] for n in decided]

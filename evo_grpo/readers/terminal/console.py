@@ -22,7 +22,7 @@ from evo_grpo.escaping import printable, shorten
 from evo_grpo.working import LOGGER
 
 WARNING_CHARACTERS = 1000
-"""Longest warning; ours are shorter."""
+"""Greatest length of a warning; those of this package are shorter."""
 #: The only colours, legible on black and on white. A colour always repeats what the text says.
 GOOD, BAD, NOTICE = "green", "red", "magenta"
 PIPE_WIDTH = 200
@@ -30,7 +30,7 @@ PIPE_WIDTH = 200
 
 
 LONG_WORK = 2.0
-"""Seconds after which work that `evo_grpo.working` tells of is shown."""
+"""Seconds after which work that `evo_grpo.working` reports is shown."""
 
 
 @final

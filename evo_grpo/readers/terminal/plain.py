@@ -27,9 +27,9 @@ from evo_grpo.schema.problems import short_name
 from evo_grpo.types import Slot
 
 RECENT = 3
-"""The number of latest rounds whose mean time estimates the next: rounds may grow or shrink."""
+"""Number of latest rounds whose mean time is the estimate for the next round."""
 BESIDE_LEARNING = 1.2
-"""Time of the first round as a multiple of its training steps, until it has ended."""
+"""Estimated time of the first round, as a multiple of the time of its training steps."""
 
 
 @final
@@ -38,8 +38,8 @@ class Pace:
 
     Args:
         clock: Returns seconds.
-        whole: Whether the stage "learn" covers the whole run with its test, as in a replay, and not
-            the training steps of one round.
+        whole: Whether the stage "learn" covers the whole run with its test, as in a replay, rather
+            than the training steps of one round.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, whole: bool = False) -> None:
@@ -175,7 +175,7 @@ class PlainLines:
 
 
 def shown_names(hyperparameters: Iterable[str]) -> list[str]:
-    """Return the hyperparameters with a column: the common ones, then the given ones."""
+    """Return the hyperparameters with a column: the common ones, then `hyperparameters`."""
     return combined((*ALWAYS_SHOWN, *hyperparameters))
 
 
@@ -221,7 +221,7 @@ def round_line(record: RoundRecord, rounds: int) -> str:
 
 
 def evolution(record: RoundRecord, arrow: str = " -> ") -> dict[str, str]:
-    """Return the changes between a round and the next that its decisions do not contain.
+    """Return the copies and mutations after a round that are not among its decisions.
 
     "copied" has "0 -> 1, ..." for copies without a recorded decision. "mutated" has
     "1: clip 0.2 -> 0.16; ...", without the lr of a copy, which its decision contains. Keys without

@@ -164,7 +164,7 @@ class LiveTable:
         size = self.console.size
         if self.drawn is None or self.drawn[:2] != (record.round, size):
             table = self._fitting_table(record, size)
-            # The lines: the display is drawn 8 times a second.
+            # Render the lines once: the display is drawn 8 times a second.
             lines = self.console.render_lines(table, pad=False)
             self.drawn = (record.round, size, SegmentLines(lines, new_lines=True))
         return self.drawn[2]
@@ -230,7 +230,7 @@ class RunProgress(Observer):
     Args:
         view: The display; None shows nothing.
         title: The first line: the model, the task and the size of the run. A run that starts from
-            a RunConfig needs neither it nor `hyperparameters`.
+            a RunConfig needs neither title nor `hyperparameters`.
         hyperparameters: Hyperparameters to show beside lr, beta, clip_coef and group_size.
         limited: Whether a round may end before all its steps.
 

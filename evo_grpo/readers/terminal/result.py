@@ -46,7 +46,7 @@ SCORES = ("fitness", "final", "test")
 OPTIONAL = ("final", "test", "left")
 """Columns that a table leaves out where no row has a value."""
 IN_OTHERS = ("round", "tie")
-"""Columns that the table shows within others, as it does standard errors: in left and rank."""
+"""Columns that the table shows in cells of others: the round in `left`, a tie in `rank`."""
 ONLY_WIDE = ("parent", "tokens", "wall_seconds", "checkpoint")
 WIDE = 150
 """Width of a terminal from which the table shows all columns."""
@@ -59,7 +59,7 @@ MADE = {
 """Words of the tree for members that neither selection nor mutation created."""
 ONLY_MEDIUM = ("member",)
 MEDIUM = 90
-"""Width from which it shows all but the widest."""
+"""Width from which the table shows all columns but `ONLY_WIDE`."""
 BAR_WIDTH = 40
 WINNERS = {
     "last": "the best agent of the last round",

@@ -134,7 +134,7 @@ def flat_settings(settings: object) -> Settings:
 
 
 def of_agent(agent: int) -> str:
-    """Return the name of an agent in trackers and of its folders."""
+    """Return the name of an agent in trackers, and of the agent's folders."""
     return f"agent-{agent:02d}"
 
 

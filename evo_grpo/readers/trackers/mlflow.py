@@ -25,7 +25,7 @@ _LONGEST = 500
 class Writer(TrackerReader):
     """A run of MLflow."""
 
-    environment = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # noqa: RUF012 -- read alone
+    environment = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # noqa: RUF012 -- read only
 
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
         """Start a run, or continue one."""

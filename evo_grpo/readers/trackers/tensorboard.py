@@ -19,7 +19,7 @@ from evo_grpo.settings.trackers import TrackerConfig
 class Writer(TrackerReader):
     """Event files below a folder, one run per agent."""
 
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # noqa: RUF012 -- read alone
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # noqa: RUF012 -- read only
     named_by_folder = True
 
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
@@ -70,7 +70,7 @@ class Writer(TrackerReader):
         writer = self._writers.get(owner)
         if writer is None:
             folder = Path(self._folder, owner)
-            # Files are read in the order of their names, which begin with the second.
+            # Files are read in the order of their names, which begin with the time in seconds.
             while any(folder.glob(f"*.tfevents.{int(time.time()):010d}.*")):
                 time.sleep(0.05)
             writer = self._writers[owner] = self._writer.EventFileWriter(str(folder))

@@ -30,17 +30,17 @@ GLYPHS = ("●", "■", "◆", "▲", "✚", "✖", "★", "⬢")
 """Characters that look like the markers, for legends and labels."""
 DASHES = ("solid", "dash", "dot", "dashdot")
 GREY = "#8a8f98"
-"""Of what is no agent: the winner's line, the base model, mutations."""
+"""Colour of what belongs to no agent: the winner's line, the base model, mutations."""
 WINNER = "the winner's line"
 HEIGHT = 420
 TOP, BOTTOM = 24, 48
 """Pixels of the margins above and below."""
 MARGIN = 96
-"""Pixels of the right margin that names at the ends of lines need."""
+"""Pixels of the right margin, for the names at the ends of lines."""
 APART, SIZE = 14, 11
-"""Pixels between two names at least, and of the height of a letter."""
+"""Least distance of two names, and height of their letters, in pixels."""
 MARKERS = 60
-"""Markers of a trace that are drawn; a reader hovers over the others all the same."""
+"""Greatest number of drawn markers in a trace; all points have hover texts."""
 SHARE = 0.1
 """Least span of an axis, as a share of the largest absolute value on it."""
 PAD = 0.06
@@ -48,10 +48,10 @@ PAD = 0.06
 DECADE = 10.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
 BETWEEN = ((1.2, (1, 2, 5)), (2.5, (1, 3)), (math.inf, (1,)))
-"""Powers of ten that an axis spans, up to which each of them has these multiples as ticks."""
+"""Ticks of a logarithmic axis: up to a span in powers of ten, the multiples of each power."""
 
 Place = Mapping[str, Any]
-"""The `row` and `col` in a figure that has several; empty in one that has not."""
+"""The `row` and `col` of a subplot; empty in a figure without subplots."""
 ALONE: Place = {}
 
 
@@ -64,7 +64,7 @@ class Look:
     dash: str = "solid"
 
     def named(self, name: str) -> str:
-        """Return a name, which is HTML, behind a marker of this look."""
+        """Return HTML: a marker of this look, then `name`, which is HTML too."""
         glyph = GLYPHS[SYMBOLS.index(self.symbol)]
         return f'<span style="color:{self.color}">{glyph}</span> {name}'
 
@@ -185,7 +185,7 @@ def new_figure(x: str = "", y: str = "", *, height: int = HEIGHT, **grid: Any) -
 
 
 class Scale(NamedTuple):
-    """The range of an axis, whether it is logarithmic, and tick names, which stand at 1, 2, ..."""
+    """The range of an axis, whether it is logarithmic, and the names of its ticks at 1, 2, ..."""
 
     low: float
     high: float
@@ -202,15 +202,15 @@ def linear(
 ) -> Scale:
     """Return a linear scale for the finite values and those of `include`.
 
-    The span is at least `least`, and a tenth of the largest absolute value, so that values that
-    hardly differ look alike.
+    The span is at least `least`, and at least a tenth of the largest absolute value, so that values
+    that hardly differ look alike.
     """
     numbers = [*filter(math.isfinite, values), *include] or [0.0, 1.0]
     low, high = min(numbers), max(numbers)
     least = max(least, SHARE * max(abs(low), abs(high)))
     if high - low < least:
         middle = (low + high) / 2
-        # A quantity that cannot be negative gets no negative axis.
+        # An axis of values >= 0 does not begin below 0.
         bottom = max(0.0, middle - least / 2) if low >= 0 else middle - least / 2
         low, high = bottom, bottom + least
     padding = PAD * (high - low or 1.0)
@@ -290,7 +290,7 @@ def name_ends(
     range of `scale` and is `pixels` long.
     """
 
-    def position(value: float) -> float:  # of annotations: exponents on a logarithmic axis
+    def position(value: float) -> float:  # annotations have exponents on a log axis
         return math.log10(value) if scale.log else value
 
     drawable = [end for end in ends if math.isfinite(end.y) and (end.y > 0 or not scale.log)]
@@ -322,7 +322,7 @@ def apart(heights: Sequence[float], least: float = APART) -> list[float]:
     Neighbours that overlap form a block around their mean position, as in isotonic regression.
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
-    blocks: list[list[float]] = []  # sum and number of positions, each without those below it
+    blocks: list[list[float]] = []  # sum (less `least` per height below) and number
     for rank, index in enumerate(order):
         blocks.append([heights[index] - rank * least, 1])
         while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] > blocks[-1][0] / blocks[-1][1]:

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 ROLLING = 10
 """Steps of a rolling mean."""
 POINTS = 6000
-"""Points of a figure; with more, each drawn point is the mean of several neighbours."""
+"""Greatest number of points; with more, each drawn point is the mean of several neighbours."""
 FEW = 13
-"""Points of an agent up to which each has a marker."""
+"""Greatest number of points of an agent that all have markers."""
 LABELS = {
     "reward": "reward",
     "loss": "loss",
@@ -77,9 +77,9 @@ PATTERNS = ("", "/", "x", ".", "\\", "+", "-", "|")
 
 @dataclass
 class Curve:
-    """One metric of one agent, until the agent leaves or takes the weights of another one.
+    """One metric of one agent, until the agent leaves or takes the weights of another.
 
-    `steps` count from 1 since the start of the run; `values` are NaN for steps without one.
+    `steps` count from 1 since the start of the run; `values` are NaN for steps without a value.
     """
 
     agent: int
@@ -95,7 +95,7 @@ def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
     """Draw the metrics of training over the steps, a subplot for each metric.
 
     Rewards are drawn as rolling means over 10 steps, with the single values behind them. A run
-    without metrics of its steps is drawn by the means of its rounds.
+    without metrics of steps is drawn with the means of its rounds.
 
     Args:
         run: A run folder, a `Population`, or its rounds.

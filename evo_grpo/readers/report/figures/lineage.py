@@ -1,4 +1,4 @@
-"""The family tree: members as nodes, mutations on the edges, the winner's line above them."""
+"""The family tree: members as nodes, mutations on the edges, a broad line to the winner."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 WRITTEN_OUT = 40
-"""Mutations up to which each is written on its edge; with more, hovering shows them."""
+"""Greatest number of mutations that are written on their edges; hovering shows all."""
 CROWD = 400
-"""Members from which on edges are drawn thin and faint."""
+"""Number of members above which edges are drawn thin and faint."""
 LANE = 34
 """Pixels of height for each agent."""
 WIDTH, NODE = 1000, 12
-"""Pixels of a figure's width and of a node, for which labels are placed."""
+"""Assumed pixels of a figure's width and of a node, to place labels."""
 LETTER, LINE = 6, 13
 """Pixels of a letter's width and of a line's height in a label."""
 
 _Box = tuple[float, float, float, float]
 """A box in a figure: its middle, its width and its height, in pixels."""
 _Life = list[AgentRecord]
-"""The rounds of one member, first to last."""
+"""The records of one member, one per round, first to last."""
 
 
 def plot_lineage(run: Run) -> go.Figure:
     """Draw the family tree of a run: a row for each agent, a node where a member begins.
 
-    An edge leads from a parent, in its last round before, to the member that took its weights or
-    its place, and is labelled with the mutation. The winner's line of ancestors is broad.
+    An edge leads from a parent, in its last round before the child's first, to the child, and is
+    labelled with the mutation. The winner's line of ancestors is broad.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -76,7 +76,7 @@ def plot_lineage(run: Run) -> go.Figure:
     rounds = max(1, len(view.rounds) + mean_won)
     _add_mutations(figure, lives, rounds)
     round_axis(figure, rounds)
-    if mean_won:  # of the agents of the last round: it played none
+    if mean_won:  # a mean of agents of the last round played no round
         ticks = range(1, rounds, tick_distance(rounds))
         names = [*map(str, ticks), "mean"]
         figure.update_xaxes(tickmode="array", tickvals=[*ticks, rounds], ticktext=names)
@@ -142,7 +142,7 @@ def _text(view: RunView, life: _Life) -> str:
 
 
 def _winner_end(view: RunView) -> tuple[float, float]:
-    """Return the end of the winner's line; that of a mean is a round after its two parents."""
+    """Return the end of the winner's line: of a mean, one round after its two parents."""
     ends = [path[-1] for path in view.lines]
     mean_won = view.winner is not None and view.winner.agent is None
     x = len(view.rounds) + 1 if mean_won else ends[0].round + 1

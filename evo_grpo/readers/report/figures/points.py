@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 NAMED = 12
-"""Agents in a legend; hovering names the others."""
+"""Greatest number of agents in a legend; hovering names the others."""
 Value = Callable[[AgentRecord], float]
-"""From an agent in a round to the height of its point."""
+"""Returns the height of an agent's point in a round."""
 
 
 def line_of(
@@ -41,7 +41,7 @@ def line_of(
     text: Callable[[AgentRecord], str] | None = None,
     error: Value | None = None,
 ) -> Line:
-    """Return a line over the rounds, with gaps between the stretches of an agent."""
+    """Return a line over the rounds of an agent, with a gap between two of its stretches."""
     line = Line()
     for part in parts:
         line.begin()
@@ -84,7 +84,7 @@ def add_winner(
 
 
 def quiet(view: RunView) -> float:
-    """Return the least span of a fitness axis, so that few standard errors do not fill a figure."""
+    """Return the least span of a fitness axis: eight standard errors, the median of the run."""
     errors = [error for agent in view.played if math.isfinite(error := fitness_se(agent))]
     return 8 * median(errors) if errors else 0.0
 
@@ -96,7 +96,7 @@ def looks(view: RunView) -> dict[int, Look]:
 
 
 def stretches(view: RunView) -> dict[int, list[list[AgentRecord]]]:
-    """Return the records of each agent, a list for each stretch of rounds with its own weights."""
+    """Return the records of each agent, in stretches that end where it gets other weights."""
     by_agent: dict[int, list[list[AgentRecord]]] = defaultdict(list)
     for record in view.rounds:
         for agent in record.agents:
@@ -115,7 +115,7 @@ def _continues(before: AgentRecord, agent: AgentRecord) -> bool:
 
 
 def copies(view: RunView) -> Iterator[tuple[AgentRecord, AgentRecord]]:
-    """Yield (parent, agent) for each agent that took the weights of another one in a round before.
+    """Yield (parent, agent) for each agent that took over another's weights of the round before.
 
     Restored agents are left out: their parent, the archive, played no round.
     """
@@ -189,7 +189,7 @@ def described(agent: AgentRecord, names: Sequence[str]) -> str:
 
 
 def measure(agent: AgentRecord) -> str:
-    """Return what an agent's fitness in a round measures: fitness, or the reward of training."""
+    """Return the name of an agent's score in a round: fitness, or mean reward of training."""
     trained = agent.score is not None and agent.score.steps
     return "mean reward of training" if trained else "fitness"
 

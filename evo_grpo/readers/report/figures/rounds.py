@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from evo_grpo.types import Objective
 
 ERROR_BARS = 400
-"""Points up to which each has its error bar; with more, the winner's line alone."""
+"""Greatest number of points with error bars; with more, only the winner's line has them."""
 ROW = 240
 """Pixels of height for each hyperparameter."""
 GAP = 24
@@ -217,7 +217,7 @@ def plot_improvement(run: Run, name: str) -> go.Figure:
     """Draw the change of fitness between two evaluations against the value of a hyperparameter.
 
     The change is from the previous evaluation of the agent, or of its parent if it was copied
-    since. Rounds without evaluations count as parts of the next one.
+    since. A round without an evaluation counts as part of the next round that has one.
     """
     view = view_of(run)
     figure = new_figure(short_name(name), "change of fitness between evaluations", height=320)
@@ -264,7 +264,7 @@ def names_of(view: RunView, name: str) -> list[str]:
 
 
 def heights(view: RunView, name: str) -> Value:
-    """Return the function from an agent to its value, or to that value's place in `names_of`."""
+    """Return a function that gives an agent's value, or the place of the value in `names_of`."""
     places = {value: float(place) for place, value in enumerate(names_of(view, name), start=1)}
 
     def height(agent: AgentRecord) -> float:
