@@ -365,7 +365,7 @@ def _replay(
     slots = add_agents(cohort, len(plans), "same", adapter)
     # Load the winner before training, so that a damaged checkpoint shows at once.
     winner = cohort.add_spare(Member(schedule.member, Slot(len(slots))), schedule.last).slot
-    # A mean of agents of unequal ranks has the larger one.
+    # A mean of agents with different LoRA ranks has the larger rank.
     checkpoint = folder / schedule.checkpoint
     fit_slot(cohort.slots, cohort.agents[winner].adapter, read_adapter_config(checkpoint / "actor"))
     load_agent(cohort, winner, checkpoint)
@@ -400,7 +400,7 @@ def _replay(
     for name in REPLAY_PARTS:
         remove(folder / name)
     files: dict[str, str] = {}
-    for i in first_indices:  # the first, not the best: that would be chosen on the test split
+    for i in first_indices:  # not the best, which would be chosen on the test split
         name = plans[i].name
         target = folder / REPLAY / name
         with writing(target, "replay"):
@@ -424,7 +424,7 @@ def train(
 ) -> list[Tally]:
     """Run trainings of equal length together, one batch per step; return the tally of each agent.
 
-    Each slot is a fresh agent. The `to_test` completions afterwards count as remaining work.
+    Each slot holds a fresh agent. The `to_test` completions of the test count as remaining work.
     """
     tallies = [Tally() for _ in slots]
     watch, starts, rows = Stopwatch(), 0, sum(plan.rows for plan in plans)

@@ -128,7 +128,7 @@ def _values(hparams: Hparams, name: str, space: HyperparameterConfig) -> list[Va
 
 
 def _ranges(line: Sequence[Hparams], space: HyperparameterConfig) -> dict[str, RLParameter]:
-    """Return ranges for the hyperparameters that change on a line, from their values there."""
+    """Return a range of each hyperparameter that changes on a line, from its values there."""
     names = [*space.names(), *_set_by_hand(line, space)]
     ranges: dict[str, RLParameter] = {}
     for name in names:
@@ -188,7 +188,7 @@ def _algorithm(
     own: AlgorithmConfig, schedule: Schedule, first: Hparams, share: float
 ) -> AlgorithmConfig:
     """Return the group `algorithm`; the schedule of lr is scaled by `share`, as the steps are."""
-    # An agent has its own values only where they are searched; else they are None.
+    # These hyperparameters of an agent are None unless the run searches them.
     searched = (*_NAMED, "max_output_tokens")
     values = {name: getattr(first, name) for name in (*AgentFields.model_fields, *searched)}
     changes = {name: v for name, v in values.items() if name not in searched or v is not None}
@@ -223,7 +223,7 @@ def _model(
 
 
 def _with_layers(lora: LoraSettings, first: Hparams) -> LoraSettings:
-    """Return settings with the set of layers of the first round, without searching it."""
+    """Return LoRA settings with the layers of the first round, which are not searched."""
     name, sets = first.lora_target_modules, lora.target_sets
     targets = lora.target_modules if name is None else sets[name]
     return lora.replace(target_modules=targets, target_sets={})
@@ -266,6 +266,6 @@ def _evolve(
         selection=NoSelection(),
         exploration=ScheduleExploration(rounds=entries) if entries else NoExploration(),
         hyperparameters=ranges,
-        archive=False,  # going back to it would halve lr, and miss entries of the schedule
+        archive=False,  # restoring it would halve lr, and miss entries of the schedule
         fitness=evolve.fitness.replace(objectives=[], reward=evolve.fitness.counted),
     )

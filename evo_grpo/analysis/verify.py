@@ -163,7 +163,7 @@ def _read_records(folder: Path, findings: Findings) -> _Records | None:
         return None
     (rounds, length, _), size = parsed
     findings.rounds = len(rounds)
-    if finished and size > length:  # else a stop left it
+    if finished and size > length:  # before the end, a stop may leave one
         findings.damage.append(f"{file}: ends in {size - length} bytes of an incomplete line")
     if rounds or finished or os.path.lexists(folder / INPUTS):
         inputs = findings.read(lambda: read_inputs_of(folder))
@@ -245,7 +245,8 @@ def _check_answers(records: _Records, findings: Findings) -> None:
         if contents is None:
             return
         number += len(contents.answers)
-        if contents.damaged or (records.finished and contents.cut_off):  # else a stop cut it off
+        # Before the end, a stop may cut off the last answer.
+        if contents.damaged or (records.finished and contents.cut_off):
             broken = contents.damaged + bool(contents.cut_off)
             findings.damage.append(f"{file}: {count(broken, 'answer')} of the judge changed")
     expected = int(((records.summary or {}).get("judge") or {}).get("answers", 0))

@@ -59,7 +59,7 @@ Fill = Callable[[Path], None]
 """Writes files into a folder."""
 
 _ASIDE = ".evo-grpo-export-"
-"""How the name of the folder of an export begins that is not complete yet."""
+"""Prefix of the folder in which an export is written until it is complete."""
 
 _OURS = re.compile(
     rf"(?:{BASE}/)?(?:README\.md|export\.json|adapter_(?:model\.safetensors|config\.json)"
@@ -163,7 +163,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _replace(target: Path, aside: Path) -> None:
-    """Replace the contents of a folder by those of another one."""
+    """Replace the contents of `target` by those of `aside`."""
     for path in sorted(target.iterdir(), key=_order, reverse=True):
         if path == aside:
             continue

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _MARKUP = re.compile(r"[\\`*<>\[\]|&~#$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
-"""Characters with a meaning in the middle of a line of Markdown; not the one in group_size."""
+"""Characters that mark up text within a line of Markdown; not a "_" inside a word."""
 PLACEHOLDER = "..."
 """Placeholder for a value that the user has to fill in."""
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -135,7 +135,7 @@ class ExampleCode:
         return "".join(f", {name}={value!r}" for name, value in items if name.isidentifier())
 
     def question(self) -> list[str]:
-        """Return lines of code with the row and the prompt, or the messages, made from it."""
+        """Return lines of code that build a row, and from it the prompt or the messages."""
         row = ", ".join(f"{literal(name)}: {literal(value)}" for name, value in _row(self).items())
         lines = [f"row = {{{row}}}"] if row else []
         if self.template.conversation is None:
@@ -165,7 +165,7 @@ def _filled(text: str) -> str:
 
 
 def _row(use: ExampleCode) -> dict[str, Any]:
-    """Return values that fill the template and that Python can print."""
+    """Return a row of values that fill the template and have Python literals."""
     row: dict[str, Any] = {}
     chats = use.template.conversations
     for name, value in use.row.items():
@@ -185,7 +185,7 @@ def card(choice: ChosenAgent, config: RunConfig, use: ExampleCode, digest: str) 
     from huggingface_hub import ModelCard, ModelCardData
 
     data = ModelCardData(
-        base_model=use.base.hub_id,  # none without an id on the Hub, which refuses other names
+        base_model=use.base.hub_id,  # None without an id on the Hub, which refuses other names
         library_name="transformers" if use.merged else "peft",
         tags=["grpo", *([] if use.merged else ["lora"]), "evo-grpo"],
     )
@@ -339,7 +339,7 @@ def export_choice(
     use = ExampleCode.of(base, contents, config, push, choice.agent.record.hparams)
     files = {CARD: card(choice, config, use, digest).encode(), **contents.files}
     with writing(target, "export"):
-        check_target(target, force=force)  # the base took its time to load
+        check_target(target, force=force)  # again: loading the base takes time
         manifest = _about(choice, base, dtype=contents.dtype)
         names = write_export(folder, files, contents.fills, manifest)
     for note in contents.notes:
@@ -393,7 +393,7 @@ def push_files(repository: str, folder: Path, names: Sequence[str]) -> None:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, errors
 
     # The base class of the errors of its HTTP client.
-    http: type[Exception] = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage] -- documented there
+    http: type[Exception] = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage] -- huggingface_hub documents it
     api = HfApi(token=_token())
     try:
         api.create_repo(repository, private=True, exist_ok=True)

@@ -72,18 +72,18 @@ def loaded(
     max_output_tokens: int | None = None,
     own: Hparams | None = None,
 ) -> Generator[Policy]:
-    """Load the base of a configuration, a PEFT folder over it and, `with_env`, its task.
+    """Yield the base of a configuration, a PEFT folder over it and, `with_env`, its task.
 
     The adapter's LoRA settings replace those of the configuration. `task` is the single-turn task
     of the configuration, if it is already built; `env` replaces it. `max_output_tokens` is used if
-    the configuration has none. Of the agent's hyperparameters `own`, the longest completion and the
-    prompt are used.
+    the configuration has none. Of the agent's hyperparameters, `own`, only `max_output_tokens` and
+    `prompt` are used.
     """
     algorithm, own = config.algorithm, own or Hparams()
     longest = algorithm.longest_output(config.search_space())
     if longest is None and max_output_tokens is not None:
         algorithm = algorithm.replace(max_output_tokens=max_output_tokens)
-    # The adapter has fixed settings, even if the run searched them.
+    # The adapter has fixed LoRA settings, even if the run searched them.
     ranges = config.evolve.hyperparameters
     others = ranges and {name: span for name, span in ranges.items() if not name.startswith(LORA)}
     agents = config.agents().replace(
@@ -139,10 +139,10 @@ def config_of(
     env: object = None,
     call: str = "",
 ) -> RunConfig:
-    """Return the settings of a run whose base can be built from them.
+    """Return the settings of a run; refuse a run whose base cannot be built from them.
 
     A `command` that builds the task too needs the run's files unchanged, except those that `allow`
-    names. `env` is the environment of a run that was given an object; `call` names the Python call.
+    names. `env` is the environment of a run that was given one; messages name the Python `call`.
     """
     recorded, from_python = recorded_objects(choice.run), FromPython(env)
     if base := [name for name in ("model", "tokenizer") if name in recorded]:
@@ -157,7 +157,7 @@ def config_of(
         config = from_python.with_env(recorded, config, choice.run, call)
         parts: dict[str, str] | None = None
         if any(name.partition(".")[0] == "env" for name in recorded):
-            # Only the environment is used again.
+            # Of the objects, only the environment is used again.
             past = read_inputs_of(choice.run).objects
             others = {name: value for name, value in past.items() if not name.startswith("env")}
             parts = others | from_python.parts(config.seed)
@@ -172,7 +172,7 @@ def adapter_of(choice: ChosenAgent) -> Path:
 
 
 def played_out(play: Play, sampler: PopulationSampler) -> Play:
-    """Return a play after its last turn."""
+    """Sample the turns of a play to the last one, and return the play."""
     while (ask := play.ask()) is not None:
         play.tell(sampler.sample(ask))
     return play

@@ -53,8 +53,8 @@ class Judged:
     Attributes:
         adapter: Folder of the adapter, or the agent of a run in words.
         samples: Completions, or episodes, per prompt.
-        own: Mean reward of the adapter, or the probability that one of k completions of a prompt
-            is correct.
+        own: Mean reward of the adapter, or the probability that at least one of k completions of
+            a prompt is correct.
         base: The same for the base with the same draws, None if it was not evaluated.
         gain: Adapter minus base, over the prompts that both answered.
         gain_se: Paired standard error of the gain, NaN from fewer than two prompts.
@@ -226,7 +226,7 @@ def _samples(fitness: FitnessConfig, split: JudgedOn, samples: int | None, most:
 
 
 def _gain(own: Score, base: Score) -> dict[str, Any]:
-    """Return the score of the base and the gain over it, as fields; NaN if no prompt is shared."""
+    """Return the fields of `Judged` about the base; the gain is NaN if no prompt is shared."""
     comparison = compare(own, base)
     # Where both answered all prompts, the gain is rounded as in summary.json.
     whole_split = comparison.prompts == own.n == base.n
@@ -280,7 +280,7 @@ def _adapter_and_task(
             f"got none: evo-grpo evaluate {adapter} population.yaml"
         )
     base = str(read_config(adapter).base_model_name_or_path or "")
-    # An export with its base names it by a relative path. Other paths differ between machines.
+    # An export with its base inside has a relative path of it. Other paths differ between machines.
     if base and not base.startswith("./") and Path(base).name != Path(settings.model.name).name:
         warnings.warn(
             f"{adapter}: its base is {base!r}, but the base of the configuration is "

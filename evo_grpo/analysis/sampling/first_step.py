@@ -273,7 +273,7 @@ def _sampled(
     samples: int | None,
     notify: Callable[[str], None] | None,
 ) -> Tried:
-    """Sample and score as the first agent of the run would."""
+    """Sample and score answers as the first agent of the run does in its first step."""
     hparams = cohort.agents[slot].hparams
     size = samples or hparams.group_size
     repeated_starts = [start for start in starts for _ in range(size)]
@@ -311,7 +311,7 @@ def _scored(
     text: str,
     notify: Callable[[str], None] | None,
 ) -> Tried:
-    """Score a text as the answer to each prompt, for which only the model's tokenizer is loaded."""
+    """Score a text as the answer to each prompt; of the model, only the tokenizer is loaded."""
     if not isinstance(env, ReasoningGym):
         raise ConfigError(
             f"answer: expected a task of one turn, got {kind}, whose episodes go on after an "
@@ -330,7 +330,7 @@ def _scored(
 
 
 def _starts(env: Environment[Any], split: Split, numbers: Sequence[int]) -> list[Any]:
-    """Return the starts of rows, or the first ones of the run."""
+    """Return the starts of the numbered rows; without numbers, the first starts of the run."""
     return [start_of(env, split, number) for number in numbers] or env.batch(0, PROMPTS)
 
 
