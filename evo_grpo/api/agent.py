@@ -301,7 +301,7 @@ class Agent(ABC):
                 there is one, else by its name.
             device: Device of the base. The agent generates with the native engine, even if it was
                 saved with another one.
-            trust_remote_code: Run Python code that comes with the base; only for one you trust.
+            trust_remote_code: Run Python code that comes with the base; only for a base you trust.
 
         Raises:
             CheckpointError: The folder is not a checkpoint, or lacks a file.

@@ -25,7 +25,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 def _declared(root: type[Group], path: Path) -> FieldInfo:
-    """Return the declaration at a path."""
+    """Return the declaration of the setting at a path."""
     group: Any = root
     for part in path[:-1]:
         annotation = group.model_fields[part].annotation
@@ -55,9 +55,9 @@ TRAIN_FIELDS = {name: _declared(RunConfig, path) for name, path in TRAIN_KEYWORD
 def by_keyword(fields: Mapping[str, FieldInfo], typed: type) -> Callable[[MethodT], MethodT]:
     """Return a decorator for a method whose `**settings` are of the type `typed`.
 
-    The method gets every setting, those that were left out with the defaults in `fields`. Its
-    signature and its docstring, which `help` shows, have them all. Unknown keywords and surplus
-    positional arguments raise ConfigError, the first with a suggestion.
+    The method gets every setting, with the default in `fields` where the call has none. Its
+    signature and its docstring, which `help` shows, list all settings. Surplus positional arguments
+    and unknown keywords raise ConfigError.
     """
 
     def decorate(method: MethodT) -> MethodT:

@@ -73,7 +73,7 @@ def adapter_of(settings: AgentSettings, objects: Objects) -> RankAlpha:
 
 
 def _checked(settings: AgentSettings, objects: Objects) -> tuple[AgentSettings, Objects]:
-    """Check that an agent can begin with the adapter, unless one to start from has others."""
+    """Check that rank and alpha begin in their ranges, unless an adapter to start from has them."""
     is_named_model = settings.model is not None and settings.model.adapter is None
     if objects.lora is not None or is_named_model:
         adapter, above = adapter_of(settings, objects), ("hyperparameters",)
@@ -83,7 +83,7 @@ def _checked(settings: AgentSettings, objects: Objects) -> tuple[AgentSettings, 
 
 
 def checked_start(population: PopulationConfig, settings: AgentSettings, objects: Objects) -> Start:
-    """Return how the agents of a population start, with those of earlier runs in a list."""
+    """Return the checked `population.init`, with runs replaced by the settings of their agents."""
     size, space = population.size, settings.search_space()
     hparams = settings.algorithm.first_hparams(space, adapter_of(settings, objects))
     init = resolved_start(population.init, hparams, space, size, settings.seed)

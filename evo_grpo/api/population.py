@@ -104,7 +104,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         self._handles: dict[Slot, AgentT] = {}  # also of agents that have left and may return
         self.rounds: list[RoundRecord] = []
         self.summary: Mapping[str, Any] | None = None
-        self.course: PopulationConfig | None = None  # decisions and places of the latest call
+        self.course: PopulationConfig | None = None  # decisions and sizes of the latest call
         self.elite: int | None = None
 
     def __repr__(self) -> str:
@@ -152,9 +152,9 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     ) -> list[RoundRecord]:
         """Train and evolve the agents for some rounds; another call continues after the last round.
 
-        A call does not select after its last round: the next call does, with its own settings, so
-        that several calls give the same result as one. It warns and does not select if agents were
-        changed in between. A call of `apply` replaces the selection.
+        The selection after the last round of a call is carried out by the next call, with its
+        settings, so that several calls give the same result as one. If agents were changed in
+        between, the next call warns and does not select. A call of `apply` replaces the selection.
 
         Args:
             env: The name of a task, its settings as under `env` in YAML, or an environment.
@@ -303,13 +303,13 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         """Continue a run that `train(..., out=)` recorded, to its last round.
 
         The result equals that of a run without the stop, to the bit. A finished run is loaded and
-        does not train, unless `rounds` extends it. Objects that population.yaml cannot name are
-        given again: its first line lists them. Their rows and sources are compared with those at
-        the begin of the run.
+        does not train, unless `rounds` extends it. Objects that population.yaml cannot name must be
+        passed again: its first line lists them. Their rows and sources are compared with those at
+        the start of the run.
 
         Args:
             out: The run folder.
-            env: The environment, if it was an object; so for the next five.
+            env: The environment, if it was given as an object; likewise the next five.
             model: See `env`.
             tokenizer: See `env`.
             lora: See `env`; the checkpoints of a finished round have it too.
@@ -381,7 +381,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         Args:
             path: The folder.
             device: Device of the base.
-            trust_remote_code: Run Python code that comes with the base; only for one you trust.
+            trust_remote_code: Run Python code that comes with the base; only for a base you trust.
 
         Raises:
             CheckpointError: A file of the folder is missing or damaged.

@@ -100,8 +100,8 @@ def resume(
     Args:
         folder: The run folder.
         rounds: Rounds of the whole run, in place of population.rounds. A finished run continues
-            up to this number, to the result of a run that had it from the start. The summary keeps
-            the earlier end.
+            up to this number, with the result of a run that had it from the start. The summary
+            keeps the earlier end.
         allow: Files of yours that may have changed since the run began, named as in the error
             message, such as "env.reward: my_rewards:score".
         code: A further folder for the files and modules that the run names.

@@ -26,7 +26,7 @@ from evo_grpo.types import Slot
 
 POPULATION = "population.json"
 MOST_SLOTS = 10_000
-"""Most slots; a slot is built for each number up to the largest."""
+"""Bound on slot numbers: `load` builds a slot for each number up to the largest."""
 ARCHIVE = "archive"
 """Folder of the archive, the best agent ever."""
 
@@ -110,8 +110,8 @@ def load(
 def _load_agent(cohort: Cohort, slot: Slot, place: Path) -> None:
     """Read a checkpoint into a slot, which takes over the LoRA configuration of the checkpoint."""
     attributes, state = read_attributes(place), cohort.agents[slot]
-    # The agents of a population differ in rank or modules if one has loaded another adapter, or if
-    # their ranks are searched.
+    # Agents of a population differ in LoRA rank or modules if an agent has loaded another adapter,
+    # or if these are searched.
     fit_slot(cohort.slots, state.adapter, read_config(place / "actor"))
     _fit_reference(cohort, slot, place)
     load_agent(cohort, slot, place, load_optimizer=bool(attributes["has_optimizer"]))
@@ -119,7 +119,7 @@ def _load_agent(cohort: Cohort, slot: Slot, place: Path) -> None:
 
 
 def _fit_reference(cohort: Cohort, slot: Slot, place: Path) -> None:
-    """Give an agent's own reference, which may differ from its actor, its saved configuration."""
+    """Fit an agent's own reference adapter, if any, to its saved LoRA configuration."""
     state, saved_reference = cohort.agents[slot], place / "reference"
     if state.has_reference:
         folder = saved_reference if saved_reference.is_dir() else place / "actor"

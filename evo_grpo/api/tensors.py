@@ -90,9 +90,9 @@ def _to_prompt(
 def close_turns_with(
     observations: Observation | Sequence[Observation], ends: Ends, pad_id: int
 ) -> None:
-    """Pass where completions end, and their padding, to the episodes of the observations.
+    """Tell the episodes of the observations which tokens end and pad their completions.
 
-    Other observations are ignored.
+    Observations without an episode are ignored.
     """
     for turn in _listed(observations):
         if isinstance(turn, Turn):

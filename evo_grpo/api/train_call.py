@@ -94,11 +94,11 @@ def going_on(
     slots: Sequence[Slot],
     past: tuple[Sequence[RoundRecord], PopulationConfig | None],
 ) -> tuple[PopulationConfig, EvolveConfig]:
-    """Return the settings of a call with all that depends on its length filled in.
+    """Return the settings of a call of `train` with its decisions and sizes filled in.
 
-    `past` are the finished rounds and the settings of the call before. Its decisions and places
-    hold where this call names nothing else, and repeat as in a run that is extended; those of the
-    rounds do in a population that was saved. Without a selection, no agent leaves.
+    `past` has the finished rounds, and the settings of the previous call. A call without decisions
+    or sizes takes those of the previous call, repeated as in a run that is extended; after `load`,
+    those of the finished rounds. Without a selection, no agent leaves.
     """
     rounds, earlier = past
     selects = evolve.selects
@@ -126,7 +126,7 @@ def warn_of_inert_mutations(
     population: PopulationConfig | None = None,
     evolve: EvolveConfig | None = None,
 ) -> None:
-    """Warn about settings without an effect in a call of `train`, if the constructor has not.
+    """Warn about settings without effect in a call of `train`, unless the constructor has warned.
 
     `explorer` is None if the caller gave none; `prompts` is P, the prompts of a GRPO step.
     """

@@ -241,7 +241,7 @@ class AgileRLAgent(Agent, ABC):
         self.training = training
 
     def reinit_optimizers(self, optimizer: object = None) -> None:
-        """Replace AdamW, the only optimizer, whatever is named, by a new one without moments."""
+        """Replace the agent's AdamW by a new one without moments; `optimizer` has no effect."""
         del optimizer
         self.state.optimizer = self.cohort.fresh_optimizer(self.slot, self.hparams)
 
@@ -284,7 +284,7 @@ class AgileRLAgent(Agent, ABC):
         self.state.hooks.append(hook)
 
     def register_network_group(self, group: object) -> None:
-        """Accept a group of networks: the only network of an agent is "actor"."""
+        """Do nothing: the only network of an agent is "actor"."""
         del group
 
     def to_device(self, *experiences: Any) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
-"""The arguments and configurations of AgileRL's names.
+"""AgileRL's arguments and configurations.
 
-`Arguments` translates them to keywords of `evo_grpo.GRPO`, and warns of those without effect.
+`Arguments` translates them to keywords of `evo_grpo.GRPO`, and warns of arguments without effect.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class FinetuneSettings(Group):
 
 
 class Budget:
-    """A `Limit` on completions over all agents or on GRPO steps, and on fitness; None is none."""
+    """A `Limit` on completions of all agents, on GRPO steps and on fitness; None is no limit."""
 
     def __init__(
         self, completions: int | None, steps: int | None, max_reward: float | None
@@ -393,9 +393,9 @@ def finetune_llm_multiturn(
         env_factory: Makes a new environment at each call: a `TokenObservationWrapper`, or a bare
             `MultiTurnEnv` when the agents have a tokenizer.
         max_turns: Completions after which an episode is over, at most the wrapper's.
-        **settings: See `FinetuneSettings`. `prompts_per_step` counts episode seeds; without it
-            they are as many as give `batch_size` rows in groups of `group_size`, of the first
-            agent. `max_steps` is 32,768 where it is left out.
+        **settings: See `FinetuneSettings`. `prompts_per_step` counts episode seeds; by default it
+            is `batch_size` / `group_size` of the first agent, rounded up, or 4 without
+            `batch_size`. The default of `max_steps` is 32,768.
 
     Returns:
         `pop` itself, trained.
