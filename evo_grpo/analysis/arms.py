@@ -283,15 +283,15 @@ class TokenLimit:
 
     def reported_to(self, observer: Observer) -> Observer:
         """Return an observer that counts training in tokens; steps have only an upper bound."""
-        passed_on = ObserverList((observer,))
+        wrapper = ObserverList((observer,))
 
         def stage(round: int, name: str, done: int, total: int) -> None:
             if name == "learn":
                 done, total = min(self._sampled, self.tokens), self.tokens
             observer.stage(round, name, done, total)
 
-        passed_on.stage = stage
-        return passed_on
+        wrapper.stage = stage
+        return wrapper
 
 
 # --- replay --------------------------------------------------------------------------------------
@@ -335,8 +335,8 @@ def replay(
     if repeats is not None:
         whole(1).check("repeats", repeats)
     schedule = read_schedule(run)
-    with RunDir.open(run) as opened:
-        folder = opened.path
+    with RunDir.open(run) as run_dir:
+        folder = run_dir.path
         earlier = None if force else read_replay(folder)
         if earlier is not None and repeats in (None, earlier.repeats):
             return earlier

@@ -277,8 +277,8 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             Followers() as followers,
             RunDir.create(out, config.name, text, force=bool(given["force"])) as folder,
         ):
-            watching = ObserverList((observer, followers))
-            slots = play_and_judge(config, folder.path, folder, prepared, watching)
+            observers = ObserverList((observer, followers))
+            slots = play_and_judge(config, folder.path, folder, prepared, observers)
             self.rounds = read_rounds(folder.path)
             self.summary = read_summary(folder.path)
         return slots

@@ -336,8 +336,8 @@ def export_choice(
         )
     contents = (merged_contents if merge else adapter_contents)(choice, base, adapter)
     digest = choice.files[f"actor/{WEIGHTS}"]
-    use = ExampleCode.of(base, contents, config, push, choice.agent.record.hparams)
-    files = {CARD: card(choice, config, use, digest).encode(), **contents.files}
+    example = ExampleCode.of(base, contents, config, push, choice.agent.record.hparams)
+    files = {CARD: card(choice, config, example, digest).encode(), **contents.files}
     with writing(target, "export"):
         check_target(target, force=force)  # again: loading the base takes time
         manifest = _about(choice, base, dtype=contents.dtype)
@@ -372,16 +372,16 @@ def check_push(repository: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    wrong = "" if repository.count("/") == 1 else "it has no owner"
+    fault = "" if repository.count("/") == 1 else "it has no owner"
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        wrong = shorten(str(error))
-    if wrong or not _token():
+        fault = shorten(str(error))
+    if fault or not _token():
         raise ConfigError(
             f"push: expected a repository of the Hub as owner/name, got "
-            f"{shorten(repository)!r}: {wrong}"
-            if wrong
+            f"{shorten(repository)!r}: {fault}"
+            if fault
             else "push: expected a token of the Hub with write access in the environment, as "
             f"{TOKEN}, got none; make one on huggingface.co/settings/tokens"
         )

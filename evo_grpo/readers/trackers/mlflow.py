@@ -76,10 +76,10 @@ class Writer(TrackerReader):
         experiment = self._client.get_experiment_by_name(name)
         if experiment is not None:
             return str(experiment.experiment_id)
-        refused: Any = import_module("mlflow.exceptions").MlflowException
+        api_error: Any = import_module("mlflow.exceptions").MlflowException
         try:
             return str(self._client.create_experiment(name, artifact_location=artifacts))
-        except refused:  # another run has created it meanwhile
+        except api_error:  # another run has created it meanwhile
             experiment = self._client.get_experiment_by_name(name)
             if experiment is None:
                 raise
