@@ -260,7 +260,7 @@ def _env(env: EnvConfig, first: Hparams, searched: Sequence[str]) -> EnvConfig:
 def _evolve(
     evolve: EvolveConfig, line: Sequence[Hparams], ranges: dict[str, RLParameter]
 ) -> EvolveConfig:
-    """Return the group `evolve` for one agent, which is compared with no others."""
+    """Return the group `evolve` for a single agent: its schedule, and no selection."""
     entries = _entries(line, ranges)
     return evolve.replace(
         selection=NoSelection(),

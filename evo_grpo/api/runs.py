@@ -130,7 +130,7 @@ def _watched(
     play: Callable[[Observer], Path], progress: bool | None, observer: Observer | None, loaded: str
 ) -> RunFolder:
     """Call `play` with an observer that shows the progress, and with that of the caller."""
-    # Only the first rank shows the run: other ranks may not see the folder.
+    # Only the process of rank 0 shows the run: others may not see the folder.
     if is_silent_rank() or progress is False or (progress is None and observer is not None):
         return RunFolder(play(observer or Observer()))
     from evo_grpo.readers.terminal import (

@@ -33,7 +33,7 @@ def _mark(cohort: Cohort, slot: Slot) -> object:
     if slot not in cohort.agents:
         return None
     state = cohort.agents[slot]
-    # The version is None if another rank has the weights. A replaced optimizer has other moments.
+    # The version is None if another process has the weights. A new optimizer has other moments.
     version = cohort.slots.versions[state.adapter] if cohort.is_local(slot) else None
     return version, state.steps, state.hparams, state.member.id, state.optimizer
 

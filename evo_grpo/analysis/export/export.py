@@ -274,8 +274,8 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
         out: Folder to write; new or empty.
         agent: Number of an agent.
         member: Id of a member, which is one life of an agent.
-        round: 0-based round after which the agent is taken, by default its last one; alone, the
-            best agent of that round.
+        round: 0-based round after which the agent is taken, by default its last round; without
+            `agent` and `member`, the best agent of that round.
         best_ever: Take the agent with the greatest fitness of all rounds, as it was then.
         prefer: In a run with several objectives, the agent of the front with the greatest weighted
             sum, for instance `{"tokens": 0.2}`. Each objective is normalised: its best agent on the

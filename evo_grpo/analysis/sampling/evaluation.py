@@ -211,7 +211,7 @@ def _judged(
 
 
 def _samples(fitness: FitnessConfig, split: JudgedOn, samples: int | None, most: int) -> int:
-    """Return the completions per prompt: the given number or that of a run, and at least `most`."""
+    """Return the completions per prompt: `samples` or those of a run; refuse fewer than `most`."""
     # Validation repeats the draws of the final comparison, and its samples where it has any.
     default = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
     per_prompt = fitness.per_prompt(samples or max(default, most))
@@ -255,7 +255,7 @@ def _adapter_and_task(
     allow: Sequence[str],
     env: object,
 ) -> tuple[str, Path, RunConfig, Hparams]:
-    """Return an adapter's name and PEFT folder, the configuration of its task, and its values."""
+    """Return an adapter's name and PEFT folder, the settings with its task, and its hparams."""
     settings = None if config is None else as_config(config)
     if is_run(adapter):
         choice = choose_of(adapter)

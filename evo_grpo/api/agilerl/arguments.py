@@ -114,7 +114,7 @@ class CosineLRScheduleConfig:
 
     Attributes:
         num_epochs: GRPO steps until the end, >= 1.
-        warmup_proportion: Share of them that warms up, in [0, 1).
+        warmup_proportion: Share of these steps in which lr rises, in [0, 1).
     """
 
     num_epochs: int
@@ -166,7 +166,7 @@ class Arguments:
 
     Attributes:
         pad_token_id: Token id for padding, which may be the end token: masks come from lengths.
-        pad_token: The padding token as a string; set on a tokenizer without one.
+        pad_token: The padding token as a string; set on a tokenizer that has none.
         actor_network: A transformers model that is adapted in place, instead of `model_name`; or a
             PeftModel, which is dismantled (pass a copy.deepcopy to keep it).
         model_config: Keywords for `from_pretrained`; only with `model_name`.
@@ -174,7 +174,7 @@ class Arguments:
         index: Number of the agent in its population.
         lora_config: peft.LoraConfig; None: r=16, alpha=32, all linear layers.
         accelerator: An accelerate.Accelerator with DeepSpeed at ZeRO stage 2 or 3, whose processes
-            train each agent together. Another one has no effect in one process and is refused in
+            train each agent together. Any other has no effect in one process and is refused in
             several.
         use_vllm: Generate with vLLM, one engine for all agents; see docs/engines.md.
         vllm_config: Settings of vLLM; no effect without `use_vllm`.

@@ -52,9 +52,9 @@ COMPLETIONS = 2000
 CHARACTERS = 4000
 """Characters of a prompt or a completion in a page; a longer one is cut."""
 EXTREMES = 200
-"""The number of best completions, and of worst ones, that are always kept."""
+"""Number of best completions, and of worst completions, that are always kept."""
 _WITHIN_OTHERS = ("checkpoint", "tie")
-"""Columns that the table leaves out, or shows within others; standard errors are in the scores."""
+"""Columns that the table leaves out, or shows in cells of another column."""
 AGENTS = 16
 """Rows of the leaderboard that a notebook shows."""
 WITHOUT = ("member", "parent", "round", "tokens", "wall_seconds")

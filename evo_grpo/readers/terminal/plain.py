@@ -114,7 +114,7 @@ class PlainLines:
         self._line(title)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
-        """Print a line if the last one is older than `SECONDS_BETWEEN_LINES`."""
+        """Print a line if the last line is older than `SECONDS_BETWEEN_LINES`."""
         self.pace.stage(name, done, total)
         if time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES:
             self._line(f"  round {round + 1}/{self.rounds}: {name} {done}/{total}{self._pace()}")
@@ -147,7 +147,7 @@ class PlainLines:
     def _agent(self, agent: AgentRecord) -> str:
         score = agent.score
         metrics = agent.metrics
-        if score is not None and score.steps:  # its fitness is the reward of its training
+        if score is not None and score.steps:  # a reward of training, no fitness
             fitness = "-"
         else:
             fitness = "failed" if score is None else f"{number(score.mean)} ± {number(score.se)}"

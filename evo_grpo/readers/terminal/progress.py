@@ -204,7 +204,7 @@ class LiveTable:
     def _cells(self, agent: AgentRecord, with_error: bool) -> dict[str, Text]:
         score = agent.score
         fitness = "failed" if score is None else number(score.mean)
-        if score is not None and score.steps:  # its fitness is the reward of its training
+        if score is not None and score.steps:  # a reward of training, no fitness
             fitness = "-"
         elif score is not None and with_error:
             fitness += f" ±{number(score.se)}"

@@ -46,7 +46,7 @@ SCORES = ("fitness", "final", "test")
 OPTIONAL = ("final", "test", "left")
 """Columns that a table leaves out where no row has a value."""
 IN_OTHERS = ("round", "tie")
-"""Columns that the table shows in cells of others: the round in `left`, a tie in `rank`."""
+"""Columns that the table shows in cells of other columns: the round in `left`, a tie in `rank`."""
 ONLY_WIDE = ("parent", "tokens", "wall_seconds", "checkpoint")
 WIDE = 150
 """Width of a terminal from which the table shows all columns."""
