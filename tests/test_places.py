@@ -12,7 +12,7 @@ from evo_grpo import evaluate_adapter, resume, run, sample
 from evo_grpo.cli.commands import app
 from evo_grpo.envs.loading import load_function
 from evo_grpo.errors import ConfigError
-from evo_grpo.places import searching, expanded, find
+from evo_grpo.places import expanded, find, searching
 from evo_grpo.record.folder import beside
 
 REWARD = "def exact(completion, total):\n    return float(completion == total)\n"

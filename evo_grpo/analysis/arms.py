@@ -141,22 +141,22 @@ def compare(
     check_observer(observer)
     folder = expect_run(run)
     config, rounds, summary = _finished(folder)
-    if not force and (written := read_comparison(folder)) is not None:
-        return written
+    if not force and (earlier_result := read_comparison(folder)) is not None:
+        return earlier_result
     refuse_links_in_run(folder)
     check_inputs(folder, config, command=f"resume {folder} --compare", allow=allow)
     # Remove an earlier result first: after an interruption it would describe removed populations.
     remove(folder / COMPARISON)
     training = tokens_by_purpose(rounds, summary)["training"]
     budget = tokens_to_train(rounds, summary)
-    ends: dict[str, tuple[Sequence[RoundRecord], dict[str, Any]]] = {}
+    records_by_arm: dict[str, tuple[Sequence[RoundRecord], dict[str, Any]]] = {}
     for name, init in _starts(config):
         arm = _arm_config(config, name, init, budget, training, len(rounds))
         path = _play(folder, name, arm, budget, observer, force=force)
-        judged = read_summary(path)
-        assert judged is not None, path
-        ends[name] = (read_rounds(path), judged)
-    result = comparison(config.population.size, {**ends, EVOLVED: (rounds, summary)})
+        arm_summary = read_summary(path)
+        assert arm_summary is not None, path
+        records_by_arm[name] = (read_rounds(path), arm_summary)
+    result = comparison(config.population.size, {**records_by_arm, EVOLVED: (rounds, summary)})
     atomic_write(folder / COMPARISON, seal(result, indent=2))
     return result
 
@@ -182,14 +182,14 @@ def _starts(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Yield the name of each population and its `population.init`."""
     yield COMPARED[0], "same"
     space = config.search_space()
-    first = config.algorithm.first_hparams(space, adapter_of(config.model))
+    hparams = config.algorithm.first_hparams(space, adapter_of(config.model))
     if space:
         streams = (
             generator(derive(config.seed, "random guess", number))
             for number in range(config.population.size)
         )
-        drawn = [sample_hparams(first, space, stream) for stream in streams]
-        yield COMPARED[1], described_start(drawn, first, space, config.seed)
+        guesses = [sample_hparams(hparams, space, stream) for stream in streams]
+        yield COMPARED[1], described_start(guesses, hparams, space, config.seed)
 
 
 def _arm_config(
@@ -206,16 +206,16 @@ def _arm_config(
     """
     population, algorithm = config.population, config.algorithm
     steps = rounds * population.steps_per_round
-    likely = math.ceil(steps * budget / max(1, training))
+    expected_steps = math.ceil(steps * budget / max(1, training))
     schedule = algorithm.lr_schedule
     if schedule is not None:
         # The schedule ends at the same share of the training as in the run.
-        schedule = schedule.replace(steps=max(1, round(schedule.steps * likely / steps)))
+        schedule = schedule.replace(steps=max(1, round(schedule.steps * expected_steps / steps)))
     return config.replace(
         name=f"{config.name}-{name}",
         population=population.replace(
             rounds=1,
-            steps_per_round=ROOM * likely,
+            steps_per_round=ROOM * expected_steps,
             sizes="constant",
             init=init,
             stop=StopConfig(no_signal=None),
@@ -238,22 +238,22 @@ def _play(
     """Train a population in its folder, or finish it; leave a finished one unchanged."""
     path = folder / COMPARE / name
     text = f"{BASELINE}{budget}\n{configuration.to_yaml(config)}"
-    same = is_run(path) and config_text(path) == text and _has_same_files(path, config)
-    if same and not force and read_summary(path) is not None:
+    is_same = is_run(path) and config_text(path) == text and _has_same_files(path, config)
+    if is_same and not force and read_summary(path) is not None:
         return path
-    opened = (
+    run_dir = (
         RunDir.open(path)
-        if same and not force
+        if is_same and not force
         else RunDir.create(path, config.name, text, force=True)
     )
     limit = TokenLimit(budget)
     with (
         Followers(trackers=False) as followers,
-        opened,
+        run_dir,
         prepare(config, checked_task(config)) as prepared,
     ):
-        watching = ObserverList((limit.reported_to(observer), followers))
-        play_and_judge(config, path, opened, prepared, watching, limit=limit)
+        observers = ObserverList((limit.reported_to(observer), followers))
+        play_and_judge(config, path, run_dir, prepared, observers, limit=limit)
     return path
 
 
@@ -283,15 +283,15 @@ class TokenLimit:
 
     def reported_to(self, observer: Observer) -> Observer:
         """Return an observer that counts training in tokens; steps have only an upper bound."""
-        passed_on = ObserverList((observer,))
+        wrapper = ObserverList((observer,))
 
         def stage(round: int, name: str, done: int, total: int) -> None:
             if name == "learn":
                 done, total = min(self._sampled, self.tokens), self.tokens
             observer.stage(round, name, done, total)
 
-        passed_on.stage = stage
-        return passed_on
+        wrapper.stage = stage
+        return wrapper
 
 
 # --- replay --------------------------------------------------------------------------------------
@@ -335,8 +335,8 @@ def replay(
     if repeats is not None:
         whole(1).check("repeats", repeats)
     schedule = read_schedule(run)
-    with RunDir.open(run) as opened:
-        folder = opened.path
+    with RunDir.open(run) as run_dir:
+        folder = run_dir.path
         earlier = None if force else read_replay(folder)
         if earlier is not None and repeats in (None, earlier.repeats):
             return earlier
@@ -365,14 +365,14 @@ def _replay(
     slots = add_agents(cohort, len(plans), "same", adapter)
     # Load the winner before training, so that a damaged checkpoint shows at once.
     winner = cohort.add_spare(Member(schedule.member, Slot(len(slots))), schedule.last).slot
-    # A mean of agents of unequal ranks has the larger one.
+    # A mean of agents with different LoRA ranks has the larger rank.
     checkpoint = folder / schedule.checkpoint
     fit_slot(cohort.slots, cohort.agents[winner].adapter, read_adapter_config(checkpoint / "actor"))
     load_agent(cohort, winner, checkpoint)
     fitness = config.evolve.fitness
-    judged = [*slots, winner]
+    test_slots = [*slots, winner]
     samples = fitness.per_prompt(fitness.test_samples)
-    to_test = len(judged) * fitness.test_prompts * samples
+    to_test = len(test_slots) * fitness.test_prompts * samples
     observer.started(folder, len(schedule.rounds), 0, None)
     tallies = train(cohort, env, slots, plans, observer, to_test=to_test)
     observer.stage(len(schedule.rounds) - 1, "test", 0, 1)
@@ -381,7 +381,7 @@ def _replay(
         for result in evaluate(
             cohort,
             env,
-            judged,
+            test_slots,
             env.prompts("test", fitness.test_prompts),
             samples=samples,
             temperature=fitness.temperature,
@@ -390,26 +390,27 @@ def _replay(
         )
     )
     cohort.close_engine()
-    first = range(0, len(plans), repeats)
+    first_indices = range(0, len(plans), repeats)
     trained = tuple(
-        _replayed(plans[i], tallies[i : i + repeats], tested[i : i + repeats]) for i in first
+        _replayed(plans[i], tallies[i : i + repeats], tested[i : i + repeats])
+        for i in first_indices
     )
     seconds = time.perf_counter() - start
-    found = Replay(schedule, seed, repeats, trained, best, _differences(trained, best), seconds)
+    outcome = Replay(schedule, seed, repeats, trained, best, _differences(trained, best), seconds)
     for name in REPLAY_PARTS:
         remove(folder / name)
     files: dict[str, str] = {}
-    for i in first:  # the first, not the best: that would be chosen on the test split
+    for i in first_indices:  # not the best, which would be chosen on the test split
         name = plans[i].name
-        place = folder / REPLAY / name
-        with writing(place, "replay"):
-            written = save_agent(cohort, slots[i], place)
-            sync_into(folder, place)
-        files |= {f"{name}/{file}": digest for file, digest in written.items()}
-    found = replace(found, files=files)
-    write_replay(folder, found)
+        target = folder / REPLAY / name
+        with writing(target, "replay"):
+            digests = save_agent(cohort, slots[i], target)
+            sync_into(folder, target)
+        files |= {f"{name}/{file}": digest for file, digest in digests.items()}
+    outcome = replace(outcome, files=files)
+    write_replay(folder, outcome)
     _log.info("%s: replayed in %.1f s", printable(str(folder)), seconds)
-    return found
+    return outcome
 
 
 def train(
@@ -423,20 +424,20 @@ def train(
 ) -> list[Tally]:
     """Run trainings of equal length together, one batch per step; return the tally of each agent.
 
-    Each slot is a fresh agent. The `to_test` completions afterwards count as remaining work.
+    Each slot holds a fresh agent. The `to_test` completions of the test count as remaining work.
     """
     tallies = [Tally() for _ in slots]
     watch, starts, rows = Stopwatch(), 0, sum(plan.rows for plan in plans)
     sampled = 0
-    for number in range(len(plans[0].hparams)):
-        values = [plan.hparams[number] for plan in plans]
+    for round_index in range(len(plans[0].hparams)):
+        values = [plan.hparams[round_index] for plan in plans]
         for slot, hparams in zip(slots, values, strict=True):
             cohort.set_hparams(slot, hparams)
-        of_round = list(zip(*(plan.prompts[number] for plan in plans), strict=True))
-        for step, counts in enumerate(of_round):
+        prompt_counts = list(zip(*(plan.prompts[round_index] for plan in plans), strict=True))
+        for step, counts in enumerate(prompt_counts):
             seconds = sum(watch.seconds.values())
             sampling = 1 - watch.seconds.get("learn", 0) / seconds if seconds else 1.0
-            observer.stage(number, "learn", sampled, rows + round(sampling * to_test))
+            observer.stage(round_index, "learn", sampled, rows + round(sampling * to_test))
             # As in a run, all agents take the first of the same prompts.
             prompts = starts_from(env, starts, max(counts))
             starts += train_step(
@@ -444,15 +445,14 @@ def train(
                 env,
                 slots,
                 prompts,
-                stream=(number, step),
+                stream=(round_index, step),
                 watch=watch,
                 tallies=tallies,
                 prompts_per_agent=counts,
                 first=starts,
             )
             sampled += sum(
-                of_agent * hparams.group_size
-                for of_agent, hparams in zip(counts, values, strict=True)
+                count * hparams.group_size for count, hparams in zip(counts, values, strict=True)
             )
     return tallies
 
@@ -469,6 +469,6 @@ def _replayed(plan: Training, tallies: Sequence[Tally], tests: Sequence[Score]) 
 
 
 def _differences(trained: Sequence[ReplayArm], winner: Score) -> tuple[Difference, ...]:
-    tests = {one.name: one.tests for one in trained} | {WINNER: (winner,)}
-    pairs = [REPLAYED, *((one.name, WINNER) for one in trained)]
+    tests = {replayed.name: replayed.tests for replayed in trained} | {WINNER: (winner,)}
+    pairs = [REPLAYED, *((replayed.name, WINNER) for replayed in trained)]
     return tuple(Difference.between(a, tests[a], b, tests[b]) for a, b in pairs)

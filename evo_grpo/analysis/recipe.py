@@ -97,8 +97,8 @@ def recipe_settings(
     config: RunConfig, schedule: Schedule, rounds: int, steps: int, *, model: str | None
 ) -> RunConfig:
     """Return the settings of a recipe: one agent for `rounds` rounds of `steps` GRPO steps."""
-    own = schedule.rounds
-    line = [own[round * len(own) // rounds].hparams for round in range(rounds)]
+    played = schedule.rounds
+    line = [played[round * len(played) // rounds].hparams for round in range(rounds)]
     ranges = _ranges(line, config.search_space())
     share = rounds * steps / (config.population.rounds * config.population.steps_per_round)
     return config.replace(
@@ -128,20 +128,20 @@ def _values(hparams: Hparams, name: str, space: HyperparameterConfig) -> list[Va
 
 
 def _ranges(line: Sequence[Hparams], space: HyperparameterConfig) -> dict[str, RLParameter]:
-    """Return ranges for the hyperparameters that change on a line, from their values there."""
+    """Return a range of each hyperparameter that changes on a line, from its values there."""
     names = [*space.names(), *_set_by_hand(line, space)]
     ranges: dict[str, RLParameter] = {}
     for name in names:
-        values = [_values(one, name, space) for one in line]
+        values = [_values(hparams, name, space) for hparams in line]
         # A changed rank takes alpha with it, unless alpha is searched.
         follows = name == f"{LORA}alpha" and _differs(line, f"{LORA}r")
-        if all(one == values[0] for one in values) and not follows:
+        if all(of_round == values[0] for of_round in values) and not follows:
             continue
-        each = list(dict.fromkeys(value for of_round in values for value in of_round))
-        numbers = [one for one in each if not isinstance(one, str | bool)]
-        named = name in space.names() and space[name].choices is not None
-        if not numbers or named or len(each) == 1:
-            ranges[name] = RLParameter(choices=each)
+        distinct = list(dict.fromkeys(value for of_round in values for value in of_round))
+        numbers = [value for value in distinct if not isinstance(value, str | bool)]
+        has_choices = name in space.names() and space[name].choices is not None
+        if not numbers or has_choices or len(distinct) == 1:
+            ranges[name] = RLParameter(choices=distinct)
         else:
             ranges[name] = RLParameter(min=min(numbers), max=max(numbers))
     return ranges
@@ -156,7 +156,7 @@ def _set_by_hand(line: Sequence[Hparams], space: HyperparameterConfig) -> list[s
 
 
 def _differs(line: Sequence[Hparams], name: str) -> bool:
-    return any(one.named().get(name) != line[0].named().get(name) for one in line)
+    return any(hparams.named().get(name) != line[0].named().get(name) for hparams in line)
 
 
 def _entries(line: Sequence[Hparams], ranges: dict[str, RLParameter]) -> list[dict[str, Any]]:
@@ -179,26 +179,26 @@ def _entries(line: Sequence[Hparams], ranges: dict[str, RLParameter]) -> list[di
 
 def _change(name: str, before: Hparams, after: Hparams) -> list[tuple[str, Value | None]]:
     """Return the changes of a hyperparameter between two rounds; a clip pair as its two ends."""
-    pair = any(isinstance(one.clip_coef, tuple) for one in (before, after))
+    pair = any(isinstance(hparams.clip_coef, tuple) for hparams in (before, after))
     names = CLIP_ENDS if name == "clip_coef" and pair else (name,)
-    return [(one, after.get(one)) for one in names if before.get(one) != after.get(one)]
+    return [(key, after.get(key)) for key in names if before.get(key) != after.get(key)]
 
 
 def _algorithm(
     own: AlgorithmConfig, schedule: Schedule, first: Hparams, share: float
 ) -> AlgorithmConfig:
     """Return the group `algorithm`; the schedule of lr is scaled by `share`, as the steps are."""
-    # An agent has its own values only where they are searched; else they are None.
+    # These hyperparameters of an agent are None unless the run searches them.
     searched = (*_NAMED, "max_output_tokens")
     values = {name: getattr(first, name) for name in (*AgentFields.model_fields, *searched)}
-    given = {name: one for name, one in values.items() if name not in searched or one is not None}
+    changes = {name: v for name, v in values.items() if name not in searched or v is not None}
     if own.lr_schedule is not None:
         lr_schedule = own.lr_schedule.replace(steps=max(1, round(own.lr_schedule.steps * share)))
         if first.warmup_proportion is not None:
             lr_schedule = lr_schedule.replace(warmup_proportion=first.warmup_proportion)
-        given["lr_schedule"] = lr_schedule
+        changes["lr_schedule"] = lr_schedule
     prompts = schedule.prompts_per_step(schedule.rounds[-1])
-    return own.replace(**given, prompts_per_step=max(1, round(prompts)))
+    return own.replace(**changes, prompts_per_step=max(1, round(prompts)))
 
 
 def _model(
@@ -223,7 +223,7 @@ def _model(
 
 
 def _with_layers(lora: LoraSettings, first: Hparams) -> LoraSettings:
-    """Return settings with the set of layers of the first round, without searching it."""
+    """Return LoRA settings with the layers of the first round, which are not searched."""
     name, sets = first.lora_target_modules, lora.target_sets
     targets = lora.target_modules if name is None else sets[name]
     return lora.replace(target_modules=targets, target_sets={})
@@ -260,12 +260,12 @@ def _env(env: EnvConfig, first: Hparams, searched: Sequence[str]) -> EnvConfig:
 def _evolve(
     evolve: EvolveConfig, line: Sequence[Hparams], ranges: dict[str, RLParameter]
 ) -> EvolveConfig:
-    """Return the group `evolve` for one agent, which is compared with no others."""
+    """Return the group `evolve` for a single agent: its schedule, and no selection."""
     entries = _entries(line, ranges)
     return evolve.replace(
         selection=NoSelection(),
         exploration=ScheduleExploration(rounds=entries) if entries else NoExploration(),
         hyperparameters=ranges,
-        archive=False,  # going back to it would halve lr, and miss entries of the schedule
+        archive=False,  # restoring it would halve lr, and miss entries of the schedule
         fitness=evolve.fitness.replace(objectives=[], reward=evolve.fitness.counted),
     )

@@ -88,8 +88,8 @@ class Findings:
         """Add files with other digests to the damage; `recorded` is, e.g., "round 1 recorded"."""
         differing = self.read(lambda: list(damaged(folder, files)), len(files))
         for name, digest in differing or ():
-            what = "is missing, but" if digest is None else "has changed since"
-            self.damage.append(f"{folder / name}: {what} {recorded} it")
+            fault = "is missing, but" if digest is None else "has changed since"
+            self.damage.append(f"{folder / name}: {fault} {recorded} it")
 
 
 def verify(run: str | Path) -> Findings:
@@ -102,8 +102,8 @@ def verify(run: str | Path) -> Findings:
     findings = _check_folder(folder)
     if findings.damage:
         # A run in progress writes and removes files meanwhile: report damage only if found twice.
-        first, findings = findings, _check_folder(folder)
-        findings.damage = [text for text in findings.damage if text in first.damage]
+        first_findings, findings = findings, _check_folder(folder)
+        findings.damage = [text for text in findings.damage if text in first_findings.damage]
     return findings
 
 
@@ -163,7 +163,7 @@ def _read_records(folder: Path, findings: Findings) -> _Records | None:
         return None
     (rounds, length, _), size = parsed
     findings.rounds = len(rounds)
-    if finished and size > length:  # else a stop left it
+    if finished and size > length:  # before the end, a stop may leave one
         findings.damage.append(f"{file}: ends in {size - length} bytes of an incomplete line")
     if rounds or finished or os.path.lexists(folder / INPUTS):
         inputs = findings.read(lambda: read_inputs_of(folder))
@@ -194,8 +194,8 @@ def _check_end(records: _Records, findings: Findings) -> None:
     folder, rounds, summary = records.folder, records.rounds, records.summary
     if not records.finished:
         findings.read(lambda: refuse_lost_lines(folder, rounds))
-        left = [one for part in (COMPLETIONS, METRICS) for one in round_entries(folder / part)]
-        later = [path for number, path in left if number > len(rounds)]
+        files = [entry for part in (COMPLETIONS, METRICS) for entry in round_entries(folder / part)]
+        later = [path for number, path in files if number > len(rounds)]
         findings.damage += [f"{path}: is there, but {ROUNDS} has no line of it" for path in later]
     if not records.finished or (records.inputs and records.inputs.changes_of_rounds(len(rounds))):
         findings.notes.append(
@@ -220,13 +220,13 @@ def _check_end(records: _Records, findings: Findings) -> None:
 def _check_checkpoints(records: _Records, findings: Findings) -> None:
     """Compare the files of rounds with their digests, except those that retention removed."""
     folder, rounds = records.folder, records.rounds
-    kept = kept_throughout(rounds, records.policies())
+    kept_checkpoints = kept_throughout(rounds, records.policies())
     for record in rounds:
         expected = {
             name: digest
             for name, digest in record.files.items()
             if not name.startswith(f"{CHECKPOINTS}/")
-            or not kept.isdisjoint(map(str, PurePosixPath(name).parents))
+            or not kept_checkpoints.isdisjoint(map(str, PurePosixPath(name).parents))
         }
         findings.compare(folder, expected, f"round {record.round + 1} recorded")
     best = best_ever(rounds)
@@ -241,12 +241,13 @@ def _check_answers(records: _Records, findings: Findings) -> None:
     """Check the seal of each answer of a judge, and their number in the summary."""
     number = 0
     for file in answer_files(records.folder / JUDGED):
-        read = findings.read(partial(read_answers, file))
-        if read is None:
+        contents = findings.read(partial(read_answers, file))
+        if contents is None:
             return
-        number += len(read.answers)
-        if read.damaged or (records.finished and read.cut_off):  # else a stop cut it off
-            broken = read.damaged + bool(read.cut_off)
+        number += len(contents.answers)
+        # Before the end, a stop may cut off the last answer.
+        if contents.damaged or (records.finished and contents.cut_off):
+            broken = contents.damaged + bool(contents.cut_off)
             findings.damage.append(f"{file}: {count(broken, 'answer')} of the judge changed")
     expected = int(((records.summary or {}).get("judge") or {}).get("answers", 0))
     if number < expected:
@@ -258,10 +259,10 @@ def _check_answers(records: _Records, findings: Findings) -> None:
 
 def _check_results(run: Path, findings: Findings) -> None:
     """Check comparisons and replays, including those from before an extension of the run."""
-    continued = {COMPARE: f"resume {run} --compare", REPLAY: f"replay {run}"}
+    commands = {COMPARE: f"resume {run} --compare", REPLAY: f"replay {run}"}
     for path in sorted(run.iterdir()):
         kind = path.name.partition(".rounds-")[0]
-        if kind not in continued or not path.is_dir():
+        if kind not in commands or not path.is_dir():
             continue
         file = path / f"{kind}.json"
         if kind == COMPARE:
@@ -269,18 +270,16 @@ def _check_results(run: Path, findings: Findings) -> None:
         elif (replay := findings.read(partial(read_replay, run, file))) is not None:
             findings.compare(path, replay.files, f"{file.name} recorded")
         if path.name == kind and not os.path.lexists(file):
-            findings.notes.append(
-                f"{path}: is not finished; go on with: evo-grpo {continued[kind]}"
-            )
+            findings.notes.append(f"{path}: is not finished; go on with: evo-grpo {commands[kind]}")
 
 
 def _check_arms(path: Path, result: Mapping[str, Any] | None, findings: Findings) -> None:
     """Check the run folders of a comparison; those in its result must exist and be finished."""
     for arm in (path / name for name in COMPARED if is_run(path / name)):
-        part = _check_folder(arm)
-        findings.files += part.files
-        findings.damage += part.damage
+        arm_findings = _check_folder(arm)
+        findings.files += arm_findings.files
+        findings.damage += arm_findings.damage
     names = [] if result is None else [arm["name"] for arm in result["arms"]]
-    for end in (path / name / SUMMARY for name in names if name != EVOLVED):
-        if not os.path.lexists(end):
-            findings.damage.append(f"{end}: is missing, but the result of the comparison names it")
+    for file in (path / name / SUMMARY for name in names if name != EVOLVED):
+        if not os.path.lexists(file):
+            findings.damage.append(f"{file}: is missing, but the result of the comparison names it")

@@ -70,22 +70,22 @@ class Agent(ABC):
                 contradict each other.
             ModelError: The base cannot be loaded.
         """
-        made, objects = separated(settings, self.kind)
-        warn_of_settings(made)
-        self._build(made, objects)
+        agent_settings, objects = separated(settings, self.kind)
+        warn_of_settings(agent_settings)
+        self._build(agent_settings, objects)
 
     @classmethod
     @by_keyword(POPULATION_FIELDS, PopulationKeywords)
     def population(cls, **settings: Unpack[PopulationKeywords]) -> Population[Any]:
         """Build agents over one shared base; returns a sequence of them."""
-        given: dict[str, Any] = {**settings}
-        own = {name: given.pop(name) for name in POPULATION_KEYWORDS}
-        whole(1, "it counts agents").check("size", own["size"])
-        population = PopulationConfig(**own)
-        made, objects = separated(given, cls.kind)
-        init = checked_start(population, made, objects)  # before a model is loaded
-        warn_of_settings(made, init)
-        agents = cls._build_several(made, objects, size=population.size, init=init)
+        keywords: dict[str, Any] = {**settings}
+        population_keywords = {name: keywords.pop(name) for name in POPULATION_KEYWORDS}
+        whole(1, "it counts agents").check("size", population_keywords["size"])
+        population = PopulationConfig(**population_keywords)
+        agent_settings, objects = separated(keywords, cls.kind)
+        init = checked_start(population, agent_settings, objects)  # before a model is loaded
+        warn_of_settings(agent_settings, init)
+        agents = cls._build_several(agent_settings, objects, size=population.size, init=init)
         return Population(agents[0].cohort, agents)
 
     def _build(self, settings: AgentSettings, objects: Objects, *, index: int = 0) -> None:
@@ -301,7 +301,7 @@ class Agent(ABC):
                 there is one, else by its name.
             device: Device of the base. The agent generates with the native engine, even if it was
                 saved with another one.
-            trust_remote_code: Run Python code that comes with the base; only for one you trust.
+            trust_remote_code: Run Python code that comes with the base; only for a base you trust.
 
         Raises:
             CheckpointError: The folder is not a checkpoint, or lacks a file.

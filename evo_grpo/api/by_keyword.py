@@ -25,7 +25,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 def _declared(root: type[Group], path: Path) -> FieldInfo:
-    """Return the declaration at a path."""
+    """Return the declaration of the setting at a path."""
     group: Any = root
     for part in path[:-1]:
         annotation = group.model_fields[part].annotation
@@ -55,15 +55,15 @@ TRAIN_FIELDS = {name: _declared(RunConfig, path) for name, path in TRAIN_KEYWORD
 def by_keyword(fields: Mapping[str, FieldInfo], typed: type) -> Callable[[MethodT], MethodT]:
     """Return a decorator for a method whose `**settings` are of the type `typed`.
 
-    The method gets every setting, those that were left out with the defaults in `fields`. Its
-    signature and its docstring, which `help` shows, have them all. Unknown keywords and surplus
-    positional arguments raise ConfigError, the first with a suggestion.
+    The method gets every setting, with the default in `fields` where the call has none. Its
+    signature and its docstring, which `help` shows, list all settings. Surplus positional arguments
+    and unknown keywords raise ConfigError.
     """
 
     def decorate(method: MethodT) -> MethodT:
-        shown = signature(method)
-        *own, _ = shown.parameters.values()
-        most = sum(p.kind is not Parameter.KEYWORD_ONLY for p in own)
+        header = signature(method)
+        *declared, _ = header.parameters.values()
+        limit = sum(p.kind is not Parameter.KEYWORD_ONLY for p in declared)
         settings = [
             Parameter(
                 name,
@@ -73,15 +73,15 @@ def by_keyword(fields: Mapping[str, FieldInfo], typed: type) -> Callable[[Method
             )
             for name, field in fields.items()
         ]
-        shown = shown.replace(parameters=[*own[:most], *settings, *own[most:]])
-        names = dict.fromkeys(list(shown.parameters)[1:])
+        header = header.replace(parameters=[*declared[:limit], *settings, *declared[limit:]])
+        names = dict.fromkeys(list(header.parameters)[1:])
 
         @wraps(method)
         def checked(*args: Any, **given: Any) -> Any:  # noqa: ANN401 -- what the method returns
             call = type(args[0]).__name__ if method.__name__ == "__init__" else method.__name__
-            if len(args) > most:
+            if len(args) > limit:
                 raise ConfigError(
-                    f"{call}: expected at most {most - 1} arguments by position, got "
+                    f"{call}: expected at most {limit - 1} arguments by position, got "
                     f"{len(args) - 1} by position; give the others by name. For the positions of "
                     "AgileRL, import it from evo_grpo.agilerl"
                 )
@@ -92,11 +92,11 @@ def by_keyword(fields: Mapping[str, FieldInfo], typed: type) -> Callable[[Method
             defaults = {n: fields[n].get_default(call_default_factory=True) for n in left_out}
             return method(*args, **defaults, **given)
 
-        vars(checked)["__signature__"] = shown
+        vars(checked)["__signature__"] = header
         lines = [f"{name}: {field.description}" for name, field in fields.items()]
         fold = textwrap.TextWrapper(92, initial_indent=" " * 4, subsequent_indent=" " * 8)
-        told = map(fold.fill, lines)
-        checked.__doc__ = "\n".join([cleandoc(method.__doc__ or ""), "", "Settings:", *told])
+        texts = map(fold.fill, lines)
+        checked.__doc__ = "\n".join([cleandoc(method.__doc__ or ""), "", "Settings:", *texts])
         return checked  # pyright: ignore[reportReturnType] -- it takes what the method takes
 
     return decorate

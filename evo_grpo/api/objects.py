@@ -60,8 +60,8 @@ def separated(given: Mapping[str, Any], kind: str) -> tuple[AgentSettings, Objec
     settings = agent_settings({n: v for n, v in keywords.items() if n not in dropped}, kind=kind)
     if peft is None and lora is not None:
         # Validate `lora` as for a named model; a module needs PEFT's object.
-        named: dict[str, Any] = {"name": "object", "lora": lora}
-        adapter = ModelConfig(**named).lora
+        model_settings: dict[str, Any] = {"name": "object", "lora": lora}
+        adapter = ModelConfig(**model_settings).lora
         settings = settings.replace(target_sets=adapter.target_sets)
         peft = None if adapter.is_default else lora_config(adapter)
     return _checked(settings, Objects(model, tokenizer, peft))
@@ -73,9 +73,9 @@ def adapter_of(settings: AgentSettings, objects: Objects) -> RankAlpha:
 
 
 def _checked(settings: AgentSettings, objects: Objects) -> tuple[AgentSettings, Objects]:
-    """Check that an agent can begin with the adapter, unless one to start from has others."""
-    named = settings.model is not None and settings.model.adapter is None
-    if objects.lora is not None or named:
+    """Check that rank and alpha begin in their ranges, unless an adapter to start from has them."""
+    is_named_model = settings.model is not None and settings.model.adapter is None
+    if objects.lora is not None or is_named_model:
         adapter, above = adapter_of(settings, objects), ("hyperparameters",)
         for name, text in begins_outside(settings.search_space(), adapter, above):
             raise ConfigError(f"lora.{name}: {text}")
@@ -83,11 +83,11 @@ def _checked(settings: AgentSettings, objects: Objects) -> tuple[AgentSettings, 
 
 
 def checked_start(population: PopulationConfig, settings: AgentSettings, objects: Objects) -> Start:
-    """Return how the agents of a population start, with those of earlier runs in a list."""
+    """Return the checked `population.init`, with runs replaced by the settings of their agents."""
     size, space = population.size, settings.search_space()
-    first = settings.algorithm.first_hparams(space, adapter_of(settings, objects))
-    init = resolved_start(population.init, first, space, size, settings.seed)
-    if problems := list(start_problems(first, space, size, init)):
+    hparams = settings.algorithm.first_hparams(space, adapter_of(settings, objects))
+    init = resolved_start(population.init, hparams, space, size, settings.seed)
+    if problems := list(start_problems(hparams, space, size, init)):
         raise Problems(*problems).below("init")
     return init
 

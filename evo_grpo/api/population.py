@@ -104,7 +104,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         self._handles: dict[Slot, AgentT] = {}  # also of agents that have left and may return
         self.rounds: list[RoundRecord] = []
         self.summary: Mapping[str, Any] | None = None
-        self.course: PopulationConfig | None = None  # decisions and places of the latest call
+        self.course: PopulationConfig | None = None  # decisions and sizes of the latest call
         self.elite: int | None = None
 
     def __repr__(self) -> str:
@@ -152,9 +152,9 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     ) -> list[RoundRecord]:
         """Train and evolve the agents for some rounds; another call continues after the last round.
 
-        A call does not select after its last round: the next call does, with its own settings, so
-        that several calls give the same result as one. It warns and does not select if agents were
-        changed in between. A call of `apply` replaces the selection.
+        The selection after the last round of a call is carried out by the next call, with its
+        settings, so that several calls give the same result as one. If agents were changed in
+        between, the next call warns and does not select. A call of `apply` replaces the selection.
 
         Args:
             env: The name of a task, its settings as under `env` in YAML, or an environment.
@@ -172,22 +172,26 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             ConfigError: An argument is invalid, or `out` is given after the first call.
             RunFailedError: No agent is left that can be ranked.
         """
-        own = {"env": env, "out": out, "force": force, "observer": observer, "progress": progress}
-        return self._train({**own, **settings})
+        call = {"env": env, "out": out, "force": force, "observer": observer, "progress": progress}
+        return self._train({**call, **settings})
 
     def _train(self, given: dict[str, Any]) -> list[RoundRecord]:
         # Include agents that have left: the others have taken over their completions.
         size = len(self.rounds[0].agents) if self.rounds else len(self)
         check_observer(given["observer"] or Observer())
         out = None if given["out"] is None else Path(given["out"])
-        population, evolve, record, own = in_groups(given, size=size, played=len(self.rounds))
+        population, evolve, record, strategies = in_groups(
+            given, size=size, played=len(self.rounds)
+        )
         env = environment_for(self.cohort, given["env"])
-        played, past = len(self.rounds), (self.rounds, self.course)
-        population, evolve = going_on(population, evolve, self.cohort, self.slots, past)
+        played, course_so_far = len(self.rounds), (self.rounds, self.course)
+        population, evolve = going_on(population, evolve, self.cohort, self.slots, course_so_far)
         self.course = population
         algorithm = self.cohort.settings.algorithm
         prompts, group_size = algorithm.prompts_per_step or env.batch_size, algorithm.group_size
-        settings = replace(round_settings(population, evolve, record, prompts, group_size), **own)
+        settings = replace(
+            round_settings(population, evolve, record, prompts, group_size), **strategies
+        )
         check_explorer(settings.explorer, self.cohort.settings)
         explorer = settings.explorer if given["exploration"] != Mutations() else None
         warn_of_inert_mutations(self.cohort, self.slots, explorer, prompts, population, evolve)
@@ -195,22 +199,22 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             check_out(out, self.cohort, len(self.rounds))
         task = getattr(env, "task", None)
         warn_of_shortages(task, prompts, evolve.fitness, tests=out is not None)
-        objects = given_objects(self.cohort, given, own)
+        objects = given_objects(self.cohort, given, strategies)
         parts = {} if out is None else objects.parts(self.cohort.seed)
         self.make_up(inherit_optimizer=evolve.inherit_optimizer)
-        whole, slots = LastWholeRound(self.cohort), tuple(self.slots)
-        prepared = Prepared(self.cohort, env, settings, slots, whole.keep, parts)
+        last_round, slots = LastWholeRound(self.cohort), tuple(self.slots)
+        prepared = Prepared(self.cohort, env, settings, slots, last_round.keep, parts)
         title = (
             f"{self.cohort.base.name} on {env.name}, {len(self)} agents, "
             f"{population.rounds} rounds of {population.steps_per_round} steps"
         )
         with (
             shown_progress(given["progress"], title, self.hp_config.names()) as progress,
-            self._put_back_if_interrupted(whole, population.rounds, out),
+            self._put_back_if_interrupted(last_round, population.rounds, out),
         ):
             observer = ObserverList((progress or Observer(), given["observer"] or Observer()))
             if out is not None:
-                slots = self._record(out, given, own, prepared, observer)
+                slots = self._record(out, given, strategies, prepared, observer)
             else:
                 observer.started(None, population.rounds, played, None)
                 writer = RunWriter()
@@ -246,9 +250,9 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         if not self.rounds:  # rounds of another population do not count
             unapplied.withdraw(self.cohort, self.slots)
             return
-        last = self.rounds[-1]
+        last_round = self.rounds[-1]
         record = unapplied.make_up(self.cohort, self.slots, inherit_optimizer=inherit_optimizer)
-        self.rounds[-1] = record or replace(last, went_on=bool(last.stopped), plan=None)
+        self.rounds[-1] = record or replace(last_round, went_on=bool(last_round.stopped), plan=None)
         if record is not None:
             self.keep(next_slots(record))
 
@@ -273,8 +277,8 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             Followers() as followers,
             RunDir.create(out, config.name, text, force=bool(given["force"])) as folder,
         ):
-            watching = ObserverList((observer, followers))
-            slots = play_and_judge(config, folder.path, folder, prepared, watching)
+            observers = ObserverList((observer, followers))
+            slots = play_and_judge(config, folder.path, folder, prepared, observers)
             self.rounds = read_rounds(folder.path)
             self.summary = read_summary(folder.path)
         return slots
@@ -299,13 +303,13 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         """Continue a run that `train(..., out=)` recorded, to its last round.
 
         The result equals that of a run without the stop, to the bit. A finished run is loaded and
-        does not train, unless `rounds` extends it. Objects that population.yaml cannot name are
-        given again: its first line lists them. Their rows and sources are compared with those at
-        the begin of the run.
+        does not train, unless `rounds` extends it. Objects that population.yaml cannot name must be
+        passed again: its first line lists them. Their rows and sources are compared with those at
+        the start of the run.
 
         Args:
             out: The run folder.
-            env: The environment, if it was an object; so for the next five.
+            env: The environment, if it was given as an object; likewise the next five.
             model: See `env`.
             tokenizer: See `env`.
             lora: See `env`; the checkpoints of a finished round have it too.
@@ -328,30 +332,30 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         """
         folder = expect_run(out)
         strategies = {"selection": selection, "exploration": exploration}
-        given = FromPython(
+        from_python = FromPython(
             env,
             Objects(model, tokenizer, lora),
             {name: value for name, value in strategies.items() if value is not None},
         )
         with (
             searching(code_folder(code), is_code=True),
-            shown_progress(progress, "", ()) as shown,
+            shown_progress(progress, "", ()) as display,
         ):
-            both = ObserverList((shown or Observer(), observer or Observer()))
+            observers = ObserverList((display or Observer(), observer or Observer()))
             prepared, slots = resume_from_python(
-                folder, given, rounds=rounds, allow=allow, observer=both
+                folder, from_python, rounds=rounds, allow=allow, observer=observers
             )
         cohort, played = prepared.cohort, read_rounds(folder)
-        first = [a.agent for a in played[0].agents]
+        first_agents = [a.agent for a in played[0].agents]
         kind = HANDLES[cohort.settings.algorithm.kind]
         handles = [
-            kind.on(cohort, slot, i) for i, slot in enumerate(first) if slot in cohort.agents
+            kind.on(cohort, slot, i) for i, slot in enumerate(first_agents) if slot in cohort.agents
         ]
         population = Population(cohort, handles)
         population.rounds, population.summary = played, read_summary(folder)
         population._after_rounds(slots, prepared.round_settings.population.rounds)
-        if shown is not None:
-            shown.show_ending(view_of(folder))
+        if display is not None:
+            display.show_ending(view_of(folder))
         return population
 
     def save(self, path: str | Path) -> None:
@@ -377,7 +381,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         Args:
             path: The folder.
             device: Device of the base.
-            trust_remote_code: Run Python code that comes with the base; only for one you trust.
+            trust_remote_code: Run Python code that comes with the base; only for a base you trust.
 
         Raises:
             CheckpointError: A file of the folder is missing or damaged.

@@ -100,8 +100,8 @@ def resume(
     Args:
         folder: The run folder.
         rounds: Rounds of the whole run, in place of population.rounds. A finished run continues
-            up to this number, to the result of a run that had it from the start. The summary keeps
-            the earlier end.
+            up to this number, with the result of a run that had it from the start. The summary
+            keeps the earlier end.
         allow: Files of yours that may have changed since the run began, named as in the error
             message, such as "env.reward: my_rewards:score".
         code: A further folder for the files and modules that the run names.
@@ -130,7 +130,7 @@ def _watched(
     play: Callable[[Observer], Path], progress: bool | None, observer: Observer | None, loaded: str
 ) -> RunFolder:
     """Call `play` with an observer that shows the progress, and with that of the caller."""
-    # Only the first rank shows the run: other ranks may not see the folder.
+    # Only the process of rank 0 shows the run: others may not see the folder.
     if is_silent_rank() or progress is False or (progress is None and observer is not None):
         return RunFolder(play(observer or Observer()))
     from evo_grpo.readers.terminal import (

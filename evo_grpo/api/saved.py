@@ -26,7 +26,7 @@ from evo_grpo.types import Slot
 
 POPULATION = "population.json"
 MOST_SLOTS = 10_000
-"""Most slots; a slot is built for each number up to the largest."""
+"""Bound on slot numbers: `load` builds a slot for each number up to the largest."""
 ARCHIVE = "archive"
 """Folder of the archive, the best agent ever."""
 
@@ -62,9 +62,9 @@ def load_one(
     """
     folder = Path(path)
     attributes = read_attributes(folder)
-    made = recipe(folder, attributes, kind, device, trust_remote_code=trust_remote_code, zero=zero)
-    objects = Objects(made.model, lora=made.lora, padding=made.padding, accelerator=accelerator)
-    cohort, (slot,) = build_agents(made.settings, objects, 1, "same")
+    parts = recipe(folder, attributes, kind, device, trust_remote_code=trust_remote_code, zero=zero)
+    objects = Objects(parts.model, lora=parts.lora, padding=parts.padding, accelerator=accelerator)
+    cohort, (slot,) = build_agents(parts.settings, objects, 1, "same")
     _fit_reference(cohort, slot, folder)
     load_agent(cohort, slot, folder, load_optimizer=bool(attributes["has_optimizer"]))
     return cohort, slot
@@ -87,12 +87,12 @@ def load(
             f"{file}: expected a file of Population.save, but {error}; restore it from a copy"
         ) from error
     checkpoints = {slot: inside(folder, f"agent-{slot:02d}") for slot in slots}
-    first = checkpoints[slots[0]]
-    attributes = read_attributes(first)
+    first_checkpoint = checkpoints[slots[0]]
+    attributes = read_attributes(first_checkpoint)
     kind = str(attributes["settings"]["algorithm"]["kind"])
-    made = recipe(first, attributes, kind, device, trust_remote_code=trust_remote_code)
-    objects = Objects(made.model, lora=made.lora, padding=made.padding)
-    cohort, _ = build_cohort(made.settings, objects)
+    parts = recipe(first_checkpoint, attributes, kind, device, trust_remote_code=trust_remote_code)
+    objects = Objects(parts.model, lora=parts.lora, padding=parts.padding)
+    cohort, _ = build_cohort(parts.settings, objects)
     for slot in add_agents(cohort, max(slots) + 1, "same"):
         if slot not in slots:
             cohort.remove(slot)
@@ -110,8 +110,8 @@ def load(
 def _load_agent(cohort: Cohort, slot: Slot, place: Path) -> None:
     """Read a checkpoint into a slot, which takes over the LoRA configuration of the checkpoint."""
     attributes, state = read_attributes(place), cohort.agents[slot]
-    # The agents of a population differ in rank or modules if one has loaded another adapter, or if
-    # their ranks are searched.
+    # Agents of a population differ in LoRA rank or modules if an agent has loaded another adapter,
+    # or if these are searched.
     fit_slot(cohort.slots, state.adapter, read_config(place / "actor"))
     _fit_reference(cohort, slot, place)
     load_agent(cohort, slot, place, load_optimizer=bool(attributes["has_optimizer"]))
@@ -119,8 +119,8 @@ def _load_agent(cohort: Cohort, slot: Slot, place: Path) -> None:
 
 
 def _fit_reference(cohort: Cohort, slot: Slot, place: Path) -> None:
-    """Give an agent's own reference, which may differ from its actor, its saved configuration."""
-    state, own = cohort.agents[slot], place / "reference"
+    """Fit an agent's own reference adapter, if any, to its saved LoRA configuration."""
+    state, saved_reference = cohort.agents[slot], place / "reference"
     if state.has_reference:
-        folder = own if own.is_dir() else place / "actor"
+        folder = saved_reference if saved_reference.is_dir() else place / "actor"
         fit_slot(cohort.slots, state.reference, read_config(folder))

@@ -39,12 +39,12 @@ def to_prompts(
     """
     prompts = [_to_prompt(i, item, tokenizer) for i, item in enumerate(_listed(observations))]
     for i, prompt in enumerate(prompts):
-        wrong = [t for t in prompt.token_ids if t < 0 or (vocabulary and t >= vocabulary)]
-        if wrong:
+        invalid_ids = [t for t in prompt.token_ids if t < 0 or (vocabulary and t >= vocabulary)]
+        if invalid_ids:
             raise ShapeError(
-                f"get_action: observation {i} holds the token id {wrong[0]}, but the base model's "
-                f"vocabulary is 0..{(vocabulary or 0) - 1}; tokenize with the tokenizer of the "
-                "base model"
+                f"get_action: observation {i} holds the token id {invalid_ids[0]}, but the base "
+                f"model's vocabulary is 0..{(vocabulary or 0) - 1}; tokenize with the tokenizer of "
+                "the base model"
             )
     return prompts
 
@@ -90,9 +90,9 @@ def _to_prompt(
 def close_turns_with(
     observations: Observation | Sequence[Observation], ends: StopRules, pad_id: int
 ) -> None:
-    """Pass where completions end, and their padding, to the episodes of the observations.
+    """Tell the episodes of the observations which tokens end and pad their completions.
 
-    Other observations are ignored.
+    Observations without an episode are ignored.
     """
     for turn in _listed(observations):
         if isinstance(turn, Turn):
@@ -181,8 +181,8 @@ def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarr
     """
     rows: list[Row] = []
     for number, (group, mask) in enumerate(zip(ids, masks, strict=True)):
-        for row, real in zip(group.cpu().numpy(), mask.cpu().numpy().astype(bool), strict=True):
-            full = np.concatenate([[False], real])
+        for row, sampled in zip(group.cpu().numpy(), mask.cpu().numpy().astype(bool), strict=True):
+            full = np.concatenate([[False], sampled])
             end = int(np.flatnonzero(full).max(initial=0)) + 1
             rows.append(
                 Row(row[:end].astype(np.int64), full[:end], advantage=float(advantages[len(rows)]))

@@ -51,10 +51,10 @@ def in_groups(
     groups: dict[str, dict[str, Any]] = {}
     for name, path in TRAIN_KEYWORDS.items():
         groups.setdefault(str(path[0]), {})[str(path[-1])] = given[name]
-    evolve, own = groups["evolve"], dict[str, Any]()
+    evolve, strategies = groups["evolve"], dict[str, Any]()
     for name, field, method in STRATEGIES:
         if hasattr(evolve[name], method) and not isinstance(evolve[name], Group):
-            own[field] = from_object(name, method, evolve.pop(name))
+            strategies[field] = from_object(name, method, evolve.pop(name))
     if size == 1 and evolve.get("selection") == TournamentSelection():
         evolve["selection"] = NoSelection()  # one agent has no competitors
     population = PopulationConfig(size=size, **groups["population"])
@@ -66,25 +66,25 @@ def in_groups(
                 f"{name}: expected out= too, since the rounds are read from the log in a run "
                 f"folder; give out=, or omit {name}"
             )
-    return population, EvolveConfig(**evolve), record, own
+    return population, EvolveConfig(**evolve), record, strategies
 
 
 def check_out(out: Path, cohort: Cohort, played: int) -> None:
     """Raise ConfigError if a call after `played` rounds cannot write a run folder."""
-    wrong = ""
+    problem = ""
     if cohort.team.size > 1:
-        wrong = (
+        problem = (
             f"out: expected one process, got {cohort.team.size} that train together; omit out, or "
             "use evo_grpo.run(config), which records a run of several processes"
         )
     elif played:
-        wrong = (
+        problem = (
             f"out={str(out)!r}: expected a population without rounds, got one that has played "
             f"{played}; give out= at the first call, or omit it. A run that is in a folder "
             "continues with Population.resume(folder, env)"
         )
-    if wrong:
-        raise ConfigError(wrong)
+    if problem:
+        raise ConfigError(problem)
 
 
 def going_on(
@@ -94,11 +94,11 @@ def going_on(
     slots: Sequence[Slot],
     past: tuple[Sequence[RoundRecord], PopulationConfig | None],
 ) -> tuple[PopulationConfig, EvolveConfig]:
-    """Return the settings of a call with all that depends on its length filled in.
+    """Return the settings of a call of `train` with its decisions and sizes filled in.
 
-    `past` are the finished rounds and the settings of the call before. Its decisions and places
-    hold where this call names nothing else, and repeat as in a run that is extended; those of the
-    rounds do in a population that was saved. Without a selection, no agent leaves.
+    `past` has the finished rounds, and the settings of the previous call. A call without decisions
+    or sizes takes those of the previous call, repeated as in a run that is extended; after `load`,
+    those of the finished rounds. Without a selection, no agent leaves.
     """
     rounds, earlier = past
     selects = evolve.selects
@@ -126,12 +126,12 @@ def warn_of_inert_mutations(
     population: PopulationConfig | None = None,
     evolve: EvolveConfig | None = None,
 ) -> None:
-    """Warn about settings without an effect in a call of `train`, if the constructor has not.
+    """Warn about settings without effect in a call of `train`, unless the constructor has warned.
 
     `explorer` is None if the caller gave none; `prompts` is P, the prompts of a GRPO step.
     """
     settings, hp_config = cohort.settings, cohort.hp_config
-    seen = KnownSettings(
+    known_settings = KnownSettings(
         settings.algorithm,
         hp_config,
         settings.engine,
@@ -141,7 +141,7 @@ def warn_of_inert_mutations(
         evolve=evolve,
         own_exploration=explorer is not None and not hasattr(explorer, "kind"),
     )
-    for finding in without_effect(seen):
+    for finding in without_effect(known_settings):
         if finding not in without_effect_of_agents(settings):
             warnings.warn(str(finding), WithoutEffect, stacklevel=3)
     if isinstance(explorer, Mutations):
@@ -152,10 +152,10 @@ def recorded_config(prepared: Prepared, name: str, env: object) -> RunConfig:
     """Return the settings of a call of `train` as a `RunConfig`, without its objects."""
     cohort, rounds = prepared.cohort, prepared.round_settings
     settings = cohort.settings
-    begun = [cohort.agents[slot].hparams for slot in prepared.slots]
+    start_hparams = [cohort.agents[slot].hparams for slot in prepared.slots]
     adapter = rank_alpha(cohort.slots.config)
-    first = settings.algorithm.first_hparams(cohort.hp_config, adapter)
-    init = described_start(begun, first, cohort.hp_config, cohort.seed)
+    default_hparams = settings.algorithm.first_hparams(cohort.hp_config, adapter)
+    init = described_start(start_hparams, default_hparams, cohort.hp_config, cohort.seed)
     return RunConfig(
         name=name,
         seed=settings.seed,

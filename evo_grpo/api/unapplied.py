@@ -33,7 +33,7 @@ def _mark(cohort: Cohort, slot: Slot) -> object:
     if slot not in cohort.agents:
         return None
     state = cohort.agents[slot]
-    # The version is None if another rank has the weights. A replaced optimizer has other moments.
+    # The version is None if another process has the weights. A new optimizer has other moments.
     version = cohort.slots.versions[state.adapter] if cohort.is_local(slot) else None
     return version, state.steps, state.hparams, state.member.id, state.optimizer
 
@@ -43,24 +43,24 @@ def note(cohort: Cohort, record: RoundRecord) -> None:
     slots = next_slots(record)
     withdraw(cohort, slots)
     cohort.unapplied.append(Unapplied(record, {slot: _mark(cohort, slot) for slot in slots}))
-    if record.plan is not None:  # else a clone that is made meanwhile would have one of its ids
+    if record.plan is not None:  # so that a clone gets none of the ids of the plan
         cohort.reserve_members(1 + max(member.id for member in record.plan.members))
 
 
 def find(cohort: Cohort, slots: Sequence[Slot]) -> RoundRecord | None:
-    """Return the round of these agents whose plan is not carried out, or None."""
+    """Return the record of the round whose plan for these agents is pending, or None."""
     unapplied = _find(cohort, slots)
     return None if unapplied is None else unapplied.record
 
 
 def withdraw(cohort: Cohort, slots: Sequence[Slot]) -> None:
-    """Drop the plan for these agents, if there is one: the user has made another."""
+    """Drop the pending plan for these agents, if any: the user has made another."""
     if (unapplied := _find(cohort, slots)) is not None:
         cohort.unapplied.remove(unapplied)
 
 
 def is_unchanged(cohort: Cohort, slots: Sequence[Slot]) -> bool:
-    """Return whether there is a plan for these agents, and none was changed since it was made."""
+    """Return whether these agents have a pending plan, and none was changed since that round."""
     unapplied = _find(cohort, slots)
     return unapplied is not None and not _changed(cohort, slots, unapplied)
 
@@ -99,7 +99,7 @@ def _find(cohort: Cohort, slots: Sequence[Slot]) -> Unapplied | None:
 
 
 def _changed(cohort: Cohort, slots: Sequence[Slot], unapplied: Unapplied) -> list[Slot]:
-    """Return the agents that were changed since the last round; all if they are others now."""
+    """Return the agents changed since the last round; all, if `slots` has other agents."""
     if list(slots) != list(unapplied.marks):
         return list(slots)
     return [slot for slot, mark in unapplied.marks.items() if _mark(cohort, slot) != mark]

@@ -1,8 +1,8 @@
-"""Shows a run in optuna-dashboard, on the loopback address: a copy of its study, read from its log.
+"""Serves a copy of a run's study in optuna-dashboard, on the loopback address.
 
 optuna-dashboard can rename and delete studies, change trials and write attributes; on the copy,
-this leaves the run unchanged. A copy also needs no password of a server, and shows runs that keep
-no trials.
+this leaves the run unchanged. The copy is read from the run's log: it needs no password of a
+database, and also shows runs that keep no trials.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class StudyCopy:
 
     def update(self) -> None:
         """Read the entries that the run has appended since the last call."""
-        before = self._cursor
-        for self._cursor, entry in entries(self._folder, self._cursor):  # noqa: B020 -- it moves on
+        start = self._cursor
+        for self._cursor, entry in entries(self._folder, self._cursor):  # noqa: B020 -- it advances
             if isinstance(entry, RoundDone):
                 self._add(entry.record)
             elif isinstance(entry, RunFinished) and self._last is not None:
                 self._lineage.record_mean(entry.summary, self._last)
-        if self._cursor != before:
+        if self._cursor != start:
             self._show()
 
     def _show(self) -> None:
@@ -92,7 +92,7 @@ class StudyCopy:
                 legend={"yanchor": "top", "y": -0.3},
             )
             self._pages.save_plotly_graph_object(self._study, tree, graph_object_id=FIGURE)
-        # After the figure, so that the whole tree is there once the winner's name is.
+        # Save the note last: once it names the winner, the tree is complete.
         self._pages.save_note(self._study, study_note(self._folder, view))
 
     def _add(self, record: RoundRecord) -> None:
@@ -103,7 +103,7 @@ class StudyCopy:
             noted = SimpleNamespace(
                 storage=self.storage,
                 study=self._study,
-                _trial_id=trial._trial_id,  # pyright: ignore[reportPrivateUsage] -- as it uses it
+                _trial_id=trial._trial_id,  # pyright: ignore[reportPrivateUsage] -- save_note reads it
             )
             self._pages.save_note(noted, note)
         self._last = record
@@ -122,12 +122,12 @@ def trial_note(agent: AgentRecord, record: RoundRecord) -> str:
     ]
     if agent.state == "ok" and agent.score is not None:
         fitness, error = columns.fitness(agent), columns.fitness_se(agent)
-        of = f", on {measured_on(agent.score)}: nothing was decided" if record.between else ""
-        lines.append(f"- fitness {fitness:.4f} ± {error:.4f}{of}")
+        remark = f", on {measured_on(agent.score)}: nothing was decided" if record.between else ""
+        lines.append(f"- fitness {fitness:.4f} ± {error:.4f}{remark}")
     else:
         lines.append(f"- failed: {_plain(agent.reason)}")
-    decided = (one.sentence for one in record.decisions if one.agent == agent.agent)
-    return "\n".join([*lines, *(f"- {_plain(sentence)}" for sentence in decided)])
+    texts = (decision.sentence for decision in record.decisions if decision.agent == agent.agent)
+    return "\n".join([*lines, *(f"- {_plain(sentence)}" for sentence in texts)])
 
 
 def study_note(folder: Path, view: RunView) -> str:
@@ -145,12 +145,12 @@ def study_note(folder: Path, view: RunView) -> str:
         f"A copy of the run in {_code(str(folder))}, made from its records and kept up to date "
         "with them. Changes that you make here are lost when this dashboard ends."
     )
-    return "\n".join([*heading, *(_plain(one.text) + "\n" for one in view.story), ending])
+    return "\n".join([*heading, *(_plain(sentence.text) + "\n" for sentence in view.story), ending])
 
 
 def _plain(text: str) -> str:
     """Escape the characters of a text that mark up Markdown or HTML."""
-    return "".join(f"&#{ord(one)};" if one in "<>&`*_[]()|\\" else one for one in text)
+    return "".join(f"&#{ord(sign)};" if sign in "<>&`*_[]()|\\" else sign for sign in text)
 
 
 def _code(text: str) -> str:
@@ -186,17 +186,17 @@ class _Guarded:
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         host, origin = environ.get("HTTP_HOST", ""), environ.get("HTTP_ORIGIN")
-        # Of any port: a user may forward another port to this one.
+        # Accept any port: a user may forward another port to this one.
         if host.rpartition(":")[0] not in (HOST, "localhost"):
             return _refuse(start, f"expected the host {HOST} in the address, got another one")
         if origin is not None and origin != f"http://{host}":
             return _refuse(start, "expected a request of this page, got one of another origin")
         if self._same(parse_qs(environ.get("QUERY_STRING", "")).get("token", [""])[0]):
             # Redirect to the address without the token, to keep it out of histories and referrers.
-            kept = f"{self._cookie}={self.token}; HttpOnly; SameSite=Lax; Path=/"
+            cookie = f"{self._cookie}={self.token}; HttpOnly; SameSite=Lax; Path=/"
             headers = [
                 ("Location", "/" + quote(environ.get("PATH_INFO", "").lstrip("/"))),
-                ("Set-Cookie", kept),
+                ("Set-Cookie", cookie),
             ]
             start("303 See Other", headers)
             return []
@@ -248,12 +248,12 @@ def serve(run: str | Path, port: int, *, say: Callable[[str], None]) -> None:
 
 
 def _keep_up(copy: StudyCopy, stop: threading.Event, say: Callable[[str], None]) -> None:
-    said = ""
+    last_message = ""
     while not stop.wait(SECONDS):
         try:
             copy.update()
         except KeyError:  # the study was deleted in the dashboard
             return
         except (EvoGrpoError, OSError) as error:
-            if said != (said := str(error)):
+            if last_message != (last_message := str(error)):
                 say(f"the rounds cannot be read now, so the dashboard is not updated: {error}")

@@ -1,4 +1,4 @@
-"""`evo-grpo follow` and `evo_grpo.follow`: feed several readers until the run has ended.
+"""`evo-grpo follow` and `evo_grpo.follow`: feed the readers of a run until it has ended.
 
 A run whose settings name readers starts this command as a second process. Each reader has its own
 thread, so that a reader that hangs or waits for its server does not delay the others.
@@ -34,7 +34,7 @@ from evo_grpo.training.recorded_inputs import read_inputs_of
 NAMES = (OPTUNA, REPORT_READER, *KINDS)
 """Names of the readers, for `to`."""
 SECONDS_AFTER_END = 600.0
-"""How long a reader may make no progress after the end of the run."""
+"""Seconds without progress, after the end of the run, from which a reader counts as hanging."""
 ATTEMPTS_AFTER_END = 3
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 """Least and greatest number of seconds between two attempts; the wait doubles each time."""
@@ -70,9 +70,9 @@ def follow(
         run: The run folder, finished or not.
         to: Names of readers: "optuna" for the trials where `record.storage` has them, "report", or
             a kind of tracker. An empty sequence stands for the readers in the settings of the run.
-        storage: Database for "optuna" in place of that of the settings.
+        storage: Database for "optuna", in place of `record.storage`.
         outside: Use folders outside of the run folder, servers and databases that the settings of
-            the run name. By default these are refused, since they may come from a stranger.
+            the run name. By default these are refused: the settings may come from a stranger.
 
     Raises:
         RunNotFoundError: `run` is not a run folder.
@@ -114,11 +114,11 @@ def follow_all(
 ) -> list[Followed]:
     """Follow a run as `follow` does, and return the errors of readers instead of raising them.
 
-    `warn` is called about errors that are retried, from several threads.
+    `warn` is called from several threads, with the error before each retry of a reader.
     """
     folder = expect_run(run)
-    for part in (folder, *_compared(folder)):
-        refuse_links_in_run(part)
+    for run_folder in (folder, *_compared(folder)):
+        refuse_links_in_run(run_folder)
     feedings = list(_feedings(folder, to, storage, warn, outside=outside))
     for feeding in feedings:
         feeding.start()
@@ -139,7 +139,7 @@ def _feedings(
     outside: bool,
 ) -> Iterator[_Feeding]:
     config = read_config(folder)
-    also = " --outside" if outside else ""
+    flag = " --outside" if outside else ""
     names = list(dict.fromkeys(to)) or config.record.readers
     if not names:
         raise ConfigError(
@@ -149,32 +149,32 @@ def _feedings(
     for name in names:
         if name == OPTUNA:
             url = _database(folder, config.record.storage, storage, outside=outside)
-            reader, option, label = OPTUNA, f"{OPTUNA}{also}", f"optuna ({url})" if url else OPTUNA
+            reader, option, label = OPTUNA, f"{OPTUNA}{flag}", f"optuna ({url})" if url else OPTUNA
             if url is not None and url != config.record.storage:
-                # The file of a database that the settings do not name has another name.
+                # A database that the settings do not name has a cursor file of its own.
                 reader = f"{OPTUNA}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
                 option = f"{OPTUNA} --storage {url}"
-            for part in (folder, *_compared(folder)):
-                make = partial(StudyReader, part, read_inputs_of(part).id, url)
+            for run_folder in (folder, *_compared(folder)):
+                make = partial(StudyReader, run_folder, read_inputs_of(run_folder).id, url)
                 yield _Feeding(
-                    part, reader, make, warn, from_start=True, label=label, option=option
+                    run_folder, reader, make, warn, from_start=True, label=label, option=option
                 )
         elif name == REPORT_READER:
             yield _Feeding(folder, name, partial(ReportReader, folder), warn, from_start=True)
         elif name in KINDS:
             settings = {tracker.kind: tracker for tracker in config.record.trackers}
             tracker = settings.get(name) or TrackerConfig(kind=name)
-            if not outside and (where := _elsewhere(tracker, folder)):
-                raise _not_inside(folder, f"record.trackers has {name} write to {where}")
+            if not outside and (target := _elsewhere(tracker, folder)):
+                raise _not_inside(folder, f"record.trackers has {name} write to {target}")
             check_trackers([tracker])
             make = partial(open_tracker, tracker, folder, config)
-            yield _Feeding(folder, name, make, warn, option=f"{name}{also}")
+            yield _Feeding(folder, name, make, warn, option=f"{name}{flag}")
         else:
             raise ConfigError(f"{folder}: expected readers of {', '.join(NAMES)}, got {name!r}")
 
 
 def _elsewhere(tracker: TrackerConfig, run: Path) -> str:
-    """Return the target of a tracker outside of the run folder, empty if it has none."""
+    """Return the target of a tracker, empty if it is inside the run folder."""
     if tracker.online or tracker.server is not None:
         return tracker.server or "its service"
     folder = Path(tracker.folder or run).expanduser().resolve()
@@ -203,8 +203,8 @@ def _database(
     if url is None or not is_url(url):
         return None
     if storage is None and not outside:
-        what = f"record.storage names the database {url}"
-        raise _not_inside(folder, what, f", or name it with --storage {url}")
+        reason = f"record.storage names the database {url}"
+        raise _not_inside(folder, reason, f", or name it with --storage {url}")
     check_driver(url)
     return url
 
@@ -222,7 +222,7 @@ def _all_hang(folder: Path, feedings: Sequence[_Feeding]) -> bool:
             feeding.last_progress = time.monotonic()
         return False
     working = [feeding for feeding in feedings if feeding.is_alive()]
-    return all(time.monotonic() - one.last_progress > SECONDS_AFTER_END for one in working)
+    return all(time.monotonic() - thread.last_progress > SECONDS_AFTER_END for thread in working)
 
 
 @final
@@ -230,7 +230,7 @@ class _Feeding(threading.Thread):
     """A thread that feeds one reader, and constructs it again after an error.
 
     The arguments are as for `feed`; `label` names the reader in messages, and `option` is the value
-    of `--to` in the command that continues.
+    of `--to` in the command that the messages suggest.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class _Feeding(threading.Thread):
 
 
 def _is_final(error: BaseException, trained: bool) -> bool:
-    """Return whether a retry is pointless, as it is not for a lost connection or a full disk."""
+    """Return whether a retry is pointless; after a lost connection or a full disk it is not."""
     passing = isinstance(error, ConnectionError) or (trained and isinstance(error, RunFailedError))
     return isinstance(error, EvoGrpoError) and not passing
 

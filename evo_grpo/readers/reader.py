@@ -1,4 +1,4 @@
-"""Readers of a run's log, and the files with their positions.
+"""Readers of a run's log, and the files with their cursors.
 
 The log is the queue between a run and its readers: a reader that hangs, fails, is slow or is killed
 does not affect the run and later continues from its cursor. The cursor is saved after each flush,
@@ -81,7 +81,7 @@ def feed(
     Args:
         run: The run folder.
         name: Name of the reader; its cursor is in `readers/<name>.json` of the folder.
-        make: Constructs the reader from its saved id, "" at first; called if there is an entry.
+        make: Constructs the reader from its saved id, "" at first; called at the first entry.
         follow: Wait for new entries until the run has ended.
         from_start: Begin at the start of the log, not at the cursor.
         on_progress: Called after each entry with the cursor and the id of the reader.
@@ -89,10 +89,10 @@ def feed(
     """
     folder = expect_run(run)
     with closing(ReaderFile(folder, name, warn)) as file:
-        at, reader = START if from_start else file.cursor, None
-        on_progress(at, file.id)
-        read = flushed = at
-        for at, entry in entries(folder, at, follow=follow):  # noqa: B020 -- at advances
+        cursor, reader = START if from_start else file.cursor, None
+        on_progress(cursor, file.id)
+        last_read = last_flushed = cursor
+        for cursor, entry in entries(folder, cursor, follow=follow):  # noqa: B020 -- cursor advances
             file.check()
             if reader is None:
                 reader = make(file.id)
@@ -100,23 +100,23 @@ def feed(
                 file.save(file.cursor, reader.id)
             try:
                 reader.read(entry)
-                read = at
+                last_read = cursor
                 if reader.flush():
-                    flushed = at
-                    file.save(at, reader.id, may_wait=isinstance(entry, StepDone))
+                    last_flushed = cursor
+                    file.save(cursor, reader.id, may_wait=isinstance(entry, StepDone))
             except BaseException:
                 with suppress(Exception):  # raise the first error, not one of closing
                     reader.close()
-                    flushed = read
-                if flushed != START:
+                    last_flushed = last_read
+                if last_flushed != START:
                     with suppress(Exception):
-                        file.save(flushed, reader.id)
+                        file.save(last_flushed, reader.id)
                 raise
-            on_progress(at, reader.id)
+            on_progress(cursor, reader.id)
         if reader is not None:
             reader.close()
-            file.save(at, reader.id)
-            on_progress(at, reader.id)
+            file.save(cursor, reader.id)
+            on_progress(cursor, reader.id)
     return file.cursor
 
 
@@ -127,8 +127,8 @@ def id_of(run: Path, name: str) -> str:
 
 def _read(run: Path, name: str) -> tuple[Cursor, str]:
     """Return the cursor and the id of a reader."""
-    what, file = "the cursor and the id of a reader", run / READERS / f"{name}.json"
-    saved = read_result(file, _POSITION, what, f"follow {run}")
+    description, file = "the cursor and the id of a reader", run / READERS / f"{name}.json"
+    saved = read_result(file, _POSITION, description, f"follow {run}")
     return (START, "") if saved is None else (saved[1].cursor, saved[1].id)
 
 

@@ -136,8 +136,7 @@ def leaderboard_rows(
     }
     agents = [*latest.values(), *(a for a in front_agents.values() if a is not latest[a.agent])]
     for agent in sorted(agents, key=place):
-        key = (agent.agent, agent.round)
-        finalist = finalists.get(key)
+        finalist = finalists.get(key := (agent.agent, agent.round))
         rows.append(
             {
                 "agent": agent.agent,

@@ -59,7 +59,7 @@ Fill = Callable[[Path], None]
 """Writes files into a folder."""
 
 _ASIDE = ".evo-grpo-export-"
-"""How the name of the folder of an export begins that is not complete yet."""
+"""Prefix of the folder in which an export is written until it is complete."""
 
 _OURS = re.compile(
     rf"(?:{BASE}/)?(?:README\.md|export\.json|adapter_(?:model\.safetensors|config\.json)"
@@ -80,9 +80,9 @@ def check_target(out: Path, *, force: bool) -> Path:
     names = [p.name for p in target.iterdir() if not p.name.startswith(_ASIDE)]
     if names and not force:
         raise RunDirError(f"{out}: is not empty; choose another OUT, or replace it with --force")
-    written: dict[str, str] = (read_manifest(target) or {}).get("files", {})
-    for name in _files_of(target) if written else names:
-        if name != MANIFEST and sha256_of(target / name) != written.get(name, ""):
+    digests: dict[str, str] = (read_manifest(target) or {}).get("files", {})
+    for name in _files_of(target) if digests else names:
+        if name != MANIFEST and sha256_of(target / name) != digests.get(name, ""):
             raise RunDirError(
                 f"{out}: expected an earlier export to replace, found {name}, which is not as an "
                 "export wrote it; move it away, or choose another OUT"
@@ -163,7 +163,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _replace(target: Path, aside: Path) -> None:
-    """Replace the contents of a folder by those of another one."""
+    """Replace the contents of `target` by those of `aside`."""
     for path in sorted(target.iterdir(), key=_order, reverse=True):
         if path == aside:
             continue
@@ -225,7 +225,7 @@ class BaseModel:
 
     @property
     def shown(self) -> str:
-        """Name of the model for others; only the last part of a local path."""
+        """Name of the model in the export; of a local path, only the last part."""
         is_path = self.source is not None and self.source.local
         return self.name.rstrip("/").rpartition("/")[2] if is_path else self.name
 
@@ -251,7 +251,7 @@ class Contents:
 
 def checked_adapter(choice: ChosenAgent) -> Path:
     """Return the PEFT folder of an agent of a run, after checking its recorded digests."""
-    files = {name: one for name, one in choice.files.items() if name.startswith("actor/")}
+    files = {name: digest for name, digest in choice.files.items() if name.startswith("actor/")}
     if not choice.checkpoint or not {f"actor/{WEIGHTS}", f"actor/{ADAPTER}"} <= files.keys():
         raise CheckpointError(
             f"{choice.run}: its records name no checkpoint of {choice.name}, or not all of its "
@@ -278,9 +278,9 @@ def find_base(
     name, attributes = model.name, _attributes(choice)
     is_object = "model" in _objects(choice, attributes)
     source = None if is_object else _source(name)
-    said = str(_json(adapter, ADAPTER).get("base_model_name_or_path") or name)
+    recorded_name = str(_json(adapter, ADAPTER).get("base_model_name_or_path") or name)
     if source is None:
-        reference = said if is_object else name
+        reference = recorded_name if is_object else name
     elif not source.local:
         reference = source.path
     elif source.gguf_file or name in embedded_digests():
@@ -365,9 +365,9 @@ def _source(name: str) -> Source | None:
 
 def _tokenizer(choice: ChosenAgent, base: BaseModel) -> tuple[dict[str, bytes], list[str]]:
     """Return the files of the run's tokenizer, or none and a note with the reason."""
-    given = [n for n in ("model", "tokenizer") if n in _objects(choice, _attributes(choice))]
-    if given or base.source is None:
-        why = f"the run was given its {given[0]} in Python" if given else "its base is not found"
+    parts = [n for n in ("model", "tokenizer") if n in _objects(choice, _attributes(choice))]
+    if parts or base.source is None:
+        why = f"the run was given its {parts[0]} in Python" if parts else "its base is not found"
         return {}, [f"{choice.run}: the export has no tokenizer, because {why}; save it beside it"]
     if base.embedded:
         files = _embedded(base.source)

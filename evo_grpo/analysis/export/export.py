@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _MARKUP = re.compile(r"[\\`*<>\[\]|&~#$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
-"""Characters with a meaning in the middle of a line of Markdown; not the one in group_size."""
+"""Characters that mark up text within a line of Markdown; not a "_" inside a word."""
 PLACEHOLDER = "..."
 """Placeholder for a value that the user has to fill in."""
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -97,19 +97,19 @@ class ExampleCode:
             question = asking(config.env, config.seed, own.prompt, show_rows=False)
         except EvoGrpoError:  # the task does not exist any more, or was a Python object
             question = TaskPrompt(Template.of("{prompt}"), DEFAULT_OUTPUT_TOKENS, {})
-        said = own.max_output_tokens or config.algorithm.max_output_tokens
+        max_tokens = own.max_output_tokens or config.algorithm.max_output_tokens
         stop = config.algorithm.stop
         return cls(
             base,
             contents,
             question.template,
             {name: question.example.get(name, PLACEHOLDER) for name in question.template.columns()},
-            said or question.max_output_tokens,
+            max_tokens or question.max_output_tokens,
             config.evolve.fitness.temperature,
             pushed,
             question.hidden,
-            tuple(one for one in stop if isinstance(one, str)),
-            tuple(one for one in stop if isinstance(one, int)),
+            tuple(end for end in stop if isinstance(end, str)),
+            tuple(end for end in stop if isinstance(end, int)),
         )
 
     @property
@@ -127,15 +127,15 @@ class ExampleCode:
     def lora_rank(self) -> int:
         """The value of vLLM's max_lora_rank."""
         rank = self.contents.rank
-        return next((one for one in VLLM_RANKS if one >= rank), rank)
+        return next((limit for limit in VLLM_RANKS if limit >= rank), rank)
 
     def keywords(self) -> str:
         """Return the keyword arguments that the chat template reads."""
-        named = self.template.keywords.items()
-        return "".join(f", {name}={value!r}" for name, value in named if name.isidentifier())
+        items = self.template.keywords.items()
+        return "".join(f", {name}={value!r}" for name, value in items if name.isidentifier())
 
     def question(self) -> list[str]:
-        """Return lines of code with the row and the prompt, or the messages, made from it."""
+        """Return lines of code that build a row, and from it the prompt or the messages."""
         row = ", ".join(f"{literal(name)}: {literal(value)}" for name, value in _row(self).items())
         lines = [f"row = {{{row}}}"] if row else []
         if self.template.conversation is None:
@@ -146,9 +146,9 @@ class ExampleCode:
 
 def literal(value: object) -> str:
     """Return a value as a Python literal, a string in double quotes if possible."""
-    written = repr(value)
-    plain = isinstance(value, str) and written[0] == "'" and '"' not in written
-    return f'"{written[1:-1]}"' if plain else written
+    representation = repr(value)
+    plain = isinstance(value, str) and representation[0] == "'" and '"' not in representation
+    return f'"{representation[1:-1]}"' if plain else representation
 
 
 def _message(message: Mapping[str, str]) -> str:
@@ -165,13 +165,13 @@ def _filled(text: str) -> str:
 
 
 def _row(use: ExampleCode) -> dict[str, Any]:
-    """Return values that fill the template and that Python can print."""
+    """Return a row of values that fill the template and have Python literals."""
     row: dict[str, Any] = {}
     chats = use.template.conversations
     for name, value in use.row.items():
         fits = type(value) in (str, int, float, bool)
-        asked = [{"role": "user", "content": PLACEHOLDER}]
-        row[name] = asked if name in chats else value if fits else PLACEHOLDER
+        messages = [{"role": "user", "content": PLACEHOLDER}]
+        row[name] = messages if name in chats else value if fits else PLACEHOLDER
     try:
         use.template.plain(row)
     except EvoGrpoError:  # a format such as {answer:03d}, which takes a number
@@ -185,7 +185,7 @@ def card(choice: ChosenAgent, config: RunConfig, use: ExampleCode, digest: str) 
     from huggingface_hub import ModelCard, ModelCardData
 
     data = ModelCardData(
-        base_model=use.base.hub_id,  # none without an id on the Hub, which refuses other names
+        base_model=use.base.hub_id,  # None without an id on the Hub, which refuses other names
         library_name="transformers" if use.merged else "peft",
         tags=["grpo", *([] if use.merged else ["lora"]), "evo-grpo"],
     )
@@ -222,8 +222,8 @@ def _number(value: Value | tuple[float, ...]) -> str:
     """Return the value of a hyperparameter, or of both bounds, in three digits."""
     if isinstance(value, tuple):
         return ":".join(map(_number, value))
-    named = isinstance(value, str | bool)
-    return _plain(plain_choice(value)) if named else f"{value:.3g}"
+    is_choice = isinstance(value, str | bool)
+    return _plain(plain_choice(value)) if is_choice else f"{value:.3g}"
 
 
 def _score(score: Score) -> str:
@@ -274,8 +274,8 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
         out: Folder to write; new or empty.
         agent: Number of an agent.
         member: Id of a member, which is one life of an agent.
-        round: 0-based round after which the agent is taken, by default its last one; alone, the
-            best agent of that round.
+        round: 0-based round after which the agent is taken, by default its last round; without
+            `agent` and `member`, the best agent of that round.
         best_ever: Take the agent with the greatest fitness of all rounds, as it was then.
         prefer: In a run with several objectives, the agent of the front with the greatest weighted
             sum, for instance `{"tokens": 0.2}`. Each objective is normalised: its best agent on the
@@ -326,7 +326,7 @@ def export_choice(
         check_push(push)
     adapter = read_adapter_files(choice)
     with writing(target, "export"):
-        place = check_target(target, force=force)
+        folder = check_target(target, force=force)
     config = read_config(choice.run, past=True)
     base = find_base(choice, config.model, adapter[ADAPTER], config.engine.quantization)
     if push is not None and not merge and os.path.isabs(base.reference):
@@ -336,16 +336,16 @@ def export_choice(
         )
     contents = (merged_contents if merge else adapter_contents)(choice, base, adapter)
     digest = choice.files[f"actor/{WEIGHTS}"]
-    use = ExampleCode.of(base, contents, config, push, choice.agent.record.hparams)
-    files = {CARD: card(choice, config, use, digest).encode(), **contents.files}
+    example = ExampleCode.of(base, contents, config, push, choice.agent.record.hparams)
+    files = {CARD: card(choice, config, example, digest).encode(), **contents.files}
     with writing(target, "export"):
-        check_target(target, force=force)  # the base took its time to load
-        about = _about(choice, base, dtype=contents.dtype)
-        names = write_export(place, files, contents.fills, about)
+        check_target(target, force=force)  # again: loading the base takes time
+        manifest = _about(choice, base, dtype=contents.dtype)
+        names = write_export(folder, files, contents.fills, manifest)
     for note in contents.notes:
         warnings.warn(note, UserWarning, stacklevel=3)
     if push is not None:
-        push_files(push, place, names)
+        push_files(push, folder, names)
     return target
 
 
@@ -372,16 +372,16 @@ def check_push(repository: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    wrong = "" if repository.count("/") == 1 else "it has no owner"
+    fault = "" if repository.count("/") == 1 else "it has no owner"
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        wrong = shorten(str(error))
-    if wrong or not _token():
+        fault = shorten(str(error))
+    if fault or not _token():
         raise ConfigError(
             f"push: expected a repository of the Hub as owner/name, got "
-            f"{shorten(repository)!r}: {wrong}"
-            if wrong
+            f"{shorten(repository)!r}: {fault}"
+            if fault
             else "push: expected a token of the Hub with write access in the environment, as "
             f"{TOKEN}, got none; make one on huggingface.co/settings/tokens"
         )
@@ -393,12 +393,12 @@ def push_files(repository: str, folder: Path, names: Sequence[str]) -> None:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, errors
 
     # The base class of the errors of its HTTP client.
-    http: type[Exception] = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage] -- documented there
+    http: type[Exception] = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage] -- huggingface_hub documents it
     api = HfApi(token=_token())
     try:
         api.create_repo(repository, private=True, exist_ok=True)
-        there = api.list_repo_files(repository)
-        stale = [name for name in there if name not in names and is_export_file(name)]
+        remote_names = api.list_repo_files(repository)
+        stale = [name for name in remote_names if name not in names and is_export_file(name)]
         operations: list[Any] = [CommitOperationDelete(name) for name in stale]
         operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
         api.create_commit(repository, operations, commit_message="Export from evo-grpo")
@@ -416,9 +416,9 @@ def _token() -> str:
 def _why(error: Exception) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
-    said = shorten(redacted(f"{type(error).__name__}: {error}", _token()))
+    text = shorten(redacted(f"{type(error).__name__}: {error}", _token()))
     if isinstance(error, HfHubHTTPError):
         if error.response.status_code in (401, 403):
-            return f"the Hub refuses the token in {TOKEN}, which needs write access there ({said})"
-        return f"the Hub refused ({said})"
-    return f"the Hub cannot be reached; check the network ({said})"
+            return f"the Hub refuses the token in {TOKEN}, which needs write access there ({text})"
+        return f"the Hub refused ({text})"
+    return f"the Hub cannot be reached; check the network ({text})"

@@ -72,20 +72,20 @@ def loaded(
     max_output_tokens: int | None = None,
     own: Hparams | None = None,
 ) -> Generator[Policy]:
-    """Load the base of a configuration, a PEFT folder over it and, `with_env`, its task.
+    """Yield the base of a configuration, a PEFT folder over it and, `with_env`, its task.
 
     The adapter's LoRA settings replace those of the configuration. `task` is the single-turn task
     of the configuration, if it is already built; `env` replaces it. `max_output_tokens` is used if
-    the configuration has none. Of the agent's hyperparameters `own`, the longest completion and the
-    prompt are used.
+    the configuration has none. Of the agent's hyperparameters, `own`, only `max_output_tokens` and
+    `prompt` are used.
     """
     algorithm, own = config.algorithm, own or Hparams()
     longest = algorithm.longest_output(config.search_space())
     if longest is None and max_output_tokens is not None:
         algorithm = algorithm.replace(max_output_tokens=max_output_tokens)
-    # The adapter has fixed settings, even if the run searched them.
+    # The adapter has fixed LoRA settings, even if the run searched them.
     ranges = config.evolve.hyperparameters
-    others = ranges and {name: one for name, one in ranges.items() if not name.startswith(LORA)}
+    others = ranges and {name: span for name, span in ranges.items() if not name.startswith(LORA)}
     agents = config.agents().replace(
         model=config.model.replace(lora=LoraSettings(), adapter=str(adapter)),
         hyperparameters=others,
@@ -93,37 +93,37 @@ def loaded(
         # One process samples, and nothing is trained.
         engine=config.engine.replace(zero=None),
     )
-    made: Environment[Any] | None = None
+    environment: Environment[Any] | None = None
     if with_env and env is None:
-        cohort, made, start = build_parts(config, agents, task)
+        cohort, environment, start = build_parts(config, agents, task)
     else:
         cohort, start = build_cohort(agents)
-        made = environment_for(cohort, env) if with_env else None
+        environment = environment_for(cohort, env) if with_env else None
     (slot,) = add_agents(cohort, 1, "same", start)
-    known: Sequence[str] = getattr(made, "prompt_names", ())
+    prompt_names: Sequence[str] = getattr(environment, "prompt_names", ())
     prompt = own.prompt
-    if prompt is not None and made is not None and prompt not in known:
+    if prompt is not None and environment is not None and prompt not in prompt_names:
         warnings.warn(
             f"the agent was trained with the prompt {prompt!r}, which env.prompts does not have: "
             "it is asked with the prompt of the task",
             UserWarning,
             stacklevel=3,
         )
-    if prompt not in known:
+    if prompt not in prompt_names:
         prompt = None
     hparams = cohort.agents[slot].hparams
     hparams = hparams.replace(prompt=prompt, max_output_tokens=own.max_output_tokens)
     cohort.set_hparams(slot, hparams)
     cohort.open_engine()
     try:
-        yield Policy(cohort, made, slot)
+        yield Policy(cohort, environment, slot)
     finally:
         cohort.close_engine()
 
 
 def check_answers(who: str, logprobs: Iterable[Sequence[float] | None]) -> None:
     """Refuse answers whose log-probs (one sequence each) have a NaN: the tokens are arbitrary."""
-    if any(math.isnan(value) for own in logprobs for value in own or ()):
+    if any(math.isnan(value) for values in logprobs for value in values or ()):
         raise RunFailedError(
             f"{who}: expected finite log-probabilities, got NaN: its weights are not finite, or "
             "overflow in the dtype of the base, so that its answers are arbitrary; use another "
@@ -139,12 +139,12 @@ def config_of(
     env: object = None,
     call: str = "",
 ) -> RunConfig:
-    """Return the settings of a run whose base can be built from them.
+    """Return the settings of a run; refuse a run whose base cannot be built from them.
 
     A `command` that builds the task too needs the run's files unchanged, except those that `allow`
-    names. `env` is the environment of a run that was given an object; `call` names the Python call.
+    names. `env` is the environment of a run that was given one; messages name the Python `call`.
     """
-    recorded, given = recorded_objects(choice.run), FromPython(env)
+    recorded, from_python = recorded_objects(choice.run), FromPython(env)
     if base := [name for name in ("model", "tokenizer") if name in recorded]:
         raise RunDirError(
             f"{choice.run}: it was recorded by Population.train with {' and '.join(base)}, which "
@@ -154,13 +154,13 @@ def config_of(
         )
     config = read_config(choice.run)
     if command is not None:
-        config = given.with_env(recorded, config, choice.run, call)
+        config = from_python.with_env(recorded, config, choice.run, call)
         parts: dict[str, str] | None = None
         if any(name.partition(".")[0] == "env" for name in recorded):
-            # Only the environment is used again.
-            then = read_inputs_of(choice.run).objects
-            others = {name: value for name, value in then.items() if not name.startswith("env")}
-            parts = others | given.parts(config.seed)
+            # Of the objects, only the environment is used again.
+            past = read_inputs_of(choice.run).objects
+            others = {name: value for name, value in past.items() if not name.startswith("env")}
+            parts = others | from_python.parts(config.seed)
         check_inputs(choice.run, config, command=command, allow=allow, objects=parts)
     return config
 
@@ -172,7 +172,7 @@ def adapter_of(choice: ChosenAgent) -> Path:
 
 
 def played_out(play: Play, sampler: PopulationSampler) -> Play:
-    """Return a play after its last turn."""
+    """Sample the turns of a play to the last one, and return the play."""
     while (ask := play.ask()) is not None:
         play.tell(sampler.sample(ask))
     return play
@@ -271,12 +271,12 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
         RunFailedError: The agent, or the base, has log-probabilities that are not finite.
     """
     choice = choose_of(run, agent, member, round, best_ever=best_ever, prefer=prefer)
-    given = [prompts] if isinstance(prompts, str) else list(prompts)
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
     numbers = [rows] if isinstance(rows, int) else list(rows)
-    how: dict[str, Any] = {"n": n, "temperature": temperature, "base": base, "seed": seed}
-    how |= {"split": split, "raw": raw, "allow": allow, "env": env}
+    options: dict[str, Any] = {"n": n, "temperature": temperature, "base": base, "seed": seed}
+    options |= {"split": split, "raw": raw, "allow": allow, "env": env}
     with searching(code_folder(code), is_code=True):
-        return [answer for part in answers(choice, given, numbers, **how) for answer in part]
+        return [answer for part in answers(choice, texts, numbers, **options) for answer in part]
 
 
 def answers(  # noqa: PLR0913 -- the arguments of `sample`
@@ -306,14 +306,14 @@ def answers(  # noqa: PLR0913 -- the arguments of `sample`
     fitness = config.evolve.fitness
     if temperature is not None:
         fitness = fitness.replace(temperature=temperature)
-    adapter, own = adapter_of(choice), choice.agent.record.hparams
+    adapter, hparams = adapter_of(choice), choice.agent.record.hparams
     # For rows, the environment makes the prompts and limits the answers.
-    how = None if rows else _how(config.env, config.seed, own.prompt, raw=raw)
-    tokens = None if how is None else how.max_output_tokens
+    question = None if rows else _how(config.env, config.seed, hparams.prompt, raw=raw)
+    tokens = None if question is None else question.max_output_tokens
     with loaded(
-        config, adapter, with_env=bool(rows), env=env, max_output_tokens=tokens, own=own
+        config, adapter, with_env=bool(rows), env=env, max_output_tokens=tokens, own=hparams
     ) as policy:
-        how = how or _how(config.env, config.seed, own.prompt, raw=raw)
+        question = question or _how(config.env, config.seed, hparams.prompt, raw=raw)
         slots = {choice.title: policy.slot, **({"base": None} if base else {})}
         numbers = count(1)
 
@@ -327,7 +327,7 @@ def answers(  # noqa: PLR0913 -- the arguments of `sample`
             )
 
         for text in prompts:
-            yield _answer_prompt(policy.cohort, list(slots), how, text, sampler())
+            yield _answer_prompt(policy.cohort, list(slots), question, text, sampler())
         for number in rows:
             yield _answer_row(policy, list(slots), split, number, sampler())
 
@@ -348,9 +348,9 @@ def _answer_prompt(
     answers: list[Sampled] = []
     for name, (group,) in zip(who, groups, strict=True):
         completions = group.completions
-        check_answers(name, (one.logprobs for one in completions))
-        texts = tuple(one.text for one in completions)
-        ended = tuple(one.ended for one in completions)
+        check_answers(name, (completion.logprobs for completion in completions))
+        texts = tuple(completion.text for completion in completions)
+        ended = tuple(completion.ended for completion in completions)
         answers.append(Sampled(rendered, name, texts, (None,) * len(texts), ended))
     return answers
 
@@ -366,11 +366,11 @@ def _answer_row(
     answers: list[Sampled] = []
     for name, experience in zip(who, play.experiences(), strict=True):
         episodes = experience.trajectories
-        check_answers(name, (one.logprobs for one in episodes))
+        check_answers(name, (episode.logprobs for episode in episodes))
         earned = weighted(experience.rewards, env.weights)
-        rewards = tuple(None if math.isnan(one) else float(one) for one in earned)
-        texts = tuple(one.text or one.error for one in episodes)
-        ended = tuple(one.ended for one in episodes)
+        rewards = tuple(None if math.isnan(reward) else float(reward) for reward in earned)
+        texts = tuple(episode.text or episode.error for episode in episodes)
+        ended = tuple(episode.ended for episode in episodes)
         answers.append(Sampled(episodes[0].prompt, name, texts, rewards, ended))
     return answers
 
@@ -412,11 +412,11 @@ def show_sampled(console: Console, sampled: Sequence[Sampled]) -> None:
     """Print a prompt and the answers to it, each with its own line breaks."""
     for line in sampled[0].prompt.split("\n"):
         say(console, f"> {line}", "bold", wrap=True)
-    for one in sampled:
-        say(console, f"{one.who}:", "dim")
-        for text, reward, ended in zip(one.texts, one.rewards, one.ended, strict=True):
-            said = "" if reward is None else f"  [reward {number(reward, 2)}]"
-            show_answer(console, text, ("" if ended else " ...") + said)
+    for result in sampled:
+        say(console, f"{result.who}:", "dim")
+        for text, reward, ended in zip(result.texts, result.rewards, result.ended, strict=True):
+            reward_text = "" if reward is None else f"  [reward {number(reward, 2)}]"
+            show_answer(console, text, ("" if ended else " ...") + reward_text)
     console.print()
 
 

@@ -53,8 +53,8 @@ class Judged:
     Attributes:
         adapter: Folder of the adapter, or the agent of a run in words.
         samples: Completions, or episodes, per prompt.
-        own: Mean reward of the adapter, or the probability that one of k completions of a prompt
-            is correct.
+        own: Mean reward of the adapter, or the probability that at least one of k completions of
+            a prompt is correct.
         base: The same for the base with the same draws, None if it was not evaluated.
         gain: Adapter minus base, over the prompts that both answered.
         gain_se: Paired standard error of the gain, NaN from fewer than two prompts.
@@ -85,14 +85,14 @@ class Judged:
         """Return the result as JSON values; numbers that are not finite are None."""
         about = ("adapter", "task", "split", "samples", "temperature", "correct", "sign")
         fields = {name: getattr(self, name) for name in about} | self._measured()
-        passes = [{"k": one.k, **one._measured()} for one in self.passes]
+        passes = [{"k": judged.k, **judged._measured()} for judged in self.passes]
         return {"level": LEVEL, **plain_value({**fields, "passes": passes})}
 
     def _measured(self) -> dict[str, Any]:
         scores = {"own": self.own, "base": self.base}
         means = {
-            who: score and {"mean": score.mean, "se": score.se, "n": score.n}
-            for who, score in scores.items()
+            name: score and {"mean": score.mean, "se": score.se, "n": score.n}
+            for name, score in scores.items()
         }
         return {**means, "gain": self.gain, "gain_se": self.gain_se, "interval": self.interval}
 
@@ -146,15 +146,15 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
     Rule(lambda value: value in ("validation", "test"), "validation or test").check("split", split)
     passes = tuple(pass_at) if isinstance(pass_at, Sequence) else (pass_at,)
     numbers = [("prompts", prompts), ("samples", samples), *(("pass_at", k) for k in passes)]
-    for what, value in numbers:
-        whole(1).or_none().check(what, value)
+    for argument, value in numbers:
+        whole(1).or_none().check(argument, value)
     number(math.isfinite, "a finite number").or_none().check("correct", correct)
     with ExitStack() as stack:  # files and modules are found as in a run
         stack.enter_context(searching(code_folder(code), is_code=True))
         stack.enter_context(searching(beside(config)))
-        name, folder, run, own = _adapter_and_task(Path(adapter), config, allow, env)
-        if (named := named_task(env)) is not None:
-            run, env = run.replace(env=named), None
+        name, folder, run, hparams = _adapter_and_task(Path(adapter), config, allow, env)
+        if (task_settings := named_task(env)) is not None:
+            run, env = run.replace(env=task_settings), None
         fitness = run.evolve.fitness
         if temperature is not None:
             fitness = fitness.replace(temperature=temperature)
@@ -163,16 +163,16 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
             correct = 1.0 if fitness.correct is None else fitness.correct
         task = task_of(run) if env is None else None
         policy = stack.enter_context(
-            loaded(run, folder, with_env=True, task=task, env=env, own=own)
+            loaded(run, folder, with_env=True, task=task, env=env, own=hparams)
         )
         assert policy.env is not None, "loaded with with_env=True"
-        usual = fitness.test_prompts if split == "test" else fitness.prompts
+        default_count = fitness.test_prompts if split == "test" else fitness.prompts
         # Base first, as at the end of a run: the same batch gives the same bits.
         evaluations = evaluate(
             policy.cohort,
             policy.env,
             [*([None] if base else []), policy.slot],
-            policy.env.prompts(split, prompts or usual),
+            policy.env.prompts(split, prompts or default_count),
             samples=samples,
             temperature=fitness.temperature,
             reward=fitness.counted,
@@ -190,55 +190,58 @@ def _judged(
 ) -> Judged:
     """Return the result of evaluations, of which that of the base comes first."""
     name, base = about[0], len(evaluations) > 1
-    for who, one in zip(["the base", name] if base else [name], evaluations, strict=True):
-        _check_finite(who, one)
+    for who, result in zip(["the base", name] if base else [name], evaluations, strict=True):
+        _check_finite(who, result)
 
     def judged(scores: Sequence[Score], **more: Any) -> Judged:
         gain = _gain(scores[1], scores[0]) if base else {}
         return Judged(*about, scores[-1], **gain, correct=correct, **more)
 
-    scores = [one.score for one in evaluations]
+    scores = [result.score for result in evaluations]
     return judged(
         scores,
         sign=claims(scores[::-1], 0, TEST_LEVEL)[1] if base else None,
         passes=tuple(
-            judged([pass_at_k(one.rewards, one.units, k, correct) for one in evaluations], k=k)
+            judged(
+                [pass_at_k(result.rewards, result.units, k, correct) for result in evaluations], k=k
+            )
             for k in passes
         ),
     )
 
 
 def _samples(fitness: FitnessConfig, split: JudgedOn, samples: int | None, most: int) -> int:
-    """Return the completions per prompt: the given number or that of a run, and at least `most`."""
+    """Return the completions per prompt: `samples` or those of a run; refuse fewer than `most`."""
     # Validation repeats the draws of the final comparison, and its samples where it has any.
-    usual = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
-    each = fitness.per_prompt(samples or max(usual, most))
-    if most > each:
-        greedy = " at temperature 0, where all of them are equal" if each == 1 else ""
+    default = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
+    per_prompt = fitness.per_prompt(samples or max(default, most))
+    if most > per_prompt:
+        greedy = " at temperature 0, where all of them are equal" if per_prompt == 1 else ""
         raise ConfigError(
-            f"pass_at: expected at most {each}, the completions of a prompt{greedy}, got {most}; "
+            f"pass_at: expected at most {per_prompt}, the completions of a prompt{greedy}, got "
+            f"{most}; "
             + ("give a temperature above 0" if greedy else "give as many samples, or leave k")
         )
-    return each
+    return per_prompt
 
 
 def _gain(own: Score, base: Score) -> dict[str, Any]:
-    """Return the score of the base and the gain over it, as fields; NaN if no prompt is shared."""
-    ahead = compare(own, base)
+    """Return the fields of `Judged` about the base; the gain is NaN if no prompt is shared."""
+    comparison = compare(own, base)
     # Where both answered all prompts, the gain is rounded as in summary.json.
-    whole_split = ahead.prompts == own.n == base.n
-    gain = own.mean - base.mean if whole_split else ahead.difference
+    whole_split = comparison.prompts == own.n == base.n
+    gain = own.mean - base.mean if whole_split else comparison.difference
     return {
         "base": base,
         "gain": gain,
-        "gain_se": ahead.error,
-        "interval": interval(gain, ahead.error, ahead.prompts),
+        "gain_se": comparison.error,
+        "interval": interval(gain, comparison.error, comparison.prompts),
     }
 
 
 def _check_finite(who: str, evaluation: Evaluation) -> None:
     """Refuse log-probabilities or a mean reward that is not finite."""
-    check_answers(who, (one.logprobs for one in evaluation.experience.trajectories))
+    check_answers(who, (trajectory.logprobs for trajectory in evaluation.experience.trajectories))
     if not math.isfinite(evaluation.score.mean):
         raise RunFailedError(
             f"{who}: expected a mean reward, got none: every reward function abstained on every "
@@ -252,14 +255,14 @@ def _adapter_and_task(
     allow: Sequence[str],
     env: object,
 ) -> tuple[str, Path, RunConfig, Hparams]:
-    """Return an adapter's name and PEFT folder, the configuration of its task, and its values."""
-    given = None if config is None else as_config(config)
+    """Return an adapter's name and PEFT folder, the settings with its task, and its hparams."""
+    settings = None if config is None else as_config(config)
     if is_run(adapter):
         choice = choose_of(adapter)
         call = f"evo_grpo.evaluate_adapter({str(adapter)!r}, env=...)"
-        run = given or config_of(choice, f"evaluate {adapter}", allow, env=env, call=call)
-        own = choice.agent.record.hparams
-        return f"{choice.title} of {adapter}", adapter_of(choice), run, own
+        run = settings or config_of(choice, f"evaluate {adapter}", allow, env=env, call=call)
+        hparams = choice.agent.record.hparams
+        return f"{choice.title} of {adapter}", adapter_of(choice), run, hparams
     refuse_foreign_files(adapter)
     if not (adapter / ADAPTER_CONFIG).is_file():
         merged = (adapter / "config.json").is_file()
@@ -271,40 +274,40 @@ def _adapter_and_task(
                 else "got neither; give the folder that evo-grpo export wrote"
             )
         )
-    if given is None:
+    if settings is None:
         raise ConfigError(
             f"{adapter}: expected a configuration with the base and the task of the PEFT folder, "
             f"got none: evo-grpo evaluate {adapter} population.yaml"
         )
-    named = str(read_config(adapter).base_model_name_or_path or "")
-    # An export with its base names it by a relative path. Other paths differ between machines.
-    if named and not named.startswith("./") and Path(named).name != Path(given.model.name).name:
+    base = str(read_config(adapter).base_model_name_or_path or "")
+    # An export with its base inside has a relative path of it. Other paths differ between machines.
+    if base and not base.startswith("./") and Path(base).name != Path(settings.model.name).name:
         warnings.warn(
-            f"{adapter}: its base is {named!r}, but the base of the configuration is "
-            f"{given.model.name!r}: an adapter only works with its own base",
+            f"{adapter}: its base is {base!r}, but the base of the configuration is "
+            f"{settings.model.name!r}: an adapter only works with its own base",
             UserWarning,
             stacklevel=3,
         )
-    return str(adapter), adapter, given, exported_values(adapter)
+    return str(adapter), adapter, settings, exported_values(adapter)
 
 
 def show_judged(console: Console, judged: Judged) -> None:
     """Print the mean reward of an adapter, that of its base, and the difference."""
-    each = count(judged.samples, "sample")
-    where = f"{count(judged.own.n, judged.split + ' prompt')} of {judged.task}"
-    how = f"{each} each at temperature {judged.temperature:g}"
+    samples = count(judged.samples, "sample")
+    prompts = f"{count(judged.own.n, judged.split + ' prompt')} of {judged.task}"
+    decoding = f"{samples} each at temperature {judged.temperature:g}"
     if not judged.temperature:
-        how = "decoded greedily"
-    say(console, f"{judged.adapter}: {_mean(judged.own)} on {where}, {how}", wrap=True)
+        decoding = "decoded greedily"
+    say(console, f"{judged.adapter}: {_mean(judged.own)} on {prompts}, {decoding}", wrap=True)
     if judged.base is not None:
         say(console, f"base: {_mean(judged.base)}")
     _show_gain(console, judged)
     if judged.sign is not None:
         say(console, claim_text("adapter", judged.sign))
-    for one in judged.passes:
-        base = "" if one.base is None else f", base {_mean(one.base)}"
-        say(console, f"pass@{one.k}: {_mean(one.own)}{base}")
-        _show_gain(console, one)
+    for pass_k in judged.passes:
+        base = "" if pass_k.base is None else f", base {_mean(pass_k.base)}"
+        say(console, f"pass@{pass_k.k}: {_mean(pass_k.own)}{base}")
+        _show_gain(console, pass_k)
     if judged.passes:
         say(console, f"correct: a reward of at least {judged.correct:g}", "dim")
 

@@ -126,8 +126,8 @@ class Tried:
     @property
     def run_seconds(self) -> float | None:
         """Upper estimate of the seconds of sampling in the whole run; None for a given answer."""
-        each = self.sampling_seconds / len(self.answers)
-        return self.steps * self.answers_per_step * each if self.steps else None
+        seconds_per_answer = self.sampling_seconds / len(self.answers)
+        return self.steps * self.answers_per_step * seconds_per_answer if self.steps else None
 
     def signal_with(self, group_size: int) -> float:
         """Return the estimated share of groups of another size whose rewards would differ.
@@ -136,22 +136,22 @@ class Tried:
         """
         shares: list[float] = []
         for prompt in self.prompts:
-            seen = Counter(answer.reward for answer in prompt.answers)
-            unknown, total = seen.pop(None, 0), len(prompt.answers)
-            equal = sum(((count + unknown) / total) ** group_size for count in seen.values())
-            shares.append(1 - equal + (len(seen) - 1) * (unknown / total) ** group_size)
+            frequencies = Counter(answer.reward for answer in prompt.answers)
+            unknown, total = frequencies.pop(None, 0), len(prompt.answers)
+            equal = sum(((count + unknown) / total) ** group_size for count in frequencies.values())
+            shares.append(1 - equal + (len(frequencies) - 1) * (unknown / total) ** group_size)
         return sum(shares) / len(shares)
 
     def sentences(self) -> list[str]:
         """Return the conclusions from the answers as sentences."""
         answers = self.answers
-        each = f"{self.tokens:.0f} tokens each on average"
+        length = f"{self.tokens:.0f} tokens each on average"
         if self.sampling_seconds:
-            each += f", sampled in {self.sampling_seconds:.1f} s"
-        lines = [f"{count(len(answers), 'answer')}: {each}, scored in "
+            length += f", sampled in {self.sampling_seconds:.1f} s"
+        lines = [f"{count(len(answers), 'answer')}: {length}, scored in "
                  f"{self.reward_seconds:.1f} s; {self.cut:.0%} were cut off"]  # fmt: skip
         for name, weight in self.weights.items():
-            values = [value for one in answers if (value := one.rewards[name]) is not None]
+            values = [value for answer in answers if (value := answer.rewards[name]) is not None]
             spread = "abstained on every answer"
             if values:
                 mean = sum(values) / len(values)
@@ -177,8 +177,8 @@ class Tried:
 
     def _without_signal(self) -> str:
         """Return advice on raising the share of groups with a signal."""
-        known = {one.reward for one in self.answers}
-        if known == {None}:
+        rewards = {answer.reward for answer in self.answers}
+        if rewards == {None}:
             return "every reward function abstained on every answer: none is meant for this task"
         remedies = [
             "look at the answers above: if a right one earns nothing, mend the reward",
@@ -232,8 +232,8 @@ def try_config(
         RunFailedError: The model has log-probabilities that are not finite.
     """
     run = as_config(config)
-    if (named := named_task(env)) is not None:
-        run, env = run.replace(env=named), None
+    if (task_settings := named_task(env)) is not None:
+        run, env = run.replace(env=task_settings), None
     if samples is not None:
         whole(2).check("samples", samples)
     numbers = [rows] if isinstance(rows, int) else list(rows)
@@ -246,23 +246,23 @@ def try_config(
             )
             make = environment_of(run.env, run.seed, DEFAULT_PROMPTS, DEFAULT_OUTPUT_TOKENS, None)
             gym = make(tokenizer) if env is None else env
-            own = run.algorithm.max_model_len, read_model_size(run.model.name).context
-            if isinstance(gym, ReasoningGym) and (known := [one for one in own if one]):
-                gym.limit_context(min(known), run.algorithm.longest_output(run.search_space()))
+            windows = run.algorithm.max_model_len, read_model_size(run.model.name).context
+            if isinstance(gym, ReasoningGym) and (limits := [size for size in windows if size]):
+                gym.limit_context(min(limits), run.algorithm.longest_output(run.search_space()))
             return _scored(gym, run.env.kind, split, numbers, answer, notify)
         agents = run.agents().replace(engine=run.engine.replace(zero=None))
         if env is None:
-            cohort, made, start = build_parts(run, agents)
+            cohort, task_env, start = build_parts(run, agents)
         else:
             cohort, start = build_cohort(agents)
-            made = environment_for(cohort, env)
+            task_env = environment_for(cohort, env)
         (slot,) = add_agents(cohort, 1, "same", start)
         cohort.open_engine()
         stack.callback(cohort.close_engine)
-        tried = _sampled(cohort, slot, made, _starts(made, split, numbers), samples, notify)
-        each = (run.algorithm.prompts_per_step or made.batch_size) * run.algorithm.group_size
+        tried = _sampled(cohort, slot, task_env, _starts(task_env, split, numbers), samples, notify)
+        batch = (run.algorithm.prompts_per_step or task_env.batch_size) * run.algorithm.group_size
         steps = run.population.rounds * run.population.steps_per_round
-        return replace(tried, steps=steps, answers_per_step=run.population.size * each)
+        return replace(tried, steps=steps, answers_per_step=run.population.size * batch)
 
 
 def _sampled(
@@ -273,20 +273,20 @@ def _sampled(
     samples: int | None,
     notify: Callable[[str], None] | None,
 ) -> Tried:
-    """Sample and score as the first agent of the run would."""
+    """Sample and score answers as the first agent of the run does in its first step."""
     hparams = cohort.agents[slot].hparams
     size = samples or hparams.group_size
-    every = [one for one in starts for _ in range(size)]
-    _tell_of_judges(env, every, cohort.output_tokens(hparams), notify)
+    repeated_starts = [start for start in starts for _ in range(size)]
+    _tell_of_judges(env, repeated_starts, cohort.output_tokens(hparams), notify)
     sampler = PopulationSampler.in_training(cohort, [slot], stream=("try",))
-    asked = starts_under(env, hparams.prompt, starts)
-    begun = cohort.begin(env, [asked], [size])  # makes environments of several turns
-    begin = time.perf_counter()
-    play = played_out(begun, sampler)
-    scoring = time.perf_counter()
+    prompted_starts = starts_under(env, hparams.prompt, starts)
+    fresh_play = cohort.begin(env, [prompted_starts], [size])  # makes environments of several turns
+    began = time.perf_counter()
+    play = played_out(fresh_play, sampler)
+    sampled = time.perf_counter()
     (experience,) = play.experiences()
-    check_answers("the model", (one.logprobs for one in experience.trajectories))
-    return _tried(env, experience, size, scoring - begin, time.perf_counter() - scoring)
+    check_answers("the model", (trajectory.logprobs for trajectory in experience.trajectories))
+    return _tried(env, experience, size, sampled - began, time.perf_counter() - sampled)
 
 
 def _tell_of_judges(
@@ -299,7 +299,7 @@ def _tell_of_judges(
 
     for reward in env.task.rewards:
         if isinstance(reward.fn, Judge):
-            rows = [{**one.columns, "prompt": one.text} for one in starts]
+            rows = [{**start.columns, "prompt": start.text} for start in starts]
             notify(reward.fn.questions(rows, tokens))
 
 
@@ -311,7 +311,7 @@ def _scored(
     text: str,
     notify: Callable[[str], None] | None,
 ) -> Tried:
-    """Score a text as the answer to each prompt, for which only the model's tokenizer is loaded."""
+    """Score a text as the answer to each prompt; of the model, only the tokenizer is loaded."""
     if not isinstance(env, ReasoningGym):
         raise ConfigError(
             f"answer: expected a task of one turn, got {kind}, whose episodes go on after an "
@@ -324,13 +324,13 @@ def _scored(
     answer = (Completion(ids, text, None, ended=True),)
     play = env.begin([prompts], [1])
     play.tell([[CompletionGroup(-1, prompt, answer) for prompt in prompts]])
-    begin = time.perf_counter()
+    began = time.perf_counter()
     (experience,) = play.experiences()
-    return _tried(env, experience, 1, 0.0, time.perf_counter() - begin)
+    return _tried(env, experience, 1, 0.0, time.perf_counter() - began)
 
 
 def _starts(env: Environment[Any], split: Split, numbers: Sequence[int]) -> list[Any]:
-    """Return the starts of rows, or the first ones of the run."""
+    """Return the starts of the numbered rows; without numbers, the first starts of the run."""
     return [start_of(env, split, number) for number in numbers] or env.batch(0, PROMPTS)
 
 
@@ -353,12 +353,14 @@ def _tried(
         for trajectory, rewards, total in rows
     ]
     prompts: list[TriedPrompt] = []
-    for first, signal in zip(range(0, len(answers), size), differ, strict=True):
-        group = answers[first : first + size]
+    for start, signal in zip(range(0, len(answers), size), differ, strict=True):
+        group = answers[start : start + size]
         # A dropped episode has no tokens.
-        whole = next((one for one in scored.trajectories[first : first + size] if one.mask), None)
-        ids = () if whole is None else whole.token_ids[: (*whole.mask, True).index(True)]
-        text = env.tokenizer.decode(ids) if ids else scored.trajectories[first].prompt
+        complete = next(
+            (episode for episode in scored.trajectories[start : start + size] if episode.mask), None
+        )
+        ids = () if complete is None else complete.token_ids[: (*complete.mask, True).index(True)]
+        text = env.tokenizer.decode(ids) if ids else scored.trajectories[start].prompt
         prompts.append(TriedPrompt(str(text), len(ids), tuple(group), bool(signal)))
     weights = dict(zip(values[0], env.weights.tolist(), strict=True))
     return Tried(env.name, tuple(prompts), weights, sampling, scoring)

@@ -55,8 +55,8 @@ class AgileRLAgent(Agent, ABC):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build an agent over its own base; the agents of `population` share one."""
-        given = Arguments.of(args, kwargs)
-        self._build(*given.translated(self.kind), index=given.index)
+        arguments = Arguments.of(args, kwargs)
+        self._build(*arguments.translated(self.kind), index=arguments.index)
 
     @classmethod
     def population(  # pyright: ignore[reportIncompatibleMethodOverride] -- AgileRL's own signature: positions, and size is required
@@ -75,9 +75,9 @@ class AgileRLAgent(Agent, ABC):
             A sequence of N agents that generate, learn and are tested together.
         """
         whole(1, "it counts agents").check("population: size", size)
-        args, named = without_spaces(args, kwargs, then=_WRAPPER)
-        wrapper, settings = (named.pop(name, None) for name in _WRAPPER)
-        arguments = Arguments.of(args, named)
+        args, keywords = without_spaces(args, kwargs, then=_WRAPPER)
+        wrapper, settings = (keywords.pop(name, None) for name in _WRAPPER)
+        arguments = Arguments.of(args, keywords)
         agents = cls._build_several(*arguments.translated(cls.kind), size=int(size), init="same")
         if wrapper is None:
             return Population(agents[0].cohort, agents)
@@ -112,8 +112,8 @@ class AgileRLAgent(Agent, ABC):
         hyperparameters; arguments without effect have their defaults.
         """
         cohort, state, settings = agent.cohort, agent.state, agent.settings
-        known = agent.hparams.to_dict()
-        hparams = {name: v for name, v in agent.hparams if name in known}
+        set_values = agent.hparams.to_dict()
+        hparams = {name: v for name, v in agent.hparams if name in set_values}
         values = {name: getattr(Arguments, name, None) for name in ARGUMENTS}
         for name, ours in KEYWORDS.items():
             values[name] = hparams.get(ours, _value_at(settings, AGENT_KEYWORDS[ours]))
@@ -241,7 +241,7 @@ class AgileRLAgent(Agent, ABC):
         self.training = training
 
     def reinit_optimizers(self, optimizer: object = None) -> None:
-        """Replace AdamW, the only optimizer, whatever is named, by a new one without moments."""
+        """Replace the agent's AdamW by a new one without moments; `optimizer` has no effect."""
         del optimizer
         self.state.optimizer = self.cohort.fresh_optimizer(self.slot, self.hparams)
 
@@ -284,7 +284,7 @@ class AgileRLAgent(Agent, ABC):
         self.state.hooks.append(hook)
 
     def register_network_group(self, group: object) -> None:
-        """Accept a group of networks: the only network of an agent is "actor"."""
+        """Do nothing: the only network of an agent is "actor"."""
         del group
 
     def to_device(self, *experiences: Any) -> tuple[Any, ...]:
@@ -330,9 +330,9 @@ def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 -- any nest
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
-        other: Any = copy.copy(value)  # keeps a subclass, such as an observation of a turn
-        other.update({k: _moved(v, device) for k, v in value.items()})
-        return other
+        copied: Any = copy.copy(value)  # keeps a subclass, such as an observation of a turn
+        copied.update({k: _moved(v, device) for k, v in value.items()})
+        return copied
     if isinstance(value, list | tuple):
         parts = [_moved(v, device) for v in value]
         # The constructor of a named tuple takes its elements as arguments.

@@ -1,6 +1,6 @@
-"""The arguments and configurations of AgileRL's names.
+"""AgileRL's arguments and configurations.
 
-`Arguments` translates them to keywords of `evo_grpo.GRPO`, and warns of those without effect.
+`Arguments` translates them to keywords of `evo_grpo.GRPO`, and warns of arguments without effect.
 """
 
 from __future__ import annotations
@@ -85,16 +85,16 @@ class VLLMConfig:
         vllm = engine.rollout_settings
         if not isinstance(vllm, VLLMSettings):
             return None
-        given: dict[str, Any] = {n: getattr(vllm, ours) for n, ours in VLLM_NAMES.items()}
-        given = {n: _UNSAID.get(n) if v is None else v for n, v in given.items()}
-        given.update(
+        values: dict[str, Any] = {n: getattr(vllm, ours) for n, ours in VLLM_NAMES.items()}
+        values = {n: _UNSAID.get(n) if v is None else v for n, v in values.items()}
+        values.update(
             sleep_mode=vllm.sleep_level > 0,
             sleep_mode_level=vllm.sleep_level or 1,
             dtype=None if vllm.dtype == "auto" else vllm.dtype,
             stop_sequences=list(stop) or None,
             max_num_seqs=engine.max_decode_rows or _UNSAID["max_num_seqs"],
         )
-        return cls(**given)
+        return cls(**values)
 
 
 VLLM_NAMES: dict[str, str] = {
@@ -114,7 +114,7 @@ class CosineLRScheduleConfig:
 
     Attributes:
         num_epochs: GRPO steps until the end, >= 1.
-        warmup_proportion: Share of them that warms up, in [0, 1).
+        warmup_proportion: Share of these steps in which lr rises, in [0, 1).
     """
 
     num_epochs: int
@@ -166,7 +166,7 @@ class Arguments:
 
     Attributes:
         pad_token_id: Token id for padding, which may be the end token: masks come from lengths.
-        pad_token: The padding token as a string; set on a tokenizer without one.
+        pad_token: The padding token as a string; set on a tokenizer that has none.
         actor_network: A transformers model that is adapted in place, instead of `model_name`; or a
             PeftModel, which is dismantled (pass a copy.deepcopy to keep it).
         model_config: Keywords for `from_pretrained`; only with `model_name`.
@@ -174,7 +174,7 @@ class Arguments:
         index: Number of the agent in its population.
         lora_config: peft.LoraConfig; None: r=16, alpha=32, all linear layers.
         accelerator: An accelerate.Accelerator with DeepSpeed at ZeRO stage 2 or 3, whose processes
-            train each agent together. Another one has no effect in one process and is refused in
+            train each agent together. Any other has no effect in one process and is refused in
             several.
         use_vllm: Generate with vLLM, one engine for all agents; see docs/engines.md.
         vllm_config: Settings of vLLM; no effect without `use_vllm`.
@@ -321,11 +321,11 @@ class Arguments:
         if self.vllm_config is not None and not self.use_vllm:
             inert["vllm_config"] = "has no effect without use_vllm=True; leave it out"
         for path, why in without_effect_of_agents(settings):
-            ours, _, rest = path.partition(".")
+            ours, _, subpath = path.partition(".")
             name = _NAMES.get(ours, ours)
             # A default of AgileRL that differs from ours was not given by the caller.
             if getattr(self, name, None) != getattr(default, name, None):
-                inert[f"{name}.{rest}" if rest else name] = why
+                inert[f"{name}.{subpath}" if subpath else name] = why
         return inert
 
     def _renamed(self, problem: Problem) -> Problem:
@@ -363,11 +363,11 @@ def without_spaces(
 
     `then` are the names of the positions after two spaces.
     """
-    named = {name: value for name, value in keywords.items() if name not in SPACES}
+    other_keywords = {name: value for name, value in keywords.items() if name not in SPACES}
     first = args[0] if args else None
     if first is None or isinstance(first, int | str) or is_number(first) or callable(first):
-        return args, named
-    return args[2 + len(then) :], {**dict(zip(then, args[2:], strict=False)), **named}
+        return args, other_keywords
+    return args[2 + len(then) :], {**dict(zip(then, args[2:], strict=False)), **other_keywords}
 
 
 _NAMES = {ours: name for name, ours in KEYWORDS.items()}

@@ -174,7 +174,7 @@ class FinetuneSettings(Group):
 
 
 class Budget:
-    """A `Limit` on completions over all agents or on GRPO steps, and on fitness; None is none."""
+    """A `Limit` on completions of all agents, on GRPO steps and on fitness; None is no limit."""
 
     def __init__(
         self, completions: int | None, steps: int | None, max_reward: float | None
@@ -189,9 +189,9 @@ class Budget:
 
     def spent(self, tallies: Sequence[Tally]) -> bool:
         """See `Limit`."""
-        now = sum(tally.completions for tally in tallies)
-        self.sampled += now - self._in_round
-        self._in_round = now
+        completions = sum(tally.completions for tally in tallies)
+        self.sampled += completions - self._in_round
+        self._in_round = completions
         self.taken += 1
         self.over = (self.completions is not None and self.sampled >= self.completions) or (
             self.steps is not None and self.taken >= self.steps
@@ -223,10 +223,10 @@ class Checkpoints(RunWriter):
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> str | None:
         """Write an agent if a checkpoint is due; see `RunWriter`."""
         del round
-        taken = self.budget.taken
-        if self.folder is None or taken // self.every <= self.saved // self.every:
+        steps = self.budget.taken
+        if self.folder is None or steps // self.every <= self.saved // self.every:
             return None
-        path = self.folder / f"step-{taken:06d}" / f"agent-{slot:02d}"
+        path = self.folder / f"step-{steps:06d}" / f"agent-{slot:02d}"
         save_agent(cohort, slot, path)
         return str(path)
 
@@ -322,8 +322,8 @@ def _round_settings(
     before: int,
 ) -> RoundSettings:
     interval, tournament = settings.evaluation_interval, settings.tournament
-    every = settings.evo_steps or interval
-    due = settings.evolves and (before + interval) // every > before // every
+    period = settings.evo_steps or interval
+    due = settings.evolves and (before + interval) // period > before // period
     fitness = FitnessConfig(prompts=settings.eval_prompts, samples=settings.eval_samples)
     if isinstance(tournament, TournamentSelection):
         fitness = fitness.replace(window=tournament.eval_loop)
@@ -393,9 +393,9 @@ def finetune_llm_multiturn(
         env_factory: Makes a new environment at each call: a `TokenObservationWrapper`, or a bare
             `MultiTurnEnv` when the agents have a tokenizer.
         max_turns: Completions after which an episode is over, at most the wrapper's.
-        **settings: See `FinetuneSettings`. `prompts_per_step` counts episode seeds; without it
-            they are as many as give `batch_size` rows in groups of `group_size`, of the first
-            agent. `max_steps` is 32,768 where it is left out.
+        **settings: See `FinetuneSettings`. `prompts_per_step` counts episode seeds; by default it
+            is `batch_size` / `group_size` of the first agent, rounded up, or 4 without
+            `batch_size`. The default of `max_steps` is 32,768.
 
     Returns:
         `pop` itself, trained.
@@ -407,13 +407,13 @@ def finetune_llm_multiturn(
 
     def environment(population: Population[Any]) -> MultiTurnGym:
         cohort = population.cohort
-        first = cohort.agents[population.slots[0]].hparams
-        rows = first.batch_size or 4 * first.group_size
+        hparams = cohort.agents[population.slots[0]].hparams
+        rows = hparams.batch_size or 4 * hparams.group_size
         return MultiTurnGym(
             env_factory,
             cohort.base.tokenizer,
             max_turns=max_turns,
-            batch_size=max(1, math.ceil(rows / first.group_size)),
+            batch_size=max(1, math.ceil(rows / hparams.group_size)),
             seed=derive(cohort.seed, "env"),
         )
 

@@ -19,7 +19,7 @@ from evo_grpo.cli.commands.app import (
 )
 from evo_grpo.cli.output import say, warn, write, write_file
 from evo_grpo.errors import ConfigError
-from evo_grpo.places import searching, expanded
+from evo_grpo.places import expanded, searching
 
 PANEL = "Before a run"
 

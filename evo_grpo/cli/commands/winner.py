@@ -30,7 +30,7 @@ from evo_grpo.cli.host_memory import keep_freed_memory
 from evo_grpo.cli.output import say, warn, write
 from evo_grpo.cli.stopping import interruptible
 from evo_grpo.escaping import printable
-from evo_grpo.places import searching, expanded
+from evo_grpo.places import expanded, searching
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -29,7 +29,7 @@ REFRESH = 15
 
 @dataclass
 class Page:
-    """A page to which sections are added; a `live` one, of a run that trains, reloads itself."""
+    """A page to which sections are added; a `live` page, of a run that trains, reloads itself."""
 
     title: str
     lead: str
@@ -117,12 +117,12 @@ def text(value: object) -> str:
 
 def cards(values: Sequence[tuple[str, str, str]]) -> str:
     """Return HTML cards, each with a title, a value and a description."""
-    made = "".join(
+    items = "".join(
         f'<div class="card"><span>{text(title)}</span><b>{text(value)}</b>'
         f"<span>{text(about)}</span></div>"
         for title, value, about in values
     )
-    return f'<div class="cards">{made}</div>'
+    return f'<div class="cards">{items}</div>'
 
 
 def sortable(table: Table, classes: Sequence[str] = ()) -> str:
@@ -134,8 +134,8 @@ def sortable(table: Table, classes: Sequence[str] = ()) -> str:
     body: list[str] = []
     for number, row in enumerate(table.rows):
         cells = "".join(
-            f'<td data-value="{"" if value is None else text(value)}">{text(shown)}</td>'
-            for shown, value in row
+            f'<td data-value="{"" if value is None else text(value)}">{text(label)}</td>'
+            for label, value in row
         )
         name = f' class="{classes[number]}"' if classes and classes[number] else ""
         body.append(f"<tr{name}>{cells}</tr>")

@@ -1,4 +1,4 @@
-"""A run as one page, written again while the run trains, and in short for a notebook."""
+"""A run as one page, rewritten while the run trains; and in short, for a notebook."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from evo_grpo.schema.problems import short_name
 from evo_grpo.settings.env import without_rows
 
 MOST = 32
-"""Agents that are drawn: with more, lines hide each other, and the page needs seconds to load."""
+"""Greatest number of drawn agents: with more, lines hide each other and the page loads slowly."""
 
 SHARE = 10
-"""The next page is written after at least this many times the seconds that the last one took."""
+"""Least pause before the page is written again, in multiples of the time of the last write."""
 COMPLETIONS = 2000
 """Completions in a page; a longer run shows the best and the worst of all, and the latest."""
 CHARACTERS = 4000
 """Characters of a prompt or a completion in a page; a longer one is cut."""
 EXTREMES = 200
-"""The number of best completions, and of worst ones, that are always kept."""
+"""Number of best completions, and of worst completions, that are always kept."""
 _WITHIN_OTHERS = ("checkpoint", "tie")
-"""Columns that the table leaves out, or shows within others; standard errors are in the scores."""
+"""Columns that the table leaves out, or shows in cells of another column."""
 AGENTS = 16
 """Rows of the leaderboard that a notebook shows."""
 WITHOUT = ("member", "parent", "round", "tokens", "wall_seconds")
@@ -136,9 +136,9 @@ def report_html(view: RunView, *, samples: bool = True) -> str:
 
 def _lead(view: RunView) -> str:
     model, env = (_named(view.config, *keys) for keys in (("model", "name"), ("env", "kind")))
-    done = count(len(view.rounds), "round")
+    rounds = count(len(view.rounds), "round")
     state = "finished" if view.summary is not None else f"unfinished, {view.planned} planned"
-    return f"{model} on {env}: {done}, {state}"
+    return f"{model} on {env}: {rounds}, {state}"
 
 
 def _named(config: Mapping[str, Any], group: str, key: str) -> str:
@@ -148,11 +148,12 @@ def _named(config: Mapping[str, Any], group: str, key: str) -> str:
 
 def _overview(view: RunView) -> str:
     parts = [cards(headline(view))]
-    sentences = "".join(f"<p>{text(one.text)}</p>" for one in view.story)
+    sentences = "".join(f"<p>{text(sentence.text)}</p>" for sentence in view.story)
     parts.append(f'<div class="story">{sentences}</div>')
     items = "".join(
-        f"<li><strong>Warning:</strong> {text(one.text)}. <em>Remedy: {text(one.remedy)}.</em></li>"
-        for one in view.troubles
+        f"<li><strong>Warning:</strong> {text(trouble.text)}. "
+        f"<em>Remedy: {text(trouble.remedy)}.</em></li>"
+        for trouble in view.troubles
     )
     if items:
         parts.append(f'<ul class="findings">{items}</ul>')
@@ -161,40 +162,40 @@ def _overview(view: RunView) -> str:
 
 def _legend(view: RunView) -> str:
     """Return the legend of all figures as HTML: the agents, and the other lines."""
-    seen, shown = looks(view), sorted(named(view))
+    agent_looks, named_agents = looks(view), sorted(named(view))
     agents = "".join(
         f'<button type="button" data-agent="{agent_name(agent)}" aria-pressed="false">'
-        f"{seen[agent].named(agent_name(agent))}</button>"
-        for agent in shown
+        f"{agent_looks[agent].named(agent_name(agent))}</button>"
+        for agent in named_agents
     )
-    more = len(seen) - len(shown)
-    rest = f"<span>{more} more: hover over a line</span>" if more else ""
+    unnamed_count = len(agent_looks) - len(named_agents)
+    remark = f"<span>{unnamed_count} more: hover over a line</span>" if unnamed_count else ""
     return (
-        f"{agents}{rest}"
+        f"{agents}{remark}"
         f'<span><i class="band"></i> {WINNER}</span>'
         '<span><i class="copied"></i> weights taken over</span>'
     )
 
 
 def _add_figures(page: Page, view: RunView) -> None:
-    few, agents = drawn(view), len({agent.agent for agent in view.played})
-    own = len({agent.agent for agent in few.played})
-    which = f"the {own} of {agents} agents that lead to the winner or are first in the leaderboard"
-    note = f" The figures show {which}." if own < agents else ""
-    with page.legend(_legend(few)):
-        _add_agents_figures(page, few, note)
+    drawn_view, total = drawn(view), len({agent.agent for agent in view.played})
+    part = len({agent.agent for agent in drawn_view.played})
+    which = f"the {part} of {total} agents that lead to the winner or are first in the leaderboard"
+    note = f" The figures show {which}." if part < total else ""
+    with page.legend(_legend(drawn_view)):
+        _add_agents_figures(page, drawn_view, note)
 
 
 def drawn(view: RunView) -> RunView:
     """Return a run as figures show it: with the winner's lines and at most `MOST` agents."""
-    every = {agent.agent for agent in view.played}
-    if len(every) <= MOST:
+    all_agents = {agent.agent for agent in view.played}
+    if len(all_agents) <= MOST:
         return view
-    first = [agent.agent for line in view.lines for agent in line]
+    ancestors = [agent.agent for line in view.lines for agent in line]
     others = [row["agent"] for row in view.leaderboard if row["agent"] is not None]
-    kept = {*first, *list(dict.fromkeys([*first, *others]))[:MOST]}
+    chosen = {*ancestors, *list(dict.fromkeys([*ancestors, *others]))[:MOST]}
     rounds = [
-        replace(record, agents=tuple(one for one in record.agents if one.agent in kept))
+        replace(record, agents=tuple(agent for agent in record.agents if agent.agent in chosen))
         for record in view.rounds
     ]
     return replace(view, rounds=rounds)
@@ -273,12 +274,12 @@ def _add_tables(page: Page, view: RunView, *, samples: bool) -> None:
         f"the test prompts. Agents that left come last. {view.order}".strip(),
     )
     if samples:
-        shown = completions_table(view)
-        page.data("completions", shown)
+        completions = completions_table(view)
+        page.data("completions", completions)
         page.section(
             "completions",
             "Completions",
-            _COMPLETIONS if shown["rows"] else "",
+            _COMPLETIONS if completions["rows"] else "",
             "Samples of every round, by prompt; agents of a round answer the same prompt.",
         )
     body = page.chart(plot_seconds(view)) + page.chart(plot_tokens(view))
@@ -304,10 +305,10 @@ _COMPLETIONS = """<div class="controls">
 def leaderboard_table(view: RunView, without: Sequence[str] = ()) -> Table:
     """Return the leaderboard `without` some columns; rounds count from 1."""
     rows = view.leaderboard
-    known = columns(rows, (*_WITHIN_OTHERS, *redundant(rows), *without))
+    visible = columns(rows, (*_WITHIN_OTHERS, *redundant(rows), *without))
     # The scores are beside the name: on a phone, only the first columns are in sight.
-    first = [name for name in ("rank", "agent", *scores(rows)) if name in known]
-    names = [*first, *(name for name in known if name not in first)]
+    leading = [name for name in ("rank", "agent", *scores(rows)) if name in visible]
+    names = [*leading, *(name for name in visible if name not in leading)]
     cells = [[_cell(name, row) for name in names] for row in rows]
     return Table([_title(name) for name in names], cells)
 
@@ -323,12 +324,12 @@ def _chosen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if len(rows) <= COMPLETIONS:
         return rows
     order = sorted(range(len(rows)), key=lambda i: _reward(rows[i]))
-    kept = {*order[:EXTREMES], *order[-EXTREMES:]}
+    indices = {*order[:EXTREMES], *order[-EXTREMES:]}
     for index in range(len(rows) - 1, -1, -1):
-        if len(kept) >= COMPLETIONS:
+        if len(indices) >= COMPLETIONS:
             break
-        kept.add(index)
-    return [rows[index] for index in sorted(kept)]
+        indices.add(index)
+    return [rows[index] for index in sorted(indices)]
 
 
 def _reward(row: Mapping[str, Any]) -> float:
@@ -355,12 +356,12 @@ def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _values(rewards: object) -> dict[str, float | None]:
     """Return the value of each reward function if there are several; earlier runs lack them."""
-    known = cast("dict[str, Any]", rewards) if isinstance(rewards, dict) else {}
-    if len(known) < 2:
+    values = cast("dict[str, Any]", rewards) if isinstance(rewards, dict) else {}
+    if len(values) < 2:
         return {}
     return {
         shorten(name, 40): float(value) if isinstance(value, int | float) else None
-        for name, value in known.items()
+        for name, value in values.items()
     }
 
 
@@ -416,16 +417,16 @@ def _gain(summary: Mapping[str, Any]) -> str:
 def as_html(run: Run, title: str) -> str:
     """Return a run in HTML without scripts; its heading, `title`, is plain text."""
     view = view_of(run)
-    sentences = [text(one.text) for one in view.story]
+    sentences = [text(sentence.text) for sentence in view.story]
     if view.rounds:
         cards = headline(view)
         numbers = [f"{name} <b>{text(value)}</b> ({about})" for name, value, about in cards]
         sentences.insert(0, "; ".join(numbers))
-    parts = [f"<p>{one}</p>" for one in (f"<b>{text(title)}</b>", *sentences)]
+    parts = [f"<p>{paragraph}</p>" for paragraph in (f"<b>{text(title)}</b>", *sentences)]
     table = leaderboard_table(view, WITHOUT)
     heads = "".join(f"<th>{text(name)}</th>" for name in table.titles)
     rows = "".join(
-        f"<tr>{''.join(f'{_CELL_TAG}{text(shown)}</td>' for shown, _ in row)}</tr>"
+        f"<tr>{''.join(f'{_CELL_TAG}{text(label)}</td>' for label, _ in row)}</tr>"
         for row in table.rows[:AGENTS]
     )
     if table.rows:

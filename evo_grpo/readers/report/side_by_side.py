@@ -117,20 +117,20 @@ def side_by_side(runs: Sequence[str | Path]) -> SideBySide:
             f"compare: expected at least two run folders, got {len(runs)}; to compare one run with "
             "the same population without evolution: evo-grpo resume RUN --compare"
         )
-    places = [Path(run).resolve() for run in runs]
-    twice = [str(run) for run, place in zip(runs, places, strict=True) if places.count(place) > 1]
+    paths = [Path(run).resolve() for run in runs]
+    twice = [str(run) for run, path in zip(runs, paths, strict=True) if paths.count(path) > 1]
     if twice:
         raise ConfigError(f"compare: expected different runs, got {twice[0]} twice; name each once")
-    contents = [view_of(run) for run in runs]
-    names = _names(places)
-    named = list(zip(names, contents, strict=True))
-    apart = [_difference(*one, *named[0]) for one in named[1:]]
-    shown = signs([d.difference for d in apart], [d.p for d in apart], len(runs), TEST_LEVEL)
+    views = [view_of(run) for run in runs]
+    names = _names(paths)
+    named_runs = list(zip(names, views, strict=True))
+    results = [_difference(*named_run, *named_runs[0]) for named_run in named_runs[1:]]
+    claims = signs([d.difference for d in results], [d.p for d in results], len(runs), TEST_LEVEL)
     return SideBySide(
-        runs=contents,
+        runs=views,
         names=names,
-        differences=[replace(d, shown=one) for d, one in zip(apart, shown, strict=True)],
-        settings=_differing([one.config for one in contents]),
+        differences=[replace(d, shown=sign) for d, sign in zip(results, claims, strict=True)],
+        settings=_differing([view.config for view in views]),
     )
 
 
@@ -145,17 +145,17 @@ def _names(places: Sequence[Path]) -> list[str]:
 
 
 def _difference(name: str, run: RunView, first_name: str, first: RunView) -> RunDifference:
-    own, other = summary_score(run.summary), summary_score(first.summary)
-    changed, same_reward = _changed(run, first)
-    if not own.n or not other.n:
-        changed = "not judged yet"
-    elif not changed and len(own.per_prompt) != len(other.per_prompt):
-        changed = "they counted their prompts in different ways"
-    if not changed:
-        return RunDifference.between(name, [own], first_name, [other])
-    apart, error = own.mean - other.mean, math.hypot(own.se, other.se)
+    score, first_score = summary_score(run.summary), summary_score(first.summary)
+    reason, same_reward = _changed(run, first)
+    if not score.n or not first_score.n:
+        reason = "not judged yet"
+    elif not reason and len(score.per_prompt) != len(first_score.per_prompt):
+        reason = "they counted their prompts in different ways"
+    if not reason:
+        return RunDifference.between(name, [score], first_name, [first_score])
+    gap, error = score.mean - first_score.mean, math.hypot(score.se, first_score.se)
     low = high = p = math.nan
-    return RunDifference(name, first_name, apart, error, low, high, p, 0, 1, changed, same_reward)
+    return RunDifference(name, first_name, gap, error, low, high, p, 0, 1, reason, same_reward)
 
 
 def _changed(run: RunView, first: RunView) -> tuple[str, bool]:
@@ -169,15 +169,15 @@ def _changed(run: RunView, first: RunView) -> tuple[str, bool]:
     if str(_setting(run.config, "env.kind")).startswith("object:"):
         reasons.append("env is an object of Python, whose rows and reward are not recorded")
     files = _files(run), _files(first)
-    for name in dict.fromkeys(name for one in files for name in one):
-        tested = "env.test" if any("env.test" in one for one in files) else "env.train"
+    for name in dict.fromkeys(name for digests in files for name in digests):
+        setting = "env.test" if any("env.test" in digests for digests in files) else "env.train"
         is_reward = name.startswith(("env.reward", "env.kind"))
-        before, after = (one.get(name) for one in files)
+        digest, first_digest = (digests.get(name) for digests in files)
         # Without a digest, a file cannot be recognised as the same.
-        if (is_reward or name == tested) and (before is None or before != after):
-            known = before is not None and after is not None
+        if (is_reward or name == setting) and (digest is None or digest != first_digest):
+            both_known = digest is not None and first_digest is not None
             reasons.append(
-                f"the file of {name} {'has changed' if known else 'is not on record for both'}"
+                f"the file of {name} {'has changed' if both_known else 'is not on record for both'}"
             )
             same_reward &= not is_reward
     return "; ".join(reasons[:1]), same_reward
@@ -186,8 +186,8 @@ def _changed(run: RunView, first: RunView) -> tuple[str, bool]:
 def _measured(config: Mapping[str, Any]) -> object:
     """Return what the test of a run measures: the first objective, else `evolve.fitness.reward`."""
     objectives: Any = _setting(config, "evolve.fitness.objectives") or [FITNESS]
-    first = objectives[0]
-    name = first["name"] if isinstance(first, dict) else first
+    objective = objectives[0]
+    name = objective["name"] if isinstance(objective, dict) else objective
     return _setting(config, "evolve.fitness.reward") if name == FITNESS else name
 
 
@@ -212,17 +212,19 @@ def _setting(config: Mapping[str, Any], name: str) -> object:
 
 
 def _differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[object]]:
-    each = [dict(flat(without_rows(config))) for config in configs]
-    names = dict.fromkeys(name for one in each for name in one)
-    values: dict[str, list[object]] = {name: [one.get(name) for one in each] for name in names}
-    # An earlier version wrote these settings, with the value of what is done now.
+    flat_configs = [dict(flat(without_rows(config))) for config in configs]
+    names = dict.fromkeys(name for settings in flat_configs for name in settings)
+    values: dict[str, list[object]] = {
+        name: [settings.get(name) for settings in flat_configs] for name in names
+    }
+    # Earlier versions wrote these settings; this value names what is done now.
     removed = {".".join(path): (None, harmless) for path, (harmless, _) in REMOVED.items()}
     return {
-        name: own
-        for name, own in values.items()
+        name: row
+        for name, row in values.items()
         if name.split(".")[0] not in _NAMES
-        and any(value != own[0] for value in own)
-        and not all(value in removed.get(name, ()) for value in own)
+        and any(value != row[0] for value in row)
+        and not all(value in removed.get(name, ()) for value in row)
     }
 
 
@@ -293,8 +295,8 @@ def results_table(compared: SideBySide) -> Table:
     """Return the result of each run, with its tokens for training and evaluation."""
     titles = ["run", "test", "base", "gain", "best fitness"]
     titles += ["rounds", "tokens", "seconds", "winner"]
-    named = zip(compared.names, compared.runs, strict=True)
-    return Table(titles, [_result(name, run) for name, run in named])
+    named_runs = zip(compared.names, compared.runs, strict=True)
+    return Table(titles, [_result(name, run) for name, run in named_runs])
 
 
 def _result(name: str, run: RunView) -> list[tuple[str, object]]:
@@ -306,7 +308,7 @@ def _result(name: str, run: RunView) -> list[tuple[str, object]]:
     return [
         (name, name),
         (with_error(test.mean, test.se, 3), _known(test.mean)),
-        *((number(one), _known(one)) for one in (base, test.mean - base, best)),
+        *((number(value), _known(value)) for value in (base, test.mean - base, best)),
         (f"{len(run.rounds)}{' (unfinished)' if summary is None else ''}", len(run.rounds)),
         (f"{tokens:,}", tokens),
         (number(run.seconds, 1), run.seconds),
@@ -319,16 +321,16 @@ def differences_table(compared: SideBySide) -> Table:
     titles = ["run", f"minus {compared.names[0]}", "95% interval", "paired", "result"]
     rows: list[list[tuple[str, object]]] = [
         [
-            (one.first, one.first),
-            (number(one.difference), _known(one.difference)),
+            (pair.first, pair.first),
+            (number(pair.difference), _known(pair.difference)),
             (
-                "-" if math.isnan(one.low) else f"[{number(one.low)}, {number(one.high)}]",
-                _known(one.low),
+                "-" if math.isnan(pair.low) else f"[{number(pair.low)}, {number(pair.high)}]",
+                _known(pair.low),
             ),
-            (f"no: {one.why}" if one.why else "yes", not one.why),
-            (one.verdict, one.verdict),
+            (f"no: {pair.why}" if pair.why else "yes", not pair.why),
+            (pair.verdict, pair.verdict),
         ]
-        for one in compared.differences
+        for pair in compared.differences
     ]
     return Table(titles, rows)
 
@@ -350,12 +352,12 @@ def plot_tests(compared: SideBySide) -> go.Figure:
         [summary_score(run.summary, key) for run in compared.runs] for key in ("best", "base")
     )
     figure.add_scatter(
-        x=[one.mean for one in bases], y=compared.names, mode="markers", name="base model",
+        x=[score.mean for score in bases], y=compared.names, mode="markers", name="base model",
         marker={"symbol": "line-ns-open", "size": 14, "color": GREY},
     )  # fmt: skip
-    errors = [interval(0.0, one.se, one.n)[1] for one in tests]
+    errors = [interval(0.0, score.se, score.n)[1] for score in tests]
     figure.add_scatter(
-        x=[one.mean for one in tests], y=compared.names, mode="markers", name="winner",
+        x=[score.mean for score in tests], y=compared.names, mode="markers", name="winner",
         error_x={"array": errors, "thickness": 2},
         marker={"symbol": "circle", "size": 11, "color": look_of(0).color},
     )  # fmt: skip
@@ -369,11 +371,11 @@ def plot_progress(compared: SideBySide) -> go.Figure:
     figure.update_xaxes(exponentformat="none", separatethousands=True)
     for index, (name, run) in enumerate(zip(compared.names, compared.runs, strict=True)):
         spent = [r.evaluation_tokens + sum(a.tokens for a in r.agents) for r in run.rounds]
-        # A maximum over rounds in between would be one of noise, or of rewards of training.
+        # Between decisions, a maximum would be one of noise or of training rewards.
         decided = [n for n, record in enumerate(run.rounds) if not record.between]
         tokens = np.cumsum(spent)[decided]
-        known = [[fitness(a) for a in run.rounds[n].agents] for n in decided]
-        best = np.array([max((v for v in own if v == v), default=-np.inf) for own in known])
+        means = [[fitness(a) for a in run.rounds[n].agents] for n in decided]
+        best = np.array([max((v for v in row if v == v), default=-np.inf) for row in means])
         top = np.maximum.accumulate(best) if len(best) else best
         line = Line(tokens, np.where(np.isfinite(top), top, np.nan))
         options: dict[str, Any] = {"marker_size": 8, "line_shape": "hv", "hoverinfo": "all"}

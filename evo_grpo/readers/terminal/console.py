@@ -22,7 +22,7 @@ from evo_grpo.escaping import printable, shorten
 from evo_grpo.working import LOGGER
 
 WARNING_CHARACTERS = 1000
-"""Longest warning; ours are shorter."""
+"""Greatest length of a warning; those of this package are shorter."""
 #: The only colours, legible on black and on white. A colour always repeats what the text says.
 GOOD, BAD, NOTICE = "green", "red", "magenta"
 PIPE_WIDTH = 200
@@ -30,7 +30,7 @@ PIPE_WIDTH = 200
 
 
 LONG_WORK = 2.0
-"""Seconds after which work that `evo_grpo.working` tells of is shown."""
+"""Seconds after which work that `evo_grpo.working` reports is shown."""
 
 
 @final
@@ -57,7 +57,7 @@ class WorkLines(logging.Handler):
         logger.removeHandler(self)
         logger.setLevel(self._level)
         # After Ctrl-C the work of a generator may end later, or not at all.
-        for timer in (one for begun in self._begun.values() for one in begun):
+        for timer in (timer for timers in self._begun.values() for timer in timers):
             timer.cancel()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -68,16 +68,16 @@ class WorkLines(logging.Handler):
             timer.daemon = True
             timer.start()
             self._begun.setdefault(record.thread, []).append(timer)
-        elif begun := self._begun.get(record.thread):
-            begun.pop().cancel()
+        elif timers := self._begun.get(record.thread):
+            timers.pop().cancel()
 
 
 def standard_output() -> Console:
     """Return the console of standard output: a terminal, a notebook or a pipe."""
     console = Console(highlight=False)
     # A pipe has no width, and rich would cut its tables at 80 columns.
-    seen = console.is_terminal or console.is_jupyter
-    return console if seen else Console(highlight=False, width=PIPE_WIDTH)
+    is_screen = console.is_terminal or console.is_jupyter
+    return console if is_screen else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def safe(text: str, style: str | Style = "") -> Text:
@@ -91,8 +91,8 @@ def say(console: Console, text: str | Text, style: str | Style = "", *, wrap: bo
     With `wrap`, a terminal wraps a long line between words; a pipe never does, so that the line can
     be searched.
     """
-    one = safe(text, style) if isinstance(text, str) else text
-    console.print(one, soft_wrap=not (wrap and console.is_terminal))
+    line = safe(text, style) if isinstance(text, str) else text
+    console.print(line, soft_wrap=not (wrap and console.is_terminal))
 
 
 def show(console: Console, *parts: RenderableType) -> None:

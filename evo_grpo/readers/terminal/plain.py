@@ -27,9 +27,9 @@ from evo_grpo.schema.problems import short_name
 from evo_grpo.types import Slot
 
 RECENT = 3
-"""The number of latest rounds whose mean time estimates the next: rounds may grow or shrink."""
+"""Number of latest rounds whose mean time is the estimate for the next round."""
 BESIDE_LEARNING = 1.2
-"""Time of the first round as a multiple of its training steps, until it has ended."""
+"""Estimated time of the first round, as a multiple of the time of its training steps."""
 
 
 @final
@@ -38,8 +38,8 @@ class Pace:
 
     Args:
         clock: Returns seconds.
-        whole: Whether the stage "learn" covers the whole run with its test, as in a replay, and not
-            the training steps of one round.
+        whole: Whether the stage "learn" covers the whole run with its test, as in a replay, rather
+            than the training steps of one round.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, whole: bool = False) -> None:
@@ -64,7 +64,7 @@ class Pace:
     def step_done(self, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
         """Note a step of all agents."""
         spent = self.clock() - self._began
-        self._tokens += sum(own.get("tokens", 0.0) for own in metrics.values())
+        self._tokens += sum(agent_metrics.get("tokens", 0.0) for agent_metrics in metrics.values())
         if not self._durations and spent > 0:
             self.tokens_per_second = self._tokens / spent
 
@@ -79,13 +79,13 @@ class Pace:
 
     def left(self) -> float | None:
         """Return the estimated remaining seconds; None before there is an estimate."""
-        known = self._durations
-        each = sum(known) / len(known) if known else self._first
-        if self.done >= self.rounds or each is None:
-            return None if each is None else 0.0
+        durations = self._durations
+        estimate = sum(durations) / len(durations) if durations else self._first
+        if self.done >= self.rounds or estimate is None:
+            return None if estimate is None else 0.0
         # A round that takes longer than estimated adds nothing.
         spent = self.clock() - self._began
-        return max(each - spent, 0.0) + each * (self.rounds - self.done - 1)
+        return max(estimate - spent, 0.0) + estimate * (self.rounds - self.done - 1)
 
 
 ALWAYS_SHOWN = ("lr", "beta", "clip_coef", "group_size")
@@ -114,7 +114,7 @@ class PlainLines:
         self._line(title)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
-        """Print a line if the last one is older than `SECONDS_BETWEEN_LINES`."""
+        """Print a line if the last line is older than `SECONDS_BETWEEN_LINES`."""
         self.pace.stage(name, done, total)
         if time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES:
             self._line(f"  round {round + 1}/{self.rounds}: {name} {done}/{total}{self._pace()}")
@@ -141,29 +141,29 @@ class PlainLines:
     def _pace(self) -> str:
         """Return the speed and the estimated remaining time, as far as they are known."""
         speed, left = self.pace.tokens_per_second, self.pace.left()
-        shown = "" if speed is None else f"  {speed:,.0f} tok/s"
-        return f"{shown}  ETA {clock(left)}" if left else shown
+        text = "" if speed is None else f"  {speed:,.0f} tok/s"
+        return f"{text}  ETA {clock(left)}" if left else text
 
     def _agent(self, agent: AgentRecord) -> str:
         score = agent.score
-        measured = agent.metrics
-        if score is not None and score.steps:  # its fitness is the reward of its training
+        metrics = agent.metrics
+        if score is not None and score.steps:  # a reward of training, no fitness
             fitness = "-"
         else:
             fitness = "failed" if score is None else f"{number(score.mean)} ± {number(score.se)}"
         goals = () if score is None else score.further
         parts = [
             f"agent {agent.agent:<2} fitness {fitness:<13}",
-            *(f"{one.name} {number(one.mean)} ± {number(one.se)}" for one in goals),
-            f"reward {number(measured.get('reward'))}",
+            *(f"{goal.name} {number(goal.mean)} ± {number(goal.se)}" for goal in goals),
+            f"reward {number(metrics.get('reward'))}",
             f"kl {number(columns.kl(agent), 4)}",
-            f"zero-var {number(measured.get('zero_variance'), 2)}",
+            f"zero-var {number(metrics.get('zero_variance'), 2)}",
         ]
         for name in self.names:
-            moved = direction(agent.mutation.changes, name)
+            change = direction(agent.mutation.changes, name)
             parts.append(
                 f"{short_name(name)} {hyperparameter(agent.hparams, name)}"
-                + (f" ({moved})" if moved else "")
+                + (f" ({change})" if change else "")
             )
         if agent.reason:
             parts.append(agent.reason)
@@ -175,7 +175,7 @@ class PlainLines:
 
 
 def shown_names(hyperparameters: Iterable[str]) -> list[str]:
-    """Return the hyperparameters with a column: the common ones, then the given ones."""
+    """Return the hyperparameters with a column: the common ones, then `hyperparameters`."""
     return combined((*ALWAYS_SHOWN, *hyperparameters))
 
 
@@ -204,16 +204,16 @@ def round_line(record: RoundRecord, rounds: int) -> str:
     parts = [f"round {record.round + 1}/{rounds}"]
     if best is not None and best.score is not None:
         score = with_error(best.score.mean, best.score.se, 3)
-        what = "best reward" if best.score.steps else "best"
-        parts.append(f"{what} {score} (agent {best.agent})")
+        label = "best reward" if best.score.steps else "best"
+        parts.append(f"{label} {score} (agent {best.agent})")
         parts.append(f"mean {number(sum(means) / len(means))}")
     parts += [f"{tokens:,} tokens", f"{sum(record.seconds.values()):.1f} s"]
     dropped = sum(agent.metrics.get("dropped", 0.0) for agent in record.agents)
     if dropped:
         parts.append(f"dropped {int(dropped)} episodes")
-    aside = sum(agent.metrics.get("set_aside", 0.0) for agent in record.agents)
-    if aside:
-        parts.append(f"set aside {count(int(aside), 'group')}")
+    set_aside = sum(agent.metrics.get("set_aside", 0.0) for agent in record.agents)
+    if set_aside:
+        parts.append(f"set aside {count(int(set_aside), 'group')}")
     failed = [str(agent.agent) for agent in record.agents if agent.state != "ok"]
     if failed:
         parts.append(f"failed: agent {', '.join(failed)}")
@@ -221,14 +221,14 @@ def round_line(record: RoundRecord, rounds: int) -> str:
 
 
 def evolution(record: RoundRecord, arrow: str = " -> ") -> dict[str, str]:
-    """Return the changes between a round and the next that its decisions do not contain.
+    """Return the copies and mutations after a round that are not among its decisions.
 
     "copied" has "0 -> 1, ..." for copies without a recorded decision. "mutated" has
     "1: clip 0.2 -> 0.16; ...", without the lr of a copy, which its decision contains. Keys without
     changes are missing.
     """
     slots = {agent.member: agent.agent for agent in record.agents}
-    decided = {one.agent for one in record.decisions if one.kind in ("copied", "restored")}
+    decided = {d.agent for d in record.decisions if d.kind in ("copied", "restored")}
     copies: list[str] = []
     mutations: list[str] = []
     for member in record.members:

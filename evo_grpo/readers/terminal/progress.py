@@ -136,7 +136,7 @@ class LiveTable:
         self._show(record.round + 1, done=record.round + 1)
         lines: list[RenderableType] = [
             safe(round_line(record, self.rounds)),
-            *(Padding(safe(one.sentence, "dim"), (0, 0, 0, 2)) for one in record.decisions),
+            *(Padding(safe(d.sentence, "dim"), (0, 0, 0, 2)) for d in record.decisions),
         ]
         changes = Table.grid(padding=(0, 1))
         for name, details in evolution(record, "→").items():
@@ -164,7 +164,7 @@ class LiveTable:
         size = self.console.size
         if self.drawn is None or self.drawn[:2] != (record.round, size):
             table = self._fitting_table(record, size)
-            # The lines: the display is drawn 8 times a second.
+            # Render the lines once: the display is drawn 8 times a second.
             lines = self.console.render_lines(table, pad=False)
             self.drawn = (record.round, size, SegmentLines(lines, new_lines=True))
         return self.drawn[2]
@@ -180,11 +180,11 @@ class LiveTable:
             if self.console.measure(wider, options=unlimited).maximum <= size.width:
                 table = wider
                 break
-        if not (more := len(record.agents) - len(agents)):
+        if not (missing := len(record.agents) - len(agents)):
             return table
-        rest = safe(f"and {count(more, 'more agent')}", "dim")
-        rest.no_wrap = True
-        return Group(table, rest)
+        remark = safe(f"and {count(missing, 'more agent')}", "dim")
+        remark.no_wrap = True
+        return Group(table, remark)
 
     def _table_without(
         self, record: RoundRecord, agents: Sequence[AgentRecord], hidden: Sequence[str]
@@ -204,7 +204,7 @@ class LiveTable:
     def _cells(self, agent: AgentRecord, with_error: bool) -> dict[str, Text]:
         score = agent.score
         fitness = "failed" if score is None else number(score.mean)
-        if score is not None and score.steps:  # its fitness is the reward of its training
+        if score is not None and score.steps:  # a reward of training, no fitness
             fitness = "-"
         elif score is not None and with_error:
             fitness += f" ±{number(score.se)}"
@@ -217,9 +217,9 @@ class LiveTable:
             "zero-var": safe(number(agent.metrics.get("zero_variance"), 2)),
         }
         for name in self.names:
-            moved = direction(agent.mutation.changes, name)
-            value = hyperparameter(agent.hparams, name) + ARROWS.get(moved, "")
-            cells[short_name(name)] = safe(value, MUTATED if moved else "")
+            change = direction(agent.mutation.changes, name)
+            value = hyperparameter(agent.hparams, name) + ARROWS.get(change, "")
+            cells[short_name(name)] = safe(value, MUTATED if change else "")
         return cells
 
 
@@ -230,7 +230,7 @@ class RunProgress(Observer):
     Args:
         view: The display; None shows nothing.
         title: The first line: the model, the task and the size of the run. A run that starts from
-            a RunConfig needs neither it nor `hyperparameters`.
+            a RunConfig needs neither title nor `hyperparameters`.
         hyperparameters: Hyperparameters to show beside lr, beta, clip_coef and group_size.
         limited: Whether a round may end before all its steps.
 
@@ -277,14 +277,14 @@ class RunProgress(Observer):
         self.began = True
         title, hyperparameters = self.title, self.hyperparameters
         if isinstance(settings, RunConfig):
-            on = f"{settings.model.name} on {settings.env.kind}"
-            title = f"{on}, {describe(settings.population, limited=self.limited)}"
+            model_on_task = f"{settings.model.name} on {settings.env.kind}"
+            title = f"{model_on_task}, {describe(settings.population, limited=self.limited)}"
             hyperparameters = tuple(settings.search_space().names())
         if self.view is not None:
-            first = title if run_dir is None else f"{run_dir}: {title}"
+            heading = title if run_dir is None else f"{run_dir}: {title}"
             if first_round:
-                first += f", going on after round {first_round}"
-            self.view.start(first, rounds, first_round, hyperparameters)
+                heading += f", going on after round {first_round}"
+            self.view.start(heading, rounds, first_round, hyperparameters)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
         """See `Observer`."""
@@ -330,8 +330,8 @@ class RunProgress(Observer):
             return "stopped before the run began"
         if not self.began:
             return f"stopped before the run went on; continue with: evo-grpo resume {self.run_dir}"
-        done = self.rounds_done
-        when = f"after round {done}" if done else "before the first round was finished"
+        rounds = self.rounds_done
+        when = f"after round {rounds}" if rounds else "before the first round was finished"
         return f"stopped {when}; continue with: evo-grpo resume {self.run_dir}"
 
 
@@ -348,8 +348,8 @@ def progress(
     console = standard_output()
     if os.environ.get("RANK", "0") != "0":  # the first of several processes shows it for all
         return RunProgress(None)
-    seen = anywhere or console.is_terminal or console.is_jupyter
-    view = view_for(console) if seen else None
+    is_shown = anywhere or console.is_terminal or console.is_jupyter
+    view = view_for(console) if is_shown else None
     return RunProgress(view, title=title, hyperparameters=hyperparameters)
 
 

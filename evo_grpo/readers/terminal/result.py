@@ -46,7 +46,7 @@ SCORES = ("fitness", "final", "test")
 OPTIONAL = ("final", "test", "left")
 """Columns that a table leaves out where no row has a value."""
 IN_OTHERS = ("round", "tie")
-"""Columns that the table shows within others, as it does standard errors: in left and rank."""
+"""Columns that the table shows in cells of other columns: the round in `left`, a tie in `rank`."""
 ONLY_WIDE = ("parent", "tokens", "wall_seconds", "checkpoint")
 WIDE = 150
 """Width of a terminal from which the table shows all columns."""
@@ -59,7 +59,7 @@ MADE = {
 """Words of the tree for members that neither selection nor mutation created."""
 ONLY_MEDIUM = ("member",)
 MEDIUM = 90
-"""Width from which it shows all but the widest."""
+"""Width from which the table shows all columns but `ONLY_WIDE`."""
 BAR_WIDTH = 40
 WINNERS = {
     "last": "the best agent of the last round",
@@ -112,8 +112,8 @@ def leaderboard_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
     # A value that all agents share does not distinguish them: drop its column to save space.
     equal = [name for name in ALWAYS_SHOWN if len({str(row[name]) for row in rows}) == 1]
     while equal and _width(names, rows) > width:
-        last = equal.pop()
-        names = [name for name in names if name != last]
+        dropped = equal.pop()
+        names = [name for name in names if name != dropped]
     return _table(names, rows, short=_width(names, rows) > width)
 
 
@@ -168,14 +168,14 @@ def _add_branch(parent: Tree, member: FamilyMember, view: RunView) -> None:
     else:
         # Rounds count from 1 on a screen; records and file names count from 0.
         first, last = member.born + 1, member.born + len(member.fitness)
-        lived = f"round {first}" if last == first else f"rounds {first}-{last}"
-        label.append_text(safe(f"  agent {member.agent}, {lived}", "dim"))
+        rounds = f"round {first}" if last == first else f"rounds {first}-{last}"
+        label.append_text(safe(f"  agent {member.agent}, {rounds}", "dim"))
     label.append_text(safe(f"  {_first_and_last(member, view)}", style))
-    made = [MADE[member.mutation.op]] if member.mutation.op in MADE else []
+    notes = [MADE[member.mutation.op]] if member.mutation.op in MADE else []
     if member.mutation.changes:
-        made.append(changes_text(member.mutation.changes))
-    if made:
-        label.append_text(safe(f"  {', '.join(made)}", NOTICE))
+        notes.append(changes_text(member.mutation.changes))
+    if notes:
+        label.append_text(safe(f"  {', '.join(notes)}", NOTICE))
     elif member.parent is None:
         label.append_text(safe(f"  lr {shown_value(member.hparams.lr)}", "dim"))
     if wins:
@@ -186,11 +186,11 @@ def _add_branch(parent: Tree, member: FamilyMember, view: RunView) -> None:
 
 
 def _mean(member: FamilyMember, view: RunView) -> str:
-    agents = {one.member: one.agent for record in view.rounds for one in record.agents}
-    parents = [one for one in (member.parent, member.second_parent) if one is not None]
+    agents = {agent.member: agent.agent for record in view.rounds for agent in record.agents}
+    parents = [parent for parent in (member.parent, member.second_parent) if parent is not None]
     return (
-        f"mean of members {listed(parents)} (agents {listed([agents[one] for one in parents])}), "
-        "final comparison"
+        f"mean of members {listed(parents)} (agents "
+        f"{listed([agents[parent] for parent in parents])}), final comparison"
     )
 
 
@@ -205,15 +205,15 @@ def winner_label(view: RunView) -> str:
 
 def _first_and_last(member: FamilyMember, view: RunView) -> str:
     """Return the first and the last fitness of a member, or the rewards of its training."""
-    played = [one for record in view.rounds for one in record.agents if one.member == member.id]
-    trained = [one.score is not None and one.score.steps > 0 for one in played]
+    played = [a for record in view.rounds for a in record.agents if a.member == member.id]
+    trained = [a.score is not None and a.score.steps > 0 for a in played]
     fitness = [
         mean for mean, of_training in zip_longest(member.fitness, trained) if not of_training
     ]
-    what = "" if fitness else "reward "
+    prefix = "" if fitness else "reward "
     ends = fitness or list(member.fitness)
     ends = [ends[0], ends[-1]] if len(ends) > 1 else [ends[0]]
-    return what + " -> ".join("failed" if value is None else number(value) for value in ends)
+    return prefix + " -> ".join("failed" if value is None else number(value) for value in ends)
 
 
 def _shown_cell(name: str, row: Mapping[str, Any], *, short: bool = False) -> str:
@@ -222,8 +222,8 @@ def _shown_cell(name: str, row: Mapping[str, Any], *, short: bool = False) -> st
     if name == "rank":
         return f"{value} tie" if row["tie"] else str(value)
     if name == "left":
-        after = "left in" if short else "left after round"
-        return "" if value is None else f"{after} {value + 1}"
+        label = "left in" if short else "left after round"
+        return "" if value is None else f"{label} {value + 1}"
     if name == "agent" and value is None:
         return "mean"
     if f"{name}_se" in row and value is not None:
@@ -253,14 +253,14 @@ def show_ending(console: Console, view: RunView) -> None:
     if view.rounds:
         show_leaderboard(console, view)
         console.print()
-    for kind, sentences in groupby(view.story, lambda one: PARAGRAPHS.get(one.kind, one.kind)):
-        text = " ".join(one.text for one in sentences)
+    for kind, sentences in groupby(view.story, lambda s: PARAGRAPHS.get(s.kind, s.kind)):
+        text = " ".join(sentence.text for sentence in sentences)
         say(console, text, "bold" if kind == "result" else "", wrap=True)
     for trouble in view.troubles[:TROUBLES_SHOWN]:
         line = safe("").append_text(safe("warning:", f"bold {NOTICE}"))
         say(console, line.append_text(safe(f" {trouble.sentence}")), wrap=True)
-    if (more := len(view.troubles) - TROUBLES_SHOWN) > 0:
-        say(console, f"and {more} more warnings: see the report")
+    if (hidden_count := len(view.troubles) - TROUBLES_SHOWN) > 0:
+        say(console, f"and {hidden_count} more warnings: see the report")
 
 
 def show_next(
@@ -289,9 +289,9 @@ def _commands(path: str, *, worse: bool) -> tuple[str, ...]:
     """Return commands that work in this shell and with the installed packages."""
     program = program_name()
     # The report needs plotly, an optional package.
-    look = "report" if find_spec("plotly") else "lineage"
-    first = f"{program} {look} {path}"
-    return (first,) if worse else (first, f"{program} export {path} OUT")
+    subcommand = "report" if find_spec("plotly") else "lineage"
+    show_command = f"{program} {subcommand} {path}"
+    return (show_command,) if worse else (show_command, f"{program} export {path} OUT")
 
 
 def program_name() -> str:
@@ -333,8 +333,8 @@ def arm_bars(compared: Arms, width: int) -> RenderableType:
         )
         for arm in compared.arms
     ]
-    columns = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    used = sum(columns) + 2 * sum(size > 0 for size in columns)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    used = sum(widths) + 2 * sum(size > 0 for size in widths)
     room = max(4, min(BAR_WIDTH, width - used))
     grid = Table.grid(padding=(0, 2))
     for arm, (label, value, *details), mean in zip(compared.arms, cells, means, strict=True):
@@ -342,8 +342,8 @@ def arm_bars(compared: Arms, width: int) -> RenderableType:
         ends = sorted((-low, mean - low))
         bar = Bar(high - low, *ends, width=room, color=color)
         style = "bold" if arm is compared.arms[-1] else ""
-        shown = [safe(text, "dim") for text, size in zip(details, columns[2:], strict=True) if size]
-        grid.add_row(safe(label, style), bar, safe(value, style), *shown)
+        extra = [safe(text, "dim") for text, size in zip(details, widths[2:], strict=True) if size]
+        grid.add_row(safe(label, style), bar, safe(value, style), *extra)
     for column in grid.columns:
         column.no_wrap = True
     return grid
@@ -353,12 +353,12 @@ def difference_rows(compared: Arms) -> tuple[list[str], list[list[str]]]:
     """Return titles and rows of a table of differences, for the terminal and for a page."""
     rows = [
         [
-            compared.label(one.first),
-            compared.label(one.second),
-            number(one.difference),
-            "-" if math.isnan(one.low) else f"[{number(one.low)}, {number(one.high)}]",
+            compared.label(pair.first),
+            compared.label(pair.second),
+            number(pair.difference),
+            "-" if math.isnan(pair.low) else f"[{number(pair.low)}, {number(pair.high)}]",
         ]
-        for one in compared.differences
+        for pair in compared.differences
     ]
     return ["arm", "minus", "difference", "95% interval"], rows
 
@@ -378,12 +378,12 @@ def schedule_table(schedule: Schedule) -> Table:
     titles = ["round", "member", *map(short_name, names), "prompts/step", "tokens"]
     rows = [
         [
-            str(one.round + 1),
-            str(one.member),
-            *(hyperparameter(one.hparams, name) for name in names),
-            shown_value(schedule.prompts_per_step(one)),
-            f"{one.tokens:,}",
+            str(entry.round + 1),
+            str(entry.member),
+            *(hyperparameter(entry.hparams, name) for name in names),
+            shown_value(schedule.prompts_per_step(entry)),
+            f"{entry.tokens:,}",
         ]
-        for one in schedule.rounds
+        for entry in schedule.rounds
     ]
     return plain_table(titles, rows)

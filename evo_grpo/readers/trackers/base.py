@@ -101,8 +101,8 @@ def open_tracker(config: TrackerConfig, run: Path | None, settings: object, id: 
     check_trackers([config])
     writer: type[TrackerReader] = import_module(f"{__package__}.{config.kind}").Writer
     # Without a run folder, the name is the time, so that two runs are not mixed.
-    unnamed = time.strftime("run-%Y%m%d-%H%M%S") if run is None else run.resolve().name
-    name = config.name or unnamed
+    default_name = time.strftime("run-%Y%m%d-%H%M%S") if run is None else run.resolve().name
+    name = config.name or default_name
     if config.folder is None and run is not None:
         folder = run.resolve() / TRACKERS / config.kind
         if not writer.makes_links:  # the contents of a run folder are not trusted
@@ -113,8 +113,8 @@ def open_tracker(config: TrackerConfig, run: Path | None, settings: object, id: 
     for variable, value in writer.environment.items():
         os.environ.setdefault(variable, value)
     folder.mkdir(parents=True, exist_ok=True)
-    known = {"project": config.project or PROJECT, "name": name, "folder": str(folder)}
-    return writer(config.model_copy(update=known), flat_settings(settings), id)
+    updates = {"project": config.project or PROJECT, "name": name, "folder": str(folder)}
+    return writer(config.model_copy(update=updates), flat_settings(settings), id)
 
 
 def flat_settings(settings: object) -> Settings:
@@ -134,7 +134,7 @@ def flat_settings(settings: object) -> Settings:
 
 
 def of_agent(agent: int) -> str:
-    """Return the name of an agent in trackers and of its folders."""
+    """Return the name of an agent in trackers, and of the agent's folders."""
     return f"agent-{agent:02d}"
 
 
@@ -175,10 +175,10 @@ def values_of(entry: Entry) -> Values | None:
             table, texts = _of_round(entry.record, names), _texts(entry.record, names)
         case RunFinished():
             tested = {f"test/{which}": entry.summary.get(which) for which in ("best", "base")}
-            table = {POPULATION: {n: one.get("mean") for n, one in tested.items() if one}}
+            table = {POPULATION: {n: score.get("mean") for n, score in tested.items() if score}}
         case _:
             return None
-    return Values(entry.number, {owner: finite(own) for owner, own in table.items()}, texts)
+    return Values(entry.number, {owner: finite(metrics) for owner, metrics in table.items()}, texts)
 
 
 def _of_round(record: RoundRecord, names: Sequence[str]) -> dict[str, dict[str, float | None]]:
@@ -215,8 +215,8 @@ def life(agent: AgentRecord, names: Sequence[str]) -> str:
     text = f"member {agent.member}"
     if agent.parent is not None:
         text += f", from member {agent.parent} ({agent.mutation.op})"
-    if moved := changes_text(agent.mutation.changes):
-        text += f": {moved}"
+    if changes := changes_text(agent.mutation.changes):
+        text += f": {changes}"
     values = columns.values(agent.hparams, names).items()
     chosen = [f"{name} {value}" for name, value in values if isinstance(value, str | bool)]
     return f"{text}; {', '.join(chosen)}" if chosen else text
@@ -238,9 +238,9 @@ def _of_agent(agent: AgentRecord, names: Sequence[str]) -> dict[str, float | Non
     return {
         "fitness": columns.fitness(agent) if evaluated else None,
         "fitness_se": columns.fitness_se(agent) if evaluated else None,
-        **{columns.objective(one.name): one.mean for one in further},
-        **{f"{columns.objective(one.name)}_se": one.se for one in further},
-        **{f"{VALIDATION}{one.name}": one.mean for one in rewards},
+        **{columns.objective(objective.name): objective.mean for objective in further},
+        **{f"{columns.objective(objective.name)}_se": objective.se for objective in further},
+        **{f"{VALIDATION}{reward.name}": reward.mean for reward in rewards},
         "member": agent.member,
         "parent": agent.parent,
         "dead_steps": agent.metrics.get("dead_steps"),

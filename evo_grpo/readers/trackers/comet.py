@@ -20,7 +20,7 @@ _OFF = (
 class Writer(TrackerReader):
     """An experiment of Comet."""
 
-    environment = {"COMET_LOGGING_CONSOLE": "ERROR", "COMET_INTERNAL_SENTRY_DSN": ""}  # noqa: RUF012 -- read alone
+    environment = {"COMET_LOGGING_CONSOLE": "ERROR", "COMET_INTERNAL_SENTRY_DSN": ""}  # noqa: RUF012 -- read only
 
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
         """Start an experiment, or continue one."""

@@ -25,17 +25,17 @@ _LONGEST = 500
 class Writer(TrackerReader):
     """A run of MLflow."""
 
-    environment = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # noqa: RUF012 -- read alone
+    environment = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # noqa: RUF012 -- read only
 
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
         """Start a run, or continue one."""
-        where, artifacts = target.server, None
-        if where is None:
+        uri, artifacts = target.server, None
+        if uri is None:
             folder = Path(str(target.folder))
-            where, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
+            uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
         self._entities: Any = import_module("mlflow.entities")
         self._client: Any = import_module("mlflow.tracking").MlflowClient(
-            tracking_uri=where, registry_uri=where
+            tracking_uri=uri, registry_uri=uri
         )
         if id:
             self._run = id
@@ -44,8 +44,8 @@ class Writer(TrackerReader):
         experiment = self._experiment(str(target.project), artifacts)
         self._run = str(self._client.create_run(experiment, run_name=target.name).info.run_id)
         params = [self._entities.Param(k, str(v)[:_LONGEST]) for k, v in settings.items()]
-        for some in _parts(params, _OTHERS):
-            self._client.log_batch(self._run, params=some)
+        for batch in _parts(params, _OTHERS):
+            self._client.log_batch(self._run, params=batch)
         return self._run
 
     def write(self, values: Values) -> None:
@@ -55,14 +55,14 @@ class Writer(TrackerReader):
             self._entities.Metric(name, value, now, values.step)
             for name, value in values.side_by_side().items()
         ]
-        for some in _parts(metrics, _METRICS):
-            self._client.log_batch(self._run, metrics=some)
+        for batch in _parts(metrics, _METRICS):
+            self._client.log_batch(self._run, metrics=batch)
         tags = [
             self._entities.RunTag(f"lineage.{values.step:06d}.{owner}", text[: 10 * _LONGEST])
             for owner, text in values.texts.items()
         ]
-        for some in _parts(tags, _OTHERS):
-            self._client.log_batch(self._run, tags=some)
+        for batch in _parts(tags, _OTHERS):
+            self._client.log_batch(self._run, tags=batch)
 
     def flush(self) -> bool:
         """Return True: the server or the file has all values."""
@@ -76,10 +76,10 @@ class Writer(TrackerReader):
         experiment = self._client.get_experiment_by_name(name)
         if experiment is not None:
             return str(experiment.experiment_id)
-        refused: Any = import_module("mlflow.exceptions").MlflowException
+        api_error: Any = import_module("mlflow.exceptions").MlflowException
         try:
             return str(self._client.create_experiment(name, artifact_location=artifacts))
-        except refused:  # another run has created it meanwhile
+        except api_error:  # another run has created it meanwhile
             experiment = self._client.get_experiment_by_name(name)
             if experiment is None:
                 raise

@@ -19,7 +19,7 @@ from evo_grpo.settings.trackers import TrackerConfig
 class Writer(TrackerReader):
     """Event files below a folder, one run per agent."""
 
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # noqa: RUF012 -- read alone
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # noqa: RUF012 -- read only
     named_by_folder = True
 
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
@@ -47,13 +47,13 @@ class Writer(TrackerReader):
     def write(self, values: Values) -> None:
         """Write the scalars and texts of a step."""
         for owner in dict.fromkeys((*values.values, *values.texts)):
-            written: list[Any] = [
+            summaries: list[Any] = [
                 self._summary.Value(tag=name, simple_value=value)
                 for name, value in values.values.get(owner, {}).items()
             ]
             if owner in values.texts:
-                written.append(self._text("lineage", values.texts[owner]))
-            self._write(owner, values.step, written)
+                summaries.append(self._text("lineage", values.texts[owner]))
+            self._write(owner, values.step, summaries)
 
     def flush(self) -> bool:
         """Flush all event files to disk."""
@@ -70,7 +70,7 @@ class Writer(TrackerReader):
         writer = self._writers.get(owner)
         if writer is None:
             folder = Path(self._folder, owner)
-            # Files are read in the order of their names, which begin with the second.
+            # Files are read in the order of their names, which begin with the time in seconds.
             while any(folder.glob(f"*.tfevents.{int(time.time()):010d}.*")):
                 time.sleep(0.05)
             writer = self._writers[owner] = self._writer.EventFileWriter(str(folder))

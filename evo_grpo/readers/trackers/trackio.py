@@ -22,7 +22,7 @@ _VARIABLE = "TRACKIO_DIR"
 class Writer(TrackerReader):
     """A run of trackio."""
 
-    environment = {"HF_HUB_DISABLE_TELEMETRY": "1", "GRADIO_ANALYTICS_ENABLED": "False"}  # noqa: RUF012 -- read alone
+    environment = {"HF_HUB_DISABLE_TELEMETRY": "1", "GRADIO_ANALYTICS_ENABLED": "False"}  # noqa: RUF012 -- read only
 
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
         """Start a run, or continue one."""
@@ -41,7 +41,7 @@ class Writer(TrackerReader):
 
 
 def _writing_to(folder: Path) -> Any:  # noqa: ANN401 -- a module without types
-    """Import trackio so that it writes to a folder, which it reads once, when it is imported.
+    """Import trackio so that it writes to a folder; it reads the folder only when imported.
 
     An earlier import with another folder raises ConfigError.
     """

@@ -17,7 +17,7 @@ from evo_grpo.settings.trackers import TrackerConfig
 class Writer(TrackerReader):
     """A run of wandb."""
 
-    environment = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}  # noqa: RUF012 -- read alone
+    environment = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}  # noqa: RUF012 -- read only
     makes_links = True
 
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:

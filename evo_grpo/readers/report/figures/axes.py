@@ -30,17 +30,17 @@ GLYPHS = ("●", "■", "◆", "▲", "✚", "✖", "★", "⬢")
 """Characters that look like the markers, for legends and labels."""
 DASHES = ("solid", "dash", "dot", "dashdot")
 GREY = "#8a8f98"
-"""Of what is no agent: the winner's line, the base model, mutations."""
+"""Colour of what belongs to no agent: the winner's line, the base model, mutations."""
 WINNER = "the winner's line"
 HEIGHT = 420
 TOP, BOTTOM = 24, 48
 """Pixels of the margins above and below."""
 MARGIN = 96
-"""Pixels of the right margin that names at the ends of lines need."""
+"""Pixels of the right margin, for the names at the ends of lines."""
 APART, SIZE = 14, 11
-"""Pixels between two names at least, and of the height of a letter."""
+"""Least distance of two names, and height of their letters, in pixels."""
 MARKERS = 60
-"""Markers of a trace that are drawn; a reader hovers over the others all the same."""
+"""Greatest number of drawn markers in a trace; all points have hover texts."""
 SHARE = 0.1
 """Least span of an axis, as a share of the largest absolute value on it."""
 PAD = 0.06
@@ -48,10 +48,10 @@ PAD = 0.06
 DECADE = 10.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
 BETWEEN = ((1.2, (1, 2, 5)), (2.5, (1, 3)), (math.inf, (1,)))
-"""Powers of ten that an axis spans, up to which each of them has these multiples as ticks."""
+"""Ticks of a logarithmic axis: up to a span in powers of ten, the multiples of each power."""
 
 Place = Mapping[str, Any]
-"""The `row` and `col` in a figure that has several; empty in one that has not."""
+"""The `row` and `col` of a subplot; empty in a figure without subplots."""
 ALONE: Place = {}
 
 
@@ -64,18 +64,18 @@ class Look:
     dash: str = "solid"
 
     def named(self, name: str) -> str:
-        """Return a name, which is HTML, behind a marker of this look."""
+        """Return HTML: a marker of this look, then `name`, which is HTML too."""
         glyph = GLYPHS[SYMBOLS.index(self.symbol)]
         return f'<span style="color:{self.color}">{glyph}</span> {name}'
 
 
 def look_of(index: int) -> Look:
     """Return the look with an index >= 0; the first 256 differ from each other."""
-    turn = index // len(COLORS)
+    cycle = index // len(COLORS)
     return Look(
         COLORS[index % len(COLORS)],
-        SYMBOLS[(index + turn // len(DASHES)) % len(SYMBOLS)],
-        DASHES[turn % len(DASHES)],
+        SYMBOLS[(index + cycle // len(DASHES)) % len(SYMBOLS)],
+        DASHES[cycle % len(DASHES)],
     )
 
 
@@ -83,7 +83,7 @@ class Line:
     """Points in order, each with a hover text and a standard error (NaN for none)."""
 
     def __init__(self, x: Iterable[float] = (), y: Iterable[float] = ()) -> None:
-        self._points: list[tuple[float, float, float]] = [(*one, math.nan) for one in zip(x, y)]  # noqa: B905 -- of one curve
+        self._points: list[tuple[float, float, float]] = [(*point, math.nan) for point in zip(x, y)]  # noqa: B905 -- of one curve
         self.texts: list[str] = []
 
     def begin(self) -> None:
@@ -185,7 +185,7 @@ def new_figure(x: str = "", y: str = "", *, height: int = HEIGHT, **grid: Any) -
 
 
 class Scale(NamedTuple):
-    """The range of an axis, whether it is logarithmic, and tick names, which stand at 1, 2, ..."""
+    """The range of an axis, whether it is logarithmic, and the names of its ticks at 1, 2, ..."""
 
     low: float
     high: float
@@ -202,29 +202,29 @@ def linear(
 ) -> Scale:
     """Return a linear scale for the finite values and those of `include`.
 
-    The span is at least `least`, and a tenth of the largest absolute value, so that values that
-    hardly differ look alike.
+    The span is at least `least`, and at least a tenth of the largest absolute value, so that values
+    that hardly differ look alike.
     """
-    shown = [*filter(math.isfinite, values), *include] or [0.0, 1.0]
-    low, high = min(shown), max(shown)
+    numbers = [*filter(math.isfinite, values), *include] or [0.0, 1.0]
+    low, high = min(numbers), max(numbers)
     least = max(least, SHARE * max(abs(low), abs(high)))
     if high - low < least:
         middle = (low + high) / 2
-        # A quantity that cannot be negative gets no negative axis.
+        # An axis of values >= 0 does not begin below 0.
         bottom = max(0.0, middle - least / 2) if low >= 0 else middle - least / 2
         low, high = bottom, bottom + least
-    free = PAD * (high - low or 1.0)
-    return Scale(low - free, high + free, names=names)
+    padding = PAD * (high - low or 1.0)
+    return Scale(low - padding, high + padding, names=names)
 
 
 def scale_of(values: Iterable[float], names: Sequence[str] = ()) -> Scale:
     """Return a scale that is logarithmic if positive values span a factor of 10."""
-    known = [value for value in values if math.isfinite(value)]
-    if names or not known or min(known) <= 0 or max(known) < DECADE * min(known):
-        return linear(known, names=names)
-    low, high = math.log10(min(known)), math.log10(max(known))
-    free = PAD * (high - low)
-    return Scale(10 ** (low - free), 10 ** (high + free), log=True)
+    finite = [value for value in values if math.isfinite(value)]
+    if names or not finite or min(finite) <= 0 or max(finite) < DECADE * min(finite):
+        return linear(finite, names=names)
+    low, high = math.log10(min(finite)), math.log10(max(finite))
+    padding = PAD * (high - low)
+    return Scale(10 ** (low - padding), 10 ** (high + padding), log=True)
 
 
 def noise(curves: Iterable[Sequence[float]]) -> float:
@@ -290,13 +290,13 @@ def name_ends(
     range of `scale` and is `pixels` long.
     """
 
-    def position(value: float) -> float:  # of annotations: exponents on a logarithmic axis
+    def position(value: float) -> float:  # annotations have exponents on a log axis
         return math.log10(value) if scale.log else value
 
-    known = [end for end in ends if math.isfinite(end.y) and (end.y > 0 or not scale.log)]
-    known = known[: int(pixels / APART)]
+    drawable = [end for end in ends if math.isfinite(end.y) and (end.y > 0 or not scale.log)]
+    drawable = drawable[: int(pixels / APART)]
     low, high = map(position, scale[:2])
-    heights = [(position(end.y) - low) / (high - low) * pixels for end in known]
+    heights = [(position(end.y) - low) / (high - low) * pixels for end in drawable]
     axes: dict[str, str] = {}
     if place:
         subplot: Any = figure.get_subplot(**place)
@@ -308,7 +308,7 @@ def name_ends(
             font={"size": SIZE}, name="end" if end.agent is None else f"agent {end.agent}",
             **axes,
         )
-        for end, before, after in zip(known, heights, apart(heights), strict=True)
+        for end, before, after in zip(drawable, heights, apart(heights), strict=True)
     ]  # fmt: skip
     # All at once: for each annotation that is added, plotly copies all others.
     layout: Any = figure.layout
@@ -322,7 +322,7 @@ def apart(heights: Sequence[float], least: float = APART) -> list[float]:
     Neighbours that overlap form a block around their mean position, as in isotonic regression.
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
-    blocks: list[list[float]] = []  # sum and number of positions, each without those below it
+    blocks: list[list[float]] = []  # sum (less `least` per height below) and number
     for rank, index in enumerate(order):
         blocks.append([heights[index] - rank * least, 1])
         while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] > blocks[-1][0] / blocks[-1][1]:
@@ -330,7 +330,7 @@ def apart(heights: Sequence[float], least: float = APART) -> list[float]:
             blocks[-1][0] += total
             blocks[-1][1] += number
     starts = [total / number for total, number in blocks for _ in range(int(number))]
-    moved = [0.0] * len(heights)
+    moved_heights = [0.0] * len(heights)
     for rank, index in enumerate(order):
-        moved[index] = starts[rank] + rank * least
-    return moved
+        moved_heights[index] = starts[rank] + rank * least
+    return moved_heights

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 ROLLING = 10
 """Steps of a rolling mean."""
 POINTS = 6000
-"""Points of a figure; with more, each drawn point is the mean of several neighbours."""
+"""Greatest number of points; with more, each drawn point is the mean of several neighbours."""
 FEW = 13
-"""Points of an agent up to which each has a marker."""
+"""Greatest number of points of an agent that all have markers."""
 LABELS = {
     "reward": "reward",
     "loss": "loss",
@@ -77,9 +77,9 @@ PATTERNS = ("", "/", "x", ".", "\\", "+", "-", "|")
 
 @dataclass
 class Curve:
-    """One metric of one agent, until the agent leaves or takes the weights of another one.
+    """One metric of one agent, until the agent leaves or takes the weights of another.
 
-    `steps` count from 1 since the start of the run; `values` are NaN for steps without one.
+    `steps` count from 1 since the start of the run; `values` are NaN for steps without a value.
     """
 
     agent: int
@@ -95,7 +95,7 @@ def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
     """Draw the metrics of training over the steps, a subplot for each metric.
 
     Rewards are drawn as rolling means over 10 steps, with the single values behind them. A run
-    without metrics of its steps is drawn by the means of its rounds.
+    without metrics of steps is drawn with the means of its rounds.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -103,20 +103,20 @@ def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
     """
     view = view_of(run)
     measured = curves(view)
-    chosen = list(names) if names is not None else metric_names(measured)
-    rows = max(1, -(-len(chosen) // COLUMNS))
-    drawn = ROW * rows - BETWEEN
+    metrics = list(names) if names is not None else metric_names(measured)
+    rows = max(1, -(-len(metrics) // COLUMNS))
+    plot_height = ROW * rows - BETWEEN
     figure = new_figure(
-        height=drawn + ABOVE + BOTTOM, rows=rows, cols=COLUMNS, shared_xaxes=False,
-        subplot_titles=[label(name) for name in chosen],
-        horizontal_spacing=0.18, vertical_spacing=BETWEEN / drawn,
+        height=plot_height + ABOVE + BOTTOM, rows=rows, cols=COLUMNS, shared_xaxes=False,
+        subplot_titles=[label(name) for name in metrics],
+        horizontal_spacing=0.18, vertical_spacing=BETWEEN / plot_height,
     )  # fmt: skip
-    figure.update_layout(margin={"t": ABOVE, "r": MARGIN}, legend_y=1 + 28 / drawn)
-    named: set[int] = set()
-    for number, name in enumerate(chosen):
+    figure.update_layout(margin={"t": ABOVE, "r": MARGIN}, legend_y=1 + 28 / plot_height)
+    in_legend: set[int] = set()
+    for number, name in enumerate(metrics):
         row, column = divmod(number, COLUMNS)
         place = {"row": row + 1, "col": column + 1}
-        _add_curves(figure, view, measured.get(name, []), name, named, ROW - BETWEEN, place)
+        _add_curves(figure, view, measured.get(name, []), name, in_legend, ROW - BETWEEN, place)
     figure.update_xaxes(title_text="step")
     return figure
 
@@ -153,38 +153,39 @@ def _add_curves(
     width = max(1, math.ceil(sum(len(curve.steps) for curve in own) / POINTS))
     points: dict[int, tuple[float, float]] = {}
     for agent in sorted({curve.agent for curve in own}):
-        drawn = [thinned(curve, width) for curve in own if curve.agent == agent]
-        x = joined([steps for steps, _ in drawn])
-        smooth = [values for _, values in drawn]
+        thin_curves = [thinned(curve, width) for curve in own if curve.agent == agent]
+        x = joined([steps for steps, _ in thin_curves])
+        smooth = [values for _, values in thin_curves]
         if name.startswith("reward"):
             draw_agent(
                 figure, view, agent, Line(x, joined(smooth)), mode="markers", opacity=0.3,
                 marker_size=4, marker_maxdisplayed=4 * MARKERS, place=place,
             )  # fmt: skip
             smooth = [rolling(values) for values in smooth]
-        lengths = [len(steps) for steps, _ in drawn]
+        lengths = [len(steps) for steps, _ in thin_curves]
         # A line of a single point is invisible without its marker.
-        many = sum(lengths) > FEW and min(lengths) > 1
+        lines_only = sum(lengths) > FEW and min(lengths) > 1
         title = agent_name(agent)
         draw_agent(
             figure, view, agent, Line(x, joined(smooth)), legend=agent not in in_legend,
-            mode="lines" if many else "lines+markers", marker_size=6, place=place, hoverinfo="all",
+            mode="lines" if lines_only else "lines+markers", marker_size=6, place=place,
+            hoverinfo="all",
             hovertemplate="step %{x}: %{y:.4g}<extra>" + title + "</extra>",
         )  # fmt: skip
         in_legend.add(agent)
-        points[agent] = _last(drawn[-1][0], smooth[-1])
+        points[agent] = _last(thin_curves[-1][0], smooth[-1])
     scale = scale_of_metric(name, own)
     set_axis(figure, "y", scale, place)
-    last = max((curve.steps[-1] for curve in own), default=1)
+    last_step = max((curve.steps[-1] for curve in own), default=1)
     # The names behind the ends lie in the margin: the axis ends with the curves.
-    set_axis(figure, "x", Scale(0.0, last), place)
+    set_axis(figure, "x", Scale(0.0, last_step), place)
     name_ends(figure, ends_of(view, points), scale, pixels, place)
 
 
 def _last(steps: np.ndarray, values: np.ndarray) -> tuple[float, float]:
     """Return the last known point of a curve."""
-    known = np.flatnonzero(np.isfinite(values))
-    return (float(steps[known[-1]]), float(values[known[-1]])) if len(known) else (0.0, math.nan)
+    finite = np.flatnonzero(np.isfinite(values))
+    return (float(steps[finite[-1]]), float(values[finite[-1]])) if len(finite) else (0.0, math.nan)
 
 
 def scale_of_metric(name: str, own: Sequence[Curve]) -> Scale:
@@ -209,14 +210,14 @@ def rolling(values: np.ndarray) -> np.ndarray:
 
 def thinned(curve: Curve, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Return steps and values of a curve, averaged over blocks of `width` neighbours."""
-    steps, values = (np.array(own, dtype=np.float64) for own in (curve.steps, curve.values))
+    steps, values = (np.array(column, dtype=np.float64) for column in (curve.steps, curve.values))
     if width == 1:
         return steps, values
     firsts = np.arange(0, len(steps), width)
-    known = np.isfinite(values)
+    is_finite = np.isfinite(values)
     with np.errstate(invalid="ignore"):  # a mean of no values is NaN
-        means = np.add.reduceat(np.where(known, values, 0.0), firsts) / np.add.reduceat(
-            known, firsts, dtype=np.float64
+        means = np.add.reduceat(np.where(is_finite, values, 0.0), firsts) / np.add.reduceat(
+            is_finite, firsts, dtype=np.float64
         )
     sizes = np.diff(np.append(firsts, len(steps)))
     return np.add.reduceat(steps, firsts) / sizes, means
@@ -225,35 +226,35 @@ def thinned(curve: Curve, width: int) -> tuple[np.ndarray, np.ndarray]:
 def curves(view: RunView) -> Curves:
     """Return the curves of each metric of a run, one for each stretch of an agent."""
     rows = [] if view.folder is None else metric_rows(view.folder, len(view.rounds))
-    part = {
-        (one.round, int(agent)): number
-        for agent, own in stretches(view).items()
-        for number, stretch in enumerate(own)
-        for one in stretch
+    stretch_numbers = {
+        (record.round, int(agent)): number
+        for agent, agent_stretches in stretches(view).items()
+        for number, stretch in enumerate(agent_stretches)
+        for record in stretch
     }
     by_metric: dict[str, dict[tuple[int, int], Curve]] = defaultdict(dict)
     points = _of_steps(rows, view.steps_per_round) if rows else _of_rounds(view)
     for round, agent, step, name, value in points:
-        number = part.get((round, agent))
+        number = stretch_numbers.get((round, agent))
         if number is not None:  # None in a round that is not recorded yet
             curve = by_metric[name].setdefault((agent, number), Curve(agent))
             curve.steps.append(step)
             curve.values.append(math.nan if value is None else float(value))
-    return {name: list(own.values()) for name, own in by_metric.items()}
+    return {name: list(by_stretch.values()) for name, by_stretch in by_metric.items()}
 
 
 def metric_names(measured: Curves) -> list[str]:
     """Return the metrics to draw, in order: those whose values differ."""
-    worth = [name for name, own in measured.items() if _differ(own)]
-    functions = sorted(name for name in worth if name.startswith(_PREFIX))
-    ordered = [name for name in LABELS if name in worth]
+    varying = [name for name, metric_curves in measured.items() if _differ(metric_curves)]
+    functions = sorted(name for name in varying if name.startswith(_PREFIX))
+    ordered = [name for name in LABELS if name in varying]
     return [*ordered[:1], *functions, *ordered[1:]]
 
 
 def _differ(own: Iterable[Curve]) -> bool:
-    known = (value for curve in own for value in curve.values if math.isfinite(value))
-    first = next(known, None)
-    return any(value != first for value in known)
+    values = (value for curve in own for value in curve.values if math.isfinite(value))
+    first_value = next(values, None)
+    return any(value != first_value for value in values)
 
 
 def _drawn(name: str) -> bool:
@@ -275,14 +276,14 @@ def _of_steps(rows: Iterable[Mapping[str, Any]], per_round: int) -> Iterator[_Po
 def _of_rounds(view: RunView) -> Iterator[_Point]:
     """Yield the means of rounds at their last steps, and the recorded rewards of all steps."""
     for record in view.rounds:
-        first = record.round * view.steps_per_round + 1
+        first_step = record.round * view.steps_per_round + 1
         for agent in record.agents:
-            for step, reward in enumerate(agent.step_rewards, start=first):
+            for step, reward in enumerate(agent.step_rewards, start=first_step):
                 yield record.round, agent.agent, step, "reward", reward
-            last = first + view.steps_per_round - 1
+            last_step = first_step + view.steps_per_round - 1
             for name, value in agent.metrics.items():
                 if _drawn(name) and not (name == "reward" and agent.step_rewards):
-                    yield record.round, agent.agent, last, name, value
+                    yield record.round, agent.agent, last_step, name, value
 
 
 def plot_seconds(run: Run) -> go.Figure:
@@ -306,9 +307,9 @@ def plot_tokens(run: Run) -> go.Figure:
 def _bars(values: dict[str, list[float]], title: str, shown: str) -> go.Figure:
     figure = new_figure("round", title, height=320)
     count = max(map(len, values.values()), default=0)
-    for index, (name, own) in enumerate(values.items()):
+    for index, (name, heights) in enumerate(values.items()):
         figure.add_bar(
-            x=list(range(1, count + 1)), y=own, name=name,
+            x=list(range(1, count + 1)), y=heights, name=name,
             hovertemplate=f"round %{{x}}, {name}: {shown}<extra></extra>",
             marker={"color": COLORS[index % len(COLORS)],
                     "pattern": {"shape": PATTERNS[index % len(PATTERNS)], "solidity": 0.3}},

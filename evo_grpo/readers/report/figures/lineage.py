@@ -1,4 +1,4 @@
-"""The family tree: members as nodes, mutations on the edges, the winner's line above them."""
+"""The family tree: members as nodes, mutations on the edges, a broad line to the winner."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 WRITTEN_OUT = 40
-"""Mutations up to which each is written on its edge; with more, hovering shows them."""
+"""Greatest number of mutations that are written on their edges; hovering shows all."""
 CROWD = 400
-"""Members from which on edges are drawn thin and faint."""
+"""Number of members above which edges are drawn thin and faint."""
 LANE = 34
 """Pixels of height for each agent."""
 WIDTH, NODE = 1000, 12
-"""Pixels of a figure's width and of a node, for which labels are placed."""
+"""Assumed pixels of a figure's width and of a node, to place labels."""
 LETTER, LINE = 6, 13
 """Pixels of a letter's width and of a line's height in a label."""
 
 _Box = tuple[float, float, float, float]
 """A box in a figure: its middle, its width and its height, in pixels."""
 _Life = list[AgentRecord]
-"""The rounds of one member, first to last."""
+"""The records of one member, one per round, first to last."""
 
 
 def plot_lineage(run: Run) -> go.Figure:
     """Draw the family tree of a run: a row for each agent, a node where a member begins.
 
-    An edge leads from a parent, in its last round before, to the member that took its weights or
-    its place, and is labelled with the mutation. The winner's line of ancestors is broad.
+    An edge leads from a parent, in its last round before the child's first, to the child, and is
+    labelled with the mutation. The winner's line of ancestors is broad.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -67,16 +67,16 @@ def plot_lineage(run: Run) -> go.Figure:
     by_agent: dict[int, list[_Life]] = defaultdict(list)
     for life in lives.values():
         by_agent[life[0].agent].append(life)
-    mean = view.winner is not None and view.winner.agent is None
-    end = _winner_end(view) if mean else None
+    mean_won = view.winner is not None and view.winner.agent is None
+    end = _winner_end(view) if mean_won else None
     add_winner(figure, view, lambda agent: agent.agent, end=end, line_width=12, opacity=0.4)
     for agent in slots:
         _add_agent(figure, view, lives, by_agent[agent])
     _add_star(figure, view)
-    rounds = max(1, len(view.rounds) + mean)
+    rounds = max(1, len(view.rounds) + mean_won)
     _add_mutations(figure, lives, rounds)
     round_axis(figure, rounds)
-    if mean:  # of the agents of the last round: it played none
+    if mean_won:  # a mean of agents of the last round played no round
         ticks = range(1, rounds, tick_distance(rounds))
         names = [*map(str, ticks), "mean"]
         figure.update_xaxes(tickmode="array", tickvals=[*ticks, rounds], ticktext=names)
@@ -103,8 +103,8 @@ def _edge(lives: dict[int, _Life], child: AgentRecord) -> tuple[AgentRecord, Age
     parent = None if child.parent is None else lives.get(child.parent)
     if parent is None:
         return None
-    before = [one for one in parent if one.round < child.round]
-    return (before[-1] if before else parent[0], child)
+    earlier = [record for record in parent if record.round < child.round]
+    return (earlier[-1] if earlier else parent[0], child)
 
 
 def _add_agent(figure: go.Figure, view: RunView, lives: dict[int, _Life], own: list[_Life]) -> None:
@@ -128,24 +128,24 @@ def _add_agent(figure: go.Figure, view: RunView, lives: dict[int, _Life], own: l
 
 def _text(view: RunView, life: _Life) -> str:
     """Return the text of a member's node: its name, fitness, hyperparameters and mutation."""
-    shown = [one for one in life if one.score is None or was_evaluated(one)] or life
-    means = [number(one.score.mean) if one.score else "failed" for one in shown]
+    records = [record for record in life if record.score is None or was_evaluated(record)] or life
+    means = [number(record.score.mean) if record.score else "failed" for record in records]
     if len(means) > 8:
         means = [*means[:4], "…", *means[-3:]]
     until = f" to {life[-1].round + 1}" if life[-1] is not life[0] else ""
-    head, *rest = described(life[0], view.mutable).split("<br>")
+    head, *lines = described(life[0], view.mutable).split("<br>")
     founder = view.founders[life[0].member]
-    first = next((one.agent for one in view.rounds[0].agents if one.member == founder), None)
+    first = next((agent.agent for agent in view.rounds[0].agents if agent.member == founder), None)
     if life[0].parent is not None and first is not None:
-        rest.append(f"descends from agent {first} of the first round")
-    return "<br>".join([f"{head}{until}", f"{measure(shown[0])} {' → '.join(means)}", *rest[1:]])
+        lines.append(f"descends from agent {first} of the first round")
+    return "<br>".join([f"{head}{until}", f"{measure(records[0])} {' → '.join(means)}", *lines[1:]])
 
 
 def _winner_end(view: RunView) -> tuple[float, float]:
-    """Return the end of the winner's line; that of a mean is a round after its two parents."""
+    """Return the end of the winner's line: of a mean, one round after its two parents."""
     ends = [path[-1] for path in view.lines]
-    mean = view.winner is not None and view.winner.agent is None
-    x = len(view.rounds) + 1 if mean else ends[0].round + 1
+    mean_won = view.winner is not None and view.winner.agent is None
+    x = len(view.rounds) + 1 if mean_won else ends[0].round + 1
     return x, sum(end.agent for end in ends) / len(ends)
 
 
@@ -153,8 +153,8 @@ def _add_star(figure: go.Figure, view: RunView) -> None:
     if (winner := view.winner) is None:
         return
     star = Line()
-    told = text(f"{winner.name}, member {winner.member}: {winner_label(view)}")
-    star.add(*_winner_end(view), told)
+    hover_text = text(f"{winner.name}, member {winner.member}: {winner_label(view)}")
+    star.add(*_winner_end(view), hover_text)
     options: dict[str, Any] = {"legendgroup": "winner", "marker_size": 16, "marker_maxdisplayed": 0}
     draw(figure, star, Look(GREY, "star"), WINNER, "markers", **options)
 
@@ -167,16 +167,16 @@ def _add_mutations(figure: go.Figure, lives: dict[int, _Life], rounds: int) -> N
         return
     scale = (WIDTH / rounds, LANE)
     nodes = [(life[0].round + 1, life[0].agent, NODE, NODE) for life in lives.values()]
-    taken: list[_Box] = [(x * scale[0], y * scale[1], w, h) for x, y, w, h in nodes]
+    boxes: list[_Box] = [(x * scale[0], y * scale[1], w, h) for x, y, w, h in nodes]
     places: list[tuple[float, float]] = []
     for parent, child in edges:
         lines = [text(part) for part in changes_text(child.mutation.changes, "→").split(", ")]
         size = (LETTER * max(map(len, lines)) + 4, LINE * len(lines))
-        free = [] if len(edges) > WRITTEN_OUT else _free_places(parent, child, size, scale, taken)
+        free = [] if len(edges) > WRITTEN_OUT else _free_places(parent, child, size, scale, boxes)
         x, y = free[0] if free else _along(parent, child, 0.5)
         places.append((x, y))
         if free:
-            taken.append((x * scale[0], y * scale[1], *size))
+            boxes.append((x * scale[0], y * scale[1], *size))
             figure.add_annotation(
                 x=x, y=y, text="<br>".join(lines), showarrow=False, font={"size": 10},
                 bgcolor="rgba(255,255,255,0.9)", borderpad=1,
@@ -202,10 +202,10 @@ def _free_places(
     free: list[tuple[float, float]] = []
     for share in (0.5, 0.4, 0.6, 0.3, 0.7):
         x, y = _along(parent, child, share)
-        here = (x * scale[0], y * scale[1])
+        middle = (x * scale[0], y * scale[1])
         if not any(
-            abs(here[0] - other[0]) < (size[0] + other[2]) / 2
-            and abs(here[1] - other[1]) < (size[1] + other[3]) / 2
+            abs(middle[0] - other[0]) < (size[0] + other[2]) / 2
+            and abs(middle[1] - other[1]) < (size[1] + other[3]) / 2
             for other in taken
         ):
             free.append((x, y))

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 NAMED = 12
-"""Agents in a legend; hovering names the others."""
+"""Greatest number of agents in a legend; hovering names the others."""
 Value = Callable[[AgentRecord], float]
-"""From an agent in a round to the height of its point."""
+"""Returns the height of an agent's point in a round."""
 
 
 def line_of(
@@ -41,16 +41,16 @@ def line_of(
     text: Callable[[AgentRecord], str] | None = None,
     error: Value | None = None,
 ) -> Line:
-    """Return a line over the rounds, with gaps between the stretches of an agent."""
+    """Return a line over the rounds of an agent, with a gap between two of its stretches."""
     line = Line()
     for part in parts:
         line.begin()
-        for one in part:
+        for agent in part:
             line.add(
-                one.round + 1,
-                value(one),
-                "" if text is None else text(one),
-                math.nan if error is None else error(one),
+                agent.round + 1,
+                value(agent),
+                "" if text is None else text(agent),
+                math.nan if error is None else error(agent),
             )
     return line
 
@@ -84,8 +84,8 @@ def add_winner(
 
 
 def quiet(view: RunView) -> float:
-    """Return the least span of a fitness axis, so that few standard errors do not fill a figure."""
-    errors = [error for one in view.played if math.isfinite(error := fitness_se(one))]
+    """Return the least span of a fitness axis: eight standard errors, the median of the run."""
+    errors = [error for agent in view.played if math.isfinite(error := fitness_se(agent))]
     return 8 * median(errors) if errors else 0.0
 
 
@@ -96,14 +96,14 @@ def looks(view: RunView) -> dict[int, Look]:
 
 
 def stretches(view: RunView) -> dict[int, list[list[AgentRecord]]]:
-    """Return the records of each agent, a list for each stretch of rounds with its own weights."""
+    """Return the records of each agent, in stretches that end where it gets other weights."""
     by_agent: dict[int, list[list[AgentRecord]]] = defaultdict(list)
     for record in view.rounds:
         for agent in record.agents:
-            own = by_agent[agent.agent]
-            if not own or not _continues(own[-1][-1], agent):
-                own.append([])
-            own[-1].append(agent)
+            parts = by_agent[agent.agent]
+            if not parts or not _continues(parts[-1][-1], agent):
+                parts.append([])
+            parts[-1].append(agent)
     return dict(sorted(by_agent.items()))
 
 
@@ -115,7 +115,7 @@ def _continues(before: AgentRecord, agent: AgentRecord) -> bool:
 
 
 def copies(view: RunView) -> Iterator[tuple[AgentRecord, AgentRecord]]:
-    """Yield (parent, agent) for each agent that took the weights of another one in a round before.
+    """Yield (parent, agent) for each agent that took over another's weights of the round before.
 
     Restored agents are left out: their parent, the archive, played no round.
     """
@@ -150,21 +150,21 @@ def named(view: RunView) -> set[int]:
     rounds: dict[int, int] = defaultdict(int)
     for agent in view.played:
         rounds[agent.agent] += 1
-    return set(sorted(rounds, key=lambda one: (-rounds[one], one))[:NAMED])
+    return set(sorted(rounds, key=lambda number: (-rounds[number], number))[:NAMED])
 
 
 def survivors(view: RunView) -> list[int]:
     """Return the agents of the last round, best first."""
-    last = {agent.agent for agent in view.rounds[-1].agents} if view.rounds else set[int]()
+    last_agents = {agent.agent for agent in view.rounds[-1].agents} if view.rounds else set[int]()
     # An agent of the front may have more than one row.
-    return list(dict.fromkeys(r["agent"] for r in view.leaderboard if r["agent"] in last))
+    return list(dict.fromkeys(r["agent"] for r in view.leaderboard if r["agent"] in last_agents))
 
 
 def ends_of(view: RunView, points: Mapping[int, tuple[float, float]]) -> list[End]:
     """Return the line ends of the last round's agents, best first, given their last `points`."""
-    seen = looks(view)
+    agent_looks = looks(view)
     return [
-        End(*points[agent], seen[agent].named(agent_name(agent)), agent)
+        End(*points[agent], agent_looks[agent].named(agent_name(agent)), agent)
         for agent in survivors(view)
         if agent in points
     ]
@@ -189,7 +189,7 @@ def described(agent: AgentRecord, names: Sequence[str]) -> str:
 
 
 def measure(agent: AgentRecord) -> str:
-    """Return what an agent's fitness in a round measures: fitness, or the reward of training."""
+    """Return the name of an agent's score in a round: fitness, or mean reward of training."""
     trained = agent.score is not None and agent.score.steps
     return "mean reward of training" if trained else "fitness"
 

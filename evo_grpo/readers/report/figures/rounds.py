@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from evo_grpo.types import Objective
 
 ERROR_BARS = 400
-"""Points up to which each has its error bar; with more, the winner's line alone."""
+"""Greatest number of points with error bars; with more, only the winner's line has them."""
 ROW = 240
 """Pixels of height for each hyperparameter."""
 GAP = 24
@@ -77,24 +77,24 @@ def plot_fitness(run: Run) -> go.Figure:
     """
     view = view_of(run)
     figure = new_figure("round", "fitness (validation)")
-    many = len(list(view.played)) > ERROR_BARS
+    is_crowded = len(list(view.played)) > ERROR_BARS
     text = partial(described, names=view.mutable)
-    add_winner(figure, view, fitness, text=text, error=fitness_se if many else None)
+    add_winner(figure, view, fitness, text=text, error=fitness_se if is_crowded else None)
     for agent, parts in stretches(view).items():
-        line = line_of(parts, fitness, text, None if many else fitness_se)
+        line = line_of(parts, fitness, text, None if is_crowded else fitness_se)
         draw_agent(figure, view, agent, line, legend=agent in named(view))
     add_copies(figure, view, fitness)
     flat = _add_flat_lines(figure, view)
-    errors = ((one, fitness_se(one)) for one in view.played)
+    errors = ((record, fitness_se(record)) for record in view.played)
     ends = (
-        fitness(one) + (sign * error if error == error else 0.0)
-        for one, error in errors
+        fitness(record) + (sign * error if error == error else 0.0)
+        for record, error in errors
         for sign in (-1, 1)
     )
     scale = linear(ends, include=[end.y for end in flat], least=quiet(view))
     set_axis(figure, "y", scale)
-    last = view.rounds[-1].agents if view.rounds else ()
-    points = {int(agent.agent): (agent.round + 1.0, fitness(agent)) for agent in last}
+    last_agents = view.rounds[-1].agents if view.rounds else ()
+    points = {int(agent.agent): (agent.round + 1.0, fitness(agent)) for agent in last_agents}
     name_ends(figure, [*ends_of(view, points), *flat], scale, HEIGHT - TOP - BOTTOM)
     round_axis(figure, len(view.rounds), free=0.1)
     return figure
@@ -107,31 +107,31 @@ def _add_flat_lines(figure: go.Figure, view: RunView) -> list[End]:
     flat = [("base model", "base model", view.summary["base"], "dot")]
     compared = view.comparison
     if compared is not None:
-        known = {"guess": ("your guess", "dash"), "random": ("random guesses", "dashdot")}
+        baselines = {"guess": ("your guess", "dash"), "random": ("random guesses", "dashdot")}
         for arm in compared["arms"]:
-            if arm["name"] in known:
-                short, dash = known[arm["name"]]
+            if arm["name"] in baselines:
+                short, dash = baselines[arm["name"]]
                 label = arm_label(arm["name"], compared["agents"])
                 flat.append((label, short, arm["test"], dash))
-    last = max(1, len(view.rounds))
+    last_round = max(1, len(view.rounds))
     ends: list[End] = []
     for name, short, score, dash in flat:
         if score["mean"] is None:
             continue
         value = with_error(score["mean"], score["se"], 3)
         line = Line()
-        for x in (0.6, last):
+        for x in (0.6, last_round):
             line.add(x, score["mean"], f"{name}: {value} on {score['n']} test prompts")
         draw(figure, line, Look(GREY, dash=dash), f"{name} (test)", "lines", legend=True)
-        ends.append(End(last, score["mean"], short))
+        ends.append(End(last_round, score["mean"], short))
     return ends
 
 
 def plot_front(run: Run, objective: str) -> go.Figure:
     """Draw fitness against a further objective, for all agents after all rounds, and the front."""
     view = view_of(run)
-    best, seen = front(view.rounds), looks(view)
-    measures = [_measure(one, objective) for one in best]
+    best, agent_looks = front(view.rounds), looks(view)
+    measures = [_measure(record, objective) for record in best]
     better = f" ({'smaller' if measures[0].minimize else 'larger'} is better)" if measures else ""
     figure = new_figure(f"{objective}{better}", "fitness")
 
@@ -141,18 +141,18 @@ def plot_front(run: Run, objective: str) -> go.Figure:
         text = f"{described(agent, view.mutable)}<br>{value}"
         line.add(goal.mean, fitness(agent), text, error)
 
-    for agent in seen:
+    for agent in agent_looks:
         line = Line()
-        for one in view.played:
-            if one.agent == agent and one.score is not None:
-                add(line, one)
+        for record in view.played:
+            if record.agent == agent and record.score is not None:
+                add(line, record)
         draw_agent(figure, view, agent, line, mode="markers", opacity=0.35)
     line = Line()
-    for one in best:
-        add(line, one, fitness_se(one))
-    marks = [seen[one.agent] for one in best]
+    for record in best:
+        add(line, record, fitness_se(record))
+    marks = [agent_looks[record.agent] for record in best]
     marker = {"symbol": [m.symbol for m in marks], "color": [m.color for m in marks], "size": 11}
-    errors = error_bars(np.array([one.se for one in measures]), GREY)
+    errors = error_bars(np.array([record.se for record in measures]), GREY)
     draw(
         figure, line, Look(GREY, dash="dot"), "front", line_width=1.5, legend=True, marker=marker,
         error_x=errors,
@@ -162,7 +162,7 @@ def plot_front(run: Run, objective: str) -> go.Figure:
 
 def _measure(agent: AgentRecord, objective: str) -> Objective:
     assert agent.score is not None, "agents of a front have a score"
-    return next(one for one in agent.score.further if one.name == objective)
+    return next(goal for goal in agent.score.further if goal.name == objective)
 
 
 def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
@@ -187,10 +187,11 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
         value = heights(view, name)
         place: Place = {"row": row, "col": 1}
         add_winner(figure, view, value, legend=row == 1, place=place)
-        for agent, own in parts.items():
+        for agent, agent_stretches in parts.items():
             strong = agent in playing
             draw_agent(
-                figure, view, agent, line_of(own, value, partial(brief, name=name)), place=place,
+                figure, view, agent, line_of(agent_stretches, value, partial(brief, name=name)),
+                place=place,
                 opacity=1.0 if strong else 0.35, line_width=2.5 if strong else 1,
                 marker_size=8 if strong else 5,
             )  # fmt: skip
@@ -198,8 +199,8 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
         figure.update_yaxes(title_text=short_name(name), **place)
         scale = scale_of(map(value, view.played), names_of(view, name))
         set_axis(figure, "y", scale, place)
-        points = {agent: (own[-1][-1].round + 1.0, value(own[-1][-1]))
-                  for agent, own in parts.items()}  # fmt: skip
+        points = {agent: (agent_stretches[-1][-1].round + 1.0, value(agent_stretches[-1][-1]))
+                  for agent, agent_stretches in parts.items()}  # fmt: skip
         name_ends(figure, ends_of(view, points), scale, ROW - GAP, place)
     round_axis(figure, len(view.rounds), title="", free=0.1)
     figure.update_xaxes(title_text="round", row=rows, col=1)
@@ -216,25 +217,25 @@ def plot_improvement(run: Run, name: str) -> go.Figure:
     """Draw the change of fitness between two evaluations against the value of a hyperparameter.
 
     The change is from the previous evaluation of the agent, or of its parent if it was copied
-    since. Rounds without evaluations count as parts of the next one.
+    since. A round without an evaluation counts as part of the next round that has one.
     """
     view = view_of(run)
     figure = new_figure(short_name(name), "change of fitness between evaluations", height=320)
     pairs: dict[int, list[tuple[AgentRecord, AgentRecord]]] = {
-        agent: [pair for part in own for pair in pairwise(filter(was_evaluated, part))]
-        for agent, own in stretches(view).items()
+        agent: [pair for part in agent_stretches for pair in pairwise(filter(was_evaluated, part))]
+        for agent, agent_stretches in stretches(view).items()
     }
     for parent, agent in copies(view):
-        own = next(part for part in stretches(view)[agent.agent] if part[0] is agent)
-        after = next(filter(was_evaluated, own), None)
+        series = next(part for part in stretches(view)[agent.agent] if part[0] is agent)
+        after = next(filter(was_evaluated, series), None)
         if was_evaluated(parent) and after is not None:
             pairs[agent.agent].append((parent, after))
     values: list[float] = []
     gains: list[float] = []
     value_of = heights(view, name)
-    for agent, own in pairs.items():
+    for agent, series in pairs.items():
         line = Line()
-        for before, after in own:
+        for before, after in series:
             gain, value = fitness(after) - fitness(before), value_of(after)
             if math.isfinite(gain) and math.isfinite(value):
                 line.add(value, gain, brief(after, name))
@@ -263,7 +264,7 @@ def names_of(view: RunView, name: str) -> list[str]:
 
 
 def heights(view: RunView, name: str) -> Value:
-    """Return the function from an agent to its value, or to that value's place in `names_of`."""
+    """Return a function that gives an agent's value, or the place of the value in `names_of`."""
     places = {value: float(place) for place, value in enumerate(names_of(view, name), start=1)}
 
     def height(agent: AgentRecord) -> float:
