@@ -291,7 +291,7 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch
     policy over the whole vocabulary after the token's prefix, at the temperature of the log-probs.
     No gradient passes through the sampled prefixes. `token_weights` averages the bonus like the
     rest of the loss, as verl's `entropy_coeff` with `loss_agg_mode` does; TRL's `entropy_coef`
-    always weighs the mean over tokens, which is that of dapo, bnpo, cispo and vespo.
+    always weighs the mean over tokens, which is that of the losses with the weight `per_token`.
 
     Rows do not depend on each other, nor valid tokens on masked ones, in value or gradient.
 
@@ -342,13 +342,12 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch
         loss = torch.where(kept, loss, 0)
     if sampler is not None and not loss_kind.has_sampler_weight:
         loss = loss * sampler.factor
-    by_token = policy_ratio(log_ratio, valid, level, per_token=True)
-    correction = by_token if config.kl_bias_correction else None
+    # With one ratio per row: the row's value, and a gradient for each token by itself.
+    row_ratio = policy_ratio(log_ratio, valid, level, per_token=True)
+    correction = row_ratio if config.kl_bias_correction else None
     kl = kl_term(logprobs, ref_logprobs, valid, beta, correction)
-    if kl is not None:
-        loss = loss + beta * kl
     bonus = _entropy_bonus(entropies, valid, _per_row(values.entropy_coef, logprobs), dtype)
-    loss = loss if bonus is None else loss - bonus
+    loss = _with_penalties(loss, beta, kl, bonus)
     return TokenTerms(
         loss=torch.where(valid, loss, 0),
         ratio=ratio.detach(),
@@ -356,6 +355,15 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch
         clipped_low=surrogate.clipped_low & valid,
         clipped_high=surrogate.clipped_high & valid,
     )
+
+
+def _with_penalties(
+    loss: Tensor, beta: float | Tensor, kl: Tensor | None, bonus: Tensor | None
+) -> Tensor:
+    """Return loss + beta * kl - bonus, (B, T): the terms that do not depend on the advantage."""
+    if kl is not None:
+        loss = loss + beta * kl
+    return loss if bonus is None else loss - bonus
 
 
 def _entropy_bonus(

@@ -226,10 +226,11 @@ def test_a_poisoned_row_reaches_no_other_row(loss_type):
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_a_poisoned_bound_stays_in_its_row(loss_type):
-    config, batch = config_of(loss_type), random_batch()
     names = [field.name for field in fields(LossValues)]
-    others, entropies = torch.arange(6) >= len(names), torch.ones_like(batch["lp"])
-    values = {name: torch.full((6, 1), 0.9, dtype=torch.float64) for name in names}
+    rows = len(names) + 2
+    config, batch = config_of(loss_type), random_batch(rows=rows)
+    others, entropies = torch.arange(rows) >= len(names), torch.ones_like(batch["lp"])
+    values = {name: torch.full((rows, 1), 0.9, dtype=torch.float64) for name in names}
     clean_terms, clean_grad = value_and_grad(
         batch, config, values=LossValues(**values), entropies=entropies
     )
@@ -467,10 +468,10 @@ def test_dr_grpo_needs_the_longest_completion():
 
 
 def test_rows_of_all_losses_in_one_batch_equal_one_call_per_loss():
-    batch = random_batch(rows=18)
+    batch = random_batch(rows=2 * len(LOSSES))
     batch["sampler"] = batch["old"] + 0.01
     configs = [config_of(loss_type, beta=0.1, delta=1.5) for loss_type in tuple(LOSSES) * 2]
-    bounds = torch.linspace(1.05, 1.5, 18, dtype=torch.float64)[:, None]
+    bounds = torch.linspace(1.05, 1.5, 2 * len(LOSSES), dtype=torch.float64)[:, None]
     values = LossValues(beta=0.1 * bounds, clip_low=0.8, clip_high=bounds)
     names = {"old_logprobs": "old", "mask": "mask", "advantages": "adv", "ref_logprobs": "ref"}
     given = {name: batch[key] for name, key in names.items()}
