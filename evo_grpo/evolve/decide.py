@@ -80,10 +80,10 @@ def decide(  # noqa: PLR0913 -- one argument for each result of a round
 ) -> tuple[Generation, tuple[Decision, ...]]:
     """Return the agents of the next round and the decisions about the agents of this one.
 
-    Standings are by position; the archive is the best agent before this round, in its own slot.
-    `round` was just evaluated, `next_id` is unused, and `trials` are all agents of all rounds.
-    `fresh` has scores of the archive and of the round's best agent, by slot, from draws that
-    selected neither; without both, the archive is not compared.
+    `standings` are ordered by position. `archive` is the best agent of earlier rounds. `round` was
+    just evaluated, `next_id` is the first unused member id, and `trials` are all agents of all
+    rounds. `fresh` maps the slots of the archive and of the round's best agent to scores from new
+    samples, not used to select either; if one is missing, they are not compared.
     """
     # If all agents are unusable, collapsed ones may continue: there are no others.
     any_usable = any(map(_usable, standings))

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Generation:
     """The agents of the next round, by position; other agents of this round leave.
 
-    `parents` are the slots that their weights come from, for a survivor its slot; `next_id` is the
-    first unused member id.
+    `parents` has the slot from which each agent's weights are copied; an agent that stays has its
+    own slot. `next_id` is the first unused member id.
     """
 
     members: tuple[Member, ...]

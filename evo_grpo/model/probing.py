@@ -50,9 +50,9 @@ def tolerance(like: Tensor) -> float:
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference of a token (..., H), relative to its size.
+    """Return the largest relative RMS error of a token's hidden state (..., H).
 
-    Below float32 it is the median of the tokens: rounding may send a few to other experts.
+    In 16 bits, return the median over the tokens: rounding may route a few to other experts.
     """
     is_half = theirs.dtype.itemsize < torch.float32.itemsize
     ours, theirs = ours.detach().float(), theirs.detach().float()

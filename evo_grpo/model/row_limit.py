@@ -73,7 +73,7 @@ class RowLimit:
             )
 
     def check(self, tokens: int) -> None:
-        """Raise ShapeError for a row that the model computes differently from its prefixes."""
+        """Raise ShapeError if rows of `tokens` tokens are longer than the limit."""
         if (self.selection or self.switch) and tokens > self.longest:
             raise ShapeError(
                 f"model {self._name!r}: expected rows of up to {self.longest} tokens, got "

@@ -188,7 +188,7 @@ def _level(first: Score, second: Score) -> bool:
 def merged(first: Evaluation, second: Evaluation) -> Evaluation:
     """Merge two evaluations on the same prompts into one over the samples of both.
 
-    Experience and reward scores are those of `first`, which selected no agent.
+    Experience and reward scores are those of `first`.
     """
     tables = [e.rewards.reshape(len(e.units), -1) for e in (first, second)]
     rewards = np.concatenate(tables, axis=1).reshape(-1)
@@ -286,9 +286,9 @@ def summarise(rewards: np.ndarray, units: Sequence[int]) -> Score:
 
     Answers to one prompt are not independent, whether they are samples of one row or of several
     equal rows. So they are averaged first, and each different prompt counts once. With a single
-    prompt the error is computed over its answers; with a single answer it is NaN. `rewards`
-    (P * G,) are in the order of P rows, NaN where all functions abstained; `units` are the number
-    of each row's prompt (see `units_of`), from 0 to U - 1, and `per_prompt` has U entries.
+    prompt the error is computed over its answers; with a single answer it is NaN. `rewards` (P *
+    G,) are in the order of P rows, NaN where all functions abstained; `units` has the index of each
+    row's prompt, from 0 to U - 1 (see `units_of`), and `per_prompt` has U entries.
     """
     answers: list[list[float]] = [[] for _ in range(max(units) + 1)]
     for unit, row in zip(units, rewards.reshape(len(units), -1).tolist(), strict=True):

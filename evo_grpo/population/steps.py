@@ -205,9 +205,10 @@ def training(  # noqa: PLR0913 -- a step meets all parts of a run
     A step makes one generation call per turn, one scoring, and one fused forward and backward.
     `prompts` are the P starts of all agents, prompts or seeds of episodes, from start `first` of
     the environment's sequence. Agent i takes the first P_i in [1, P] of them, given by
-    `prompts_per_agent` (None for all), and later starts with `dynamic_sampling_tokens`.
-    Agents without a `batch_size` learn in `minibatches` optimizer steps. `tallies`, in the order of
-    `slots`, receive metrics, counts and sample completions, and `watch` the seconds of each phase.
+    `prompts_per_agent` (None for all). With `dynamic_sampling_tokens`, it also takes later starts,
+    to replace groups of equal rewards. Agents without a `batch_size` learn in `minibatches`
+    optimizer steps. `tallies`, in the order of `slots`, receive metrics, counts and sample
+    completions, and `watch` the seconds of each phase.
     """
     counts = prompts_per_agent or [len(prompts)] * len(slots)
     starts = [prompts[:count] for count in counts]

@@ -176,7 +176,7 @@ class _Rounding:
 def _constant(
     totals: Floats, tolerances: Floats, lengths: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.bool_]:
-    """Decide for each group whether its totals are equal but for rounding; NaN abstains."""
+    """Return whether the totals of each group are equal up to rounding; NaN is ignored."""
     starts = np.cumsum(lengths) - lengths
     abstains = np.isnan(totals)
     highest = np.maximum.reduceat(np.where(abstains, -np.inf, totals), starts)

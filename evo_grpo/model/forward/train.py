@@ -22,9 +22,10 @@ from evo_grpo.model.lora.slots import AdapterSlots
 
 @final
 class ModuleForward:
-    """The base and some adapters for one optimizer step, by the modules of any architecture.
+    """Runs the base and some adapters for one optimizer step through the model's own modules.
 
-    Weights do not change within the step. `recompute` is gradient checkpointing.
+    It works for every architecture. Weights do not change within the step. `recompute` turns on
+    gradient checkpointing.
     """
 
     def __init__(self, slots: AdapterSlots, *, recompute: bool = False) -> None:
@@ -81,9 +82,10 @@ TrainForward: TypeAlias = LlamaForward | ModuleForward
 def _run_checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 -- what the layer takes and returns
     """Run a layer's own forward under a checkpoint.
 
-    A layer checkpoints only while its `training` is set. Many layers use the same attribute for
-    their dropout (OPT, XGLM, Falcon, the decoders of the Bart family), whose global draws would
-    differ from the rollout. It is therefore cleared while the layer computes.
+    A layer checkpoints only while its `training` is True. Many layers (OPT, XGLM, Falcon, the
+    decoders of the Bart family) also use `training` for dropout, which draws from the global
+    generator and would not match the rollout. `training` is therefore False while the layer
+    computes.
     """
 
     def in_evaluation(*args: Any) -> Any:  # noqa: ANN401 -- as above

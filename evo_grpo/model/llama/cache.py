@@ -37,12 +37,12 @@ class Refill:
     lengths: Tensor
 
     def masks(self, mask: Tensor, joining: int, room: int) -> tuple[Tensor, slice, slice, int]:
-        """Return the new mask and columns, given the mask (K, 1, 1, used) bool of the old rows.
+        """Return the mask and columns after the refill, given the mask (K, 1, 1, used) before it.
 
         Leading columns to which no row attends are removed. The joining prompts, `joining` columns
         wide, end at the column where the staying rows end. Returns the mask (K + M, 1, 1, room),
-        True at unused columns too; the columns that stay; their new columns; and the number of
-        columns then used.
+        True also at unused columns; the slice of the kept columns; the slice of their new places;
+        and the number of columns in use.
         """
         used = mask.shape[-1]
         start = int(mask.any(0).flatten().int().argmax())  # waits for the device

@@ -161,7 +161,7 @@ def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
 
 
 def _of_layers(layers: Sequence[nn.Module], described: Sequence[LayerKind]) -> Iterator[str]:
-    """Yield how layers differ from the configuration if outputs may not show it."""
+    """Yield differences between layers and configuration that a comparison of outputs may miss."""
     if len(layers) != len(described):
         yield f"it has {len(layers)} layers, and {len(described)} by its configuration"
     for layer, kind in zip(layers, described, strict=False):

@@ -139,7 +139,7 @@ class Description:
 
     Attributes:
         scale: Factor of the attention scores.
-        gelu: Whether the activation of the MLP's gate is GELU by its tanh; else it is SiLU.
+        gelu: Whether the MLP's gate uses the tanh approximation of GELU; otherwise SiLU.
         embedding_multiplier: Factor of the embeddings, outside of their module.
         residual_multiplier: Factor of the outputs of attention and MLP.
     """

@@ -248,7 +248,7 @@ def adapter_config(slots: AdapterSlots, hparams: Hparams, adapter: str | None = 
 def with_choices(hparams: Hparams, space: HyperparameterConfig) -> Hparams:
     """Return an agent's hyperparameters with the first choice for each name that has no value.
 
-    Layers that are no named set stay without a name.
+    `lora_target_modules` is returned unchanged; it is None for layers that match no named set.
     """
     targets = hparams.lora_target_modules
     return with_first_choices(hparams, space).replace(lora_target_modules=targets)

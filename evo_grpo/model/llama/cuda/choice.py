@@ -1,6 +1,7 @@
-"""The choice between kernels and torch's operations, with which the kernels are compared.
+"""Chooses between kernels and torch's operations.
 
-Compilers, drivers and torch's private flash attention vary, and wrong gradients raise no error.
+Kernels are first compared with torch: compilers, drivers and torch's private flash-attention API
+vary, and a wrong gradient raises no error.
 """
 
 from __future__ import annotations

@@ -367,7 +367,8 @@ def draw_token(
 ):  # fmt: skip
     """Draw a row's token; write it, and whether the row has ended.
 
-    The sums of blocks select the block, and only its logits are read.
+    A block of the vocabulary is drawn from the blocks' sums; then only that block's logits are
+    read.
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCKS)
