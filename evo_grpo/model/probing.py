@@ -1,8 +1,8 @@
-"""Checks of a model's behaviour on a few tokens, made when it is loaded.
+"""Checks a model's behaviour on a few tokens when it is loaded.
 
 The population forward, the loss and the decode loop assume that a hidden state depends only on the
 tokens of its row up to its position, and that the model draws no random numbers. Other models would
-silently sample and train on wrong numbers, so two rows of a few tokens check this.
+silently sample and train on wrong numbers, so this is checked with two rows of a few tokens.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ def _kind(shapes: list[tuple[int, ...]], ids: Tensor) -> str:
 def columns_of_probe(model: Any, context: int) -> int:  # noqa: ANN401 -- of any transformers architecture
     """Return the length of the rows on which `check_forward` tests a model.
 
-    Rows are longer if modules around the trunk run foreign code. A `context` of 0 is no limit.
+    Rows are longer if modules around the trunk run code of neither torch nor transformers. A
+    `context` of 0 is no limit.
     """
     head = model.get_output_embeddings()
     plain = (
@@ -258,7 +259,7 @@ def check_forward(
 
 
 def _broken_weight(model: nn.Module) -> str:
-    """Return the cause of logits that are not finite; weights are read only after such logits."""
+    """Return the cause of logits that are not finite, found by reading all weights."""
     for name, weight in model.state_dict().items():
         if bad := int((~weight.isfinite()).sum()):
             return f"{bad:,} of the {weight.numel():,} numbers of its weight {name} are not"

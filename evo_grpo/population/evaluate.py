@@ -286,9 +286,9 @@ def summarise(rewards: np.ndarray, units: Sequence[int]) -> Score:
 
     Answers to one prompt are not independent, whether they are samples of one row or of several
     equal rows. So they are averaged first, and each different prompt counts once. With a single
-    prompt the error is computed over its answers; with a single answer it is NaN. `rewards` (P *
-    G,) are in the order of P rows, NaN where all functions abstained; `units` has the index of each
-    row's prompt, from 0 to U - 1 (see `units_of`), and `per_prompt` has U entries.
+    prompt the error is computed over its answers; with a single answer it is NaN. `rewards`
+    (P * G,) are in the order of the P rows, NaN where all functions abstained; `units` has the
+    index of each row's prompt, from 0 to U - 1 (see `units_of`), and `per_prompt` has U entries.
     """
     answers: list[list[float]] = [[] for _ in range(max(units) + 1)]
     for unit, row in zip(units, rewards.reshape(len(units), -1).tolist(), strict=True):

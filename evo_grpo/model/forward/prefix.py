@@ -1,4 +1,4 @@
-"""Rows that share a prefix, which is computed once.
+"""Splits rows that share a prefix, so that the prefix is computed once.
 
 The G completions of a prompt are G rows with the same prefix, whose hidden states are equal under
 causal attention. The queries of all rows attend to its keys and values, and its gradient is the sum
@@ -22,7 +22,7 @@ MIN_SAVED_SHARE = 0.05
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Rows split into distinct prefixes and the rest of each row.
+    """A batch of rows, split into distinct prefixes and the rest of each row.
 
     Attributes:
         ids: (Q, Tp) int64 distinct prefixes, sorted by agent, padded on the right.

@@ -47,13 +47,13 @@ class ModuleForward:
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
         """Return the final hidden states (M, H) at flat positions `where` (M,) of ids (B, T).
 
-        `prefix` has the same rows and positions, split into shared prefixes and rests, which
-        `LlamaForward` runs; the modules run whole rows.
+        `prefix` has the same rows and positions, split into shared prefixes and rests.
+        `LlamaForward` uses it; the modules run whole rows.
         """
         return self.slots.base.hidden(ids).flatten(0, 1).index_select(0, where)
 
     def collect_gradients(self) -> None:
-        """Write the gradients to the adapters' parameters: here autograd has done so."""
+        """Write the gradients to the adapters' parameters; here autograd has already done it."""
 
     @contextmanager
     def _checkpointing(self) -> Generator[None]:
@@ -80,7 +80,7 @@ TrainForward: TypeAlias = LlamaForward | ModuleForward
 
 
 def _run_checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 -- what the layer takes and returns
-    """Run a layer's own forward under a checkpoint.
+    """Run a layer's forward under gradient checkpointing.
 
     A layer checkpoints only while its `training` is True. Many layers (OPT, XGLM, Falcon, the
     decoders of the Bart family) also use `training` for dropout, which draws from the global

@@ -1,4 +1,4 @@
-"""The kernels of a learn layer that a forward lacks, in Triton; `operators` launches them.
+"""The Triton kernels that only the learn pass needs; `operators` launches them.
 
 A tile is up to ROWS tokens of one agent, (first token, tokens, agent) in the table `tiles`. A
 joined layer has the matrices A (N, R, in) and B (N, R, out) of N agents, and `low` (M, R) for M
@@ -125,7 +125,7 @@ def outer(
 def norm_backward(
     more, grad, x, weight, out, eps, H: tl.constexpr, COLUMNS: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a row of x from that of its norm, and add `more`."""
+    """Write the gradient of a row of x from that of the normalized row, and add `more`."""
     c = tl.arange(0, COLUMNS)
     offsets, inside = tl.program_id(0).to(tl.int64) * H + c, c < H
     g = tl.load(grad + offsets, inside, 0.0).to(tl.float32)
@@ -179,7 +179,7 @@ def qkv_backward(
     """Write the gradient of one head of 16 tokens of concatenated q, k and v.
 
     With MORE, `more_q` is added at tokens from `start` on, and `more_k` and `more_v` at earlier
-    ones, by their `places` unless negative.
+    tokens, from the row that `places` gives unless it is negative.
     """
     head = tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16)
