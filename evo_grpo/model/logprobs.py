@@ -66,7 +66,7 @@ class _LinearLogprobs(torch.autograd.Function):
         inverse: Tensor,
         count: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs (M,) fp32 and entropies (M,) fp32; keep the slopes of `count` of them.
+        """Return log-probs and entropies (M,) fp32; save slopes of the first `count` of the two.
 
         `needs_input_grad` does not tell whether a backward follows: it is true in `no_grad`.
         """
