@@ -226,7 +226,7 @@ class Learner:
         return LossScales(exponents)
 
     def _overflowed(self, call: _Call, present: Sequence[int], scales: LossScales) -> bool:
-        """Divide the gradients by their scales; return whether the step must be computed again."""
+        """Divide gradients by their scales; return whether to repeat the step at lower scales."""
         losses = call.sums.values["loss"].tolist()
         must_repeat = False
         for position in present:

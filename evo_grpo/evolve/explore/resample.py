@@ -22,8 +22,8 @@ class Resample(Group):
 
     This is the exploration of population-based training (Jaderberg et al. 2017, arXiv:1711.09846).
     Draws are log-uniform over the whole range, or uniform if its minimum is 0. The factors are
-    those of the range, by default 0.8 and 1.2. Of `choices`, a value is drawn anew, or a number
-    moves to the next one and a name stays. Survivors keep their values.
+    those of the range, by default 0.8 and 1.2. With `choices`, a draw takes any of them; a move
+    takes the next number, and keeps a name. Survivors keep their values.
     """
 
     copies_only: ClassVar[bool] = True

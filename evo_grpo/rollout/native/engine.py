@@ -256,7 +256,7 @@ class NativeEngine(RolloutEngine):
         output: Output,
         stopped: Mapping[int, int],
     ) -> list[list[CompletionGroup]]:
-        """Return the groups of all requests; `stopped` has the lengths of rows at stop strings."""
+        """Return the groups of all requests; `stopped` has the lengths of rows cut by a stop."""
         tokens = output.tokens.t().cpu()
         counts: list[int] = (tokens >= 0).sum(1).tolist()
         for row, length in stopped.items():  # more may be drawn in the block that has the string
