@@ -1,4 +1,4 @@
-"""Takes the steps of a round, in which every agent generates, is rewarded and learns."""
+"""Runs the steps of a round, in which every agent generates, is rewarded and learns."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from evo_grpo.working import working
 
 
 class Limit(Protocol):
-    """Ends training before all rounds are played; requires that every rank has all agents."""
+    """Ends training before the last round; requires that every rank has all agents."""
 
     def spent(self, tallies: Sequence[Tally]) -> bool:
-        """Return whether the latest step was the last one, given the tallies of the round."""
+        """Return whether the latest step is the last, given the tallies of the round."""
         ...
 
     def ends_after(self, scores: Sequence[Score | None]) -> bool:
-        """Return whether a round with these scores is the last; the limit learns that it is over.
+        """Return whether a round with these scores is the last; record that the round is over.
 
         Called on the first rank to plan the round, and on each rank to carry out its plan.
         """
@@ -44,8 +44,8 @@ class Limit(Protocol):
 class CheckpointFiles:
     """The checkpoint files of a rank.
 
-    `written` has the SHA-256 of each by path in the run folder, `unwritten` the agents that the
-    first rank has to write, by checkpoint path.
+    `written` has the SHA-256 of each file by path in the run folder, `unwritten` the agents that
+    the first rank has to write, by checkpoint path.
     """
 
     written: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -80,7 +80,7 @@ class RunWriter:
         return None
 
     def hand_over(self) -> CheckpointFiles:
-        """Return the files of the checkpoints that this rank has saved since the last call."""
+        """Return the checkpoint files that this rank has saved since the last call."""
         return CheckpointFiles()
 
     def receive(self, files: Sequence[CheckpointFiles]) -> None:
@@ -106,8 +106,8 @@ class RunWriter:
 class Training:
     """The training of round `number` (0-based).
 
-    `limit` may end it early, `past` are the records of the known earlier rounds, `watch` has the
-    seconds of its phases.
+    `limit` may end training early, `past` are the records of the known earlier rounds, and `watch`
+    has the seconds of the round's phases.
     """
 
     cohort: Cohort
