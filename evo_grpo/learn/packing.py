@@ -60,7 +60,7 @@ _Tier: TypeAlias = list[_Block]
 
 @dataclass
 class _Bucket:
-    """A micro-batch under construction; lengths are the largest of its rows."""
+    """A micro-batch under construction, with the largest lengths of its rows."""
 
     rows: list[_SizedRow] = field(default_factory=list[_SizedRow])
     count: int = 0
@@ -245,7 +245,7 @@ def _cut(
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Rows and generated tokens (>= 1) per minibatch of an agent, with and without a gradient."""
+    """Numbers of rows and generated tokens (>= 1) in each minibatch of an agent."""
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -288,7 +288,7 @@ def assign_minibatches(
 
 
 def filter_and_whiten(rows: list[Row], algorithm: AlgorithmConfig) -> list[Row]:
-    """Filter one agent's rows and whiten their advantages; filtered rows count in no mean."""
+    """Filter one agent's rows and whiten their advantages; means exclude filtered rows."""
     if not rows or not (algorithm.filter_zero_adv or algorithm.whiten_advantages):
         return rows
     lengths = torch.tensor([row.generated for row in rows])

@@ -38,7 +38,7 @@ from evo_grpo.types import Decision, Score, Slot
 
 @dataclass(frozen=True)
 class AgentReport:
-    """What a rank reports about one of its agents after the steps and the evaluation.
+    """A rank's report about one of its agents after the steps and the evaluation.
 
     `score` is the agent's fitness, None if its update or its evaluation was not finite.
     `checkpoint` is the path of its checkpoint, None if none is written. For the last three see

@@ -165,7 +165,7 @@ def _value(name: str, parameter: RLParameter, proposed: Value) -> Value:
 
 
 def _params(hparams: Hparams, space: Mapping[str, RLParameter]) -> dict[str, Any]:
-    """Return the hyperparameters of a trial as proposals, without those that are pairs."""
+    """Return the hyperparameters of a trial as proposals, without pairs."""
     params: dict[str, Any] = {}
     for name, parameter in space.items():
         value, measure = value_of(hparams, name, parameter), _measure(name, parameter)

@@ -41,7 +41,7 @@ def token_advantages(
 
     `kl` (B, T) are nats, detached here; `beta` is a float or (B, 1), >= 0, and a row of 0 is not
     shaped. Returns the advantages (B, T), detached, 0 where masked and in dropped rows, and the
-    kept rows (B,) bool: leave the others out of the backward pass.
+    kept rows (B,) bool; leave dropped rows out of the backward.
     """
     advantages = advantages.detach()
     is_kept = torch.ones_like(advantages, dtype=torch.bool)

@@ -2,8 +2,8 @@
 
 A `Family` says how a model type of transformers differs from Llama: where it has norms and factors,
 and which layers have rotary positions or a window. `describe` combines a family and a model's
-configuration into a `Description`. From it, decoding, the learn pass and the checks choose their
-operations once, so that features that a model lacks cost nothing.
+configuration into a `Description`. Decoding, the learn pass and the checks choose their operations
+from it once, so that features that a model lacks cost nothing.
 """
 
 from __future__ import annotations

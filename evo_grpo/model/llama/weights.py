@@ -226,7 +226,7 @@ def layers_of(base: SharedBase) -> list[Any]:
 
 
 def norms_of(layer: Any, family: Family) -> tuple[Any, ...]:  # noqa: ANN401 -- a decoder layer of the family
-    """Return the norms of a layer in the order of `Family.norms`; None where there is no norm."""
+    """Return the norms of a layer in the order of `Family.norms`; None for a missing norm."""
     return tuple(getattr(layer, name) if name else None for name in family.norms)
 
 

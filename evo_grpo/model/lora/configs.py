@@ -1,7 +1,7 @@
 """Reads, checks, compares and merges LoRA configurations, without changing any slot.
 
-The population forward serves plain LoRA on linear layers, but PEFT's own forward applies all
-settings, so the trained adapter would differ from the saved one. All other settings are therefore
+The population forward computes plain LoRA on linear layers, while PEFT's forward applies all
+settings, so the trained adapter would differ from the saved one. Other settings are therefore
 refused. Adapted modules are compared by their full names, since a regular expression, a list and
 "all-linear" may select the same modules.
 """
@@ -264,7 +264,7 @@ def _features(module: Any) -> tuple[int, int]:  # noqa: ANN401 -- as above
 
 
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return modules by their first full name, without those that PEFT puts into a layer."""
+    """Return a model's modules by their first full name, without those that PEFT adds."""
     modules: dict[str, nn.Module] = {}
     visited: set[nn.Module] = set()
     waiting = [("", model)]
@@ -336,7 +336,7 @@ def _of_pattern(pattern: dict[str, Any] | None, module: str, otherwise: Any) -> 
 
 
 def layer_of(key: str) -> str:
-    """Return the name in `AdapterSlots.layers` of the layer of an adapter's tensor."""
+    """Return the key in `AdapterSlots.layers` of an adapter tensor's layer."""
     return key.split(".lora_")[0]
 
 

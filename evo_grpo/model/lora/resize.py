@@ -40,8 +40,7 @@ class Resized:
 
     Attributes:
         error: Relative error of the cut, in the Frobenius norm over all layers; None without a cut.
-        factors: Factor by which each tensor that was kept or grown was multiplied, by PEFT's file
-            keys.
+        factors: Factor applied to each kept or grown tensor, by PEFT's file keys.
     """
 
     error: float | None

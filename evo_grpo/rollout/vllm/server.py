@@ -102,7 +102,7 @@ def rows_of(message: Mapping[str, Any]) -> list[Row]:
 
 
 class Session:
-    """Serves `start`, `generate`, `sleep` and `wake`; each answers a message."""
+    """Runs the operations `start`, `generate`, `sleep` and `wake`, each for a message."""
 
     def __init__(self) -> None:
         self._vllm: Any = None

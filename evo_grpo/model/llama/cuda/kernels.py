@@ -63,14 +63,14 @@ def embed_norm(
 
 @triton.jit
 def _halves(pointer, i, half):
-    """Return both halves of the numbers of a head, in fp32."""
+    """Load both halves of a head's features, in fp32."""
     x1 = tl.load(pointer + i, i < half, 0.0).to(tl.float32)
     return x1, tl.load(pointer + half + i, i < half, 0.0).to(tl.float32)
 
 
 @triton.jit
 def _store_halves(pointers, one, two, half, full):
-    """Write both halves of the numbers of a head for each row of a tile."""
+    """Write both halves of a head's features for each row of a tile."""
     kind = pointers.dtype.element_ty
     tl.store(pointers, one.to(kind), full)
     tl.store(pointers + half, two.to(kind), full)

@@ -245,7 +245,7 @@ class _Layers(torch.autograd.Function):
 
 
 class _Batch:
-    """A micro-batch: its tokens, their agents, and what the layers keep for the backward."""
+    """A micro-batch: tokens, their agents, and the tensors kept for the backward."""
 
     def __init__(
         self,
