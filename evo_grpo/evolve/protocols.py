@@ -133,8 +133,8 @@ class Candidate:
 class Explorer(Protocol):
     """Varies the hyperparameters of the agents that a selection planned.
 
-    A class may also declare `copies_only = True` if survivors keep their values, and `scheduled =
-    True` if its values apply from given rounds on. Its method `check(first, hp_config)`, if any, is
+    If survivors keep their values, a class may declare `copies_only = True`; if its values apply
+    from given rounds on, `scheduled = True`. Its method `check(first, hp_config)`, if any, is
     called before a run and raises the ConfigError that `explore` would raise. A method `problems`,
     with the same arguments, yields the errors that can be found from the settings alone.
     """
