@@ -2,10 +2,10 @@
 
     lp_i = z_i[y_i] - logsumexp(z_i),   z_i = head(h_i) / temperature_i
 
-Neither forward nor backward holds such a tensor. Blocks are cut along rows and vocabulary, so that
-on a CPU a block stays in the cache while it is normalized; the maximum and the sums are carried
-from block to block (Milakov and Gimelshein 2018, arXiv:1805.02867). The head W is frozen, so the
-backward needs only the derivatives in h, called slopes. With p = softmax(z) and its entropy H:
+Blocks are cut along rows and vocabulary, so that on a CPU a block stays in the cache while it is
+normalized; the maximum and the sums are carried from block to block (Milakov and Gimelshein 2018,
+arXiv:1805.02867). The head W is frozen, so the backward needs only the derivatives in h, called
+slopes. With p = softmax(z) and its entropy H:
 
     d lp / d z = onehot(y) - p        d H / d z = -p (log p + H)
 

@@ -210,11 +210,11 @@ def merged(first: Evaluation, second: Evaluation) -> Evaluation:
 def pass_at(rewards: np.ndarray, units: Sequence[int], k: int, correct: float) -> Score:
     """Return pass@k: the probability that one of k completions of a prompt is correct.
 
-    For c correct among n completions of a prompt, this is the unbiased estimator of Chen et al.
-    (2021, arXiv:2107.03374), 1 - C(n - c, k) / C(n, k). The score has its mean over prompts and
-    standard error. `rewards` (P * G,) are in prompt order; NaN, where all functions abstained, is
-    ignored. `correct` is the least reward of a correct completion; for `units` see `summarise`. A
-    prompt with fewer than k rewards is NaN in `per_prompt`, and is left out of the mean.
+    For c correct among n completions of a prompt, the estimator is 1 - C(n - c, k) / C(n, k) (Chen
+    et al. 2021, arXiv:2107.03374); it is averaged over prompts. `rewards` (P * G,) are in prompt
+    order; NaN, where all functions abstained, is ignored. `correct` is the least reward of a
+    correct completion; for `units` see `summarise`. A prompt with fewer than k rewards is NaN in
+    `per_prompt`, and is left out of the mean.
     """
     table = rewards.reshape(len(units), -1)
     # Weighted sums of rewards such as 0.7 + 0.3 are not exact.

@@ -235,8 +235,8 @@ def _rollout(
 ) -> Rollout:
     """Return a rollout with the environment's rewards and, if enabled, the overlong penalty.
 
-    All groups are to be learned from. `weights` (K,) are the agent's reward weights, and `longest`
-    is its maximum number of completion tokens.
+    `weights` (K,) are the agent's reward weights, and `longest` is its maximum number of completion
+    tokens.
     """
     algorithm = cohort.settings.algorithm
     if algorithm.overlong_buffer is None:

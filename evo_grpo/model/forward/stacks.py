@@ -156,8 +156,8 @@ class Chunks:
 def make_chunks(counts: tuple[int, ...], columns: int, rank: int, device: torch.device) -> Chunks:
     """Choose the cheapest chunks for the rows of each agent, of `columns` tokens.
 
-    Small chunks repeat A and B; large chunks need padding. Both cost memory traffic. It is counted
-    in rows of activations, where A and B of one chunk count as `rank` rows.
+    Small chunks repeat A and B; large chunks need padding. Both costs are counted in rows of
+    activations; A and B of one chunk count as `rank` rows.
     """
     if len(set(counts)) == 1:
         return Chunks(len(counts), counts[0])

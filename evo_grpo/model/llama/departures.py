@@ -222,8 +222,7 @@ class _LayersDiffer(Exception):
 def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str | None:
     """Return how outputs of a base's modules and of the joined layers differ; None if they agree.
 
-    No adapter is active. The code of the base must not differ from its model type. Out-of-memory
-    errors are not caught.
+    No adapter is active. The code of the base must not differ from its model type.
     """
     size = sum(p.numel() for layer in layers_of(base) for p in layer.parameters())
     columns = max(_LEAST, min(_MOST, _PRODUCTS // max(1, size)))

@@ -1,9 +1,9 @@
 """Describes the decoder layers of model types for the faster forward of the Llama family.
 
-A `Family` says how a model type of transformers differs from Llama: where it has norms and factors,
-and which layers have rotary positions or a window. `describe` combines a family and a model's
-configuration into a `Description`. Decoding, the learn pass and the checks choose their operations
-from it once, so that features that a model lacks cost nothing.
+A `Family` says how a model type of transformers differs from Llama: in norms, factors, rotary
+positions and windows. `describe` combines a family and a model's configuration into a
+`Description`. Decoding, the learn pass and the checks choose their operations from it once, so
+features that a model lacks cost nothing.
 """
 
 from __future__ import annotations

@@ -200,8 +200,7 @@ def mix_products(slots: AdapterSlots, sources: Sequence[str], target: str) -> No
 def _balance(a: Tensor, b: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """Scale A to about the size of `like`, and B by the inverse, so that B A is unchanged.
 
-    The size of A determines how fast AdamW changes B A. The factor is a power of two, so products
-    are exact.
+    The size of A determines how fast AdamW changes B A. The factor is a power of two.
     """
     size, target_size = float(a.norm()), float(like.norm())
     if not (size > 0 and target_size > 0 and math.isfinite(size / target_size)):

@@ -146,8 +146,7 @@ def side_by_side(transfers: Iterable[T], ends: Callable[[T], tuple[int, int]]) -
 class Pass(IntEnum):
     """The kinds of passes. If ranks request different kinds, the higher kind runs first.
 
-    So ranks that need fewer forwards wait, and all ranks run the costly backward together. IDLE
-    requests no pass.
+    So all ranks run the costly backward together. IDLE requests no pass.
     """
 
     IDLE = 0

@@ -4,7 +4,7 @@ A token's column in the cache is its position, so a row attends to its first col
 
 The A of all agents are appended to the rows of the weight, so that one product gives x W^T and, in
 the "low" columns, x A^T of every agent. The B of all agents are in one buffer. A and B are copied
-once per rollout, since agents learn in between. No rank is padded to another agent's.
+once per rollout. No rank is padded to another agent's.
 """
 
 from __future__ import annotations
