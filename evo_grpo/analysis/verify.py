@@ -85,7 +85,10 @@ class Findings:
         return None
 
     def compare(self, folder: Path, files: Mapping[str, str], recorded: str) -> None:
-        """Add files with other digests to the damage; `recorded` is, e.g., "round 1 recorded"."""
+        """Report each file that is missing or whose digest differs from the one given as damage.
+
+        `recorded` completes the messages, such as "round 1 recorded".
+        """
         differing = self.read(lambda: list(damaged(folder, files)), len(files))
         for name, digest in differing or ():
             fault = "is missing, but" if digest is None else "has changed since"
@@ -255,7 +258,7 @@ def _is_same(folder: Path, files: Mapping[str, str]) -> bool:
 
 
 def _check_answers(records: _Records, findings: Findings) -> None:
-    """Check the seal of each answer of a judge, and their number in the summary."""
+    """Check the digest of each judge answer, and that there are as many as summary.json counts."""
     number = 0
     for file in answer_files(records.folder / JUDGED):
         contents = findings.read(partial(read_answers, file))

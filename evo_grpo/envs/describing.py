@@ -30,8 +30,8 @@ def environment_parts(env: object, seed: int) -> dict[str, str]:
     """Return the parts that identify an environment: name -> text or digest.
 
     Rows are compared by content, functions and classes by their source, without the functions that
-    they call. How reward functions are called is left out, since it changes no result, except in
-    TRL's style. `seed` decides which rows a `DatasetEnv` holds out.
+    they call. The way reward functions are called is included only for TRL's style; otherwise it
+    does not affect results. `seed` decides which rows a `DatasetEnv` holds out.
     """
     parts = {ENVIRONMENT: type(env).__name__}
     if isinstance(env, DatasetEnv):

@@ -231,7 +231,7 @@ class RenderedPrompts:
         return prompts[index]
 
     def of_row(self, prompt: Prompt) -> Prompt:
-        """Return the prompt of the row of `prompt`, which may be of another template."""
+        """Return this template's prompt for the same row; `prompt` may be another template's."""
         index = prompt.index
         for split in SPLITS:
             rows = self._splits[split]

@@ -236,7 +236,7 @@ class ReasoningGym:
 
     @property
     def prompt_names(self) -> tuple[str, ...]:
-        """Names of the prompts in `env.prompts`; `prompts` and `batch` return the first ones."""
+        """Names in `env.prompts`; `prompts` and `batch` render the first of them."""
         return tuple(self.task.prompts)
 
     def under(self, name: str, prompts: Sequence[Prompt]) -> list[Prompt]:

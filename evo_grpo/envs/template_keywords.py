@@ -1,4 +1,4 @@
-"""Find what a chat template does not read, and render it without transformers."""
+"""Finds keywords and roles that a chat template ignores; renders it without transformers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Selection, variation and their composition: fitness in, plan and hyperparameters out."""
+"""Selects agents by fitness, and varies hyperparameters, to plan the next round."""

@@ -1,4 +1,4 @@
-"""User-defined strategies, whose plans and values are checked before they take effect."""
+"""Checks the plans and values of user-defined strategies before they take effect."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class CheckedExplorer:
 def _checked_values(
     name: str, found: object, before: Hparams, hp_config: HyperparameterConfig
 ) -> tuple[Hparams, Changes]:
-    """Return the result of an exploration, after checking that its changes lead to its values."""
+    """Check that the changes of an exploration give its values; return values and changes."""
     pair = cast("tuple[object, ...]", found) if isinstance(found, tuple) else ()
     if len(pair) != 2 or not isinstance(pair[0], Hparams) or not isinstance(pair[1], Mapping):
         raise ShapeError(

@@ -1,6 +1,6 @@
 """Decides which differences between agents may be claimed, from their rewards on shared prompts.
 
-Evolution copies and removes agents by `evolve.compare`; what people are told is decided here.
+Evolution copies and removes agents by `evolve.compare`. This module decides what reports say.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TIE_LEVEL = 0.1
 def claims(scores: Sequence[Score], one: int, level: float) -> list[int]:
     """Return for each score 1 if score `one` is shown to be ahead, -1 if behind, else 0.
 
-    `one` is an index of `scores`, which are on the same prompts in the same order.
+    `one` is an index of `scores`, all of which have the same prompts in the same order.
     """
     gaps = [_apart(scores[one], other) for other in scores]
     p_values = [chance(scores[one], other) for other in scores]
@@ -35,10 +35,11 @@ def signs(
 ) -> list[int]:
     """Return the sign of each difference that may be claimed, 0 for all others.
 
-    The differences are those of one agent to the others, `chances` their p-values; NaN is never
-    claimed. However that agent was chosen among `agents`, the probability of any claim about two
-    equal agents is at most `level`: Holm's test (1979) over all pairs, with the count of Shaffer
-    (1986), since fewer pairs can be equal once some agents are known to differ.
+    `differences` are those between one agent and the others, and `chances` their p-values; NaN is
+    never claimed. This is Holm's test (1979) over all pairs of `agents` agents, with the count of
+    Shaffer (1986), since fewer pairs can be equal once some agents are known to differ. So the
+    probability of any claim about two equal agents is at most `level`, however the one agent was
+    chosen.
     """
     pairs = [math.comb(agents, 2), math.comb(agents - 1, 2), 1 + math.comb(max(agents - 2, 0), 2)]
     count = -1
@@ -51,13 +52,13 @@ def signs(
 
 
 def chance(first: Score, second: Score) -> float:
-    """Return the two-sided p-value of the difference of two scores, 1 without a shared prompt.
+    """Return the two-sided p-value of the difference of two scores; 1 without a shared prompt.
 
-    The null hypothesis is one distribution of rewards for both on every prompt, so that each
-    difference has either sign with the same probability; see `sign_flip`. That test exceeds its
-    level for rewards of equal means and unlike shape, such as 1 against a rare 20. So the p-value
-    is at least that of the t statistic corrected for skewness (Hall 1992, J. R. Statist. Soc. B
-    54).
+    The null hypothesis is that both have the same distribution of rewards on every prompt, so that
+    each difference has either sign with the same probability; see `sign_flip`. If only the means
+    are equal, as with a constant 1 and a rare 20, that test exceeds its level. So the p-value
+    returned is at least that of the t statistic corrected for skewness (Hall 1992, J. R. Statist.
+    Soc. B 54).
     """
     differences = _apart(first, second)
     nonzero = differences[differences != 0]
@@ -65,7 +66,7 @@ def chance(first: Score, second: Score) -> float:
 
 
 def _apart(first: Score, second: Score) -> np.ndarray:
-    """Return the differences per prompt before racing, which evaluates selected agents again."""
+    """Return the differences per prompt in the first evaluation, before racing."""
     rewards, others = (score.first_look or score.per_prompt for score in (first, second))
     if len(rewards) != len(others):
         return np.empty(0)

@@ -1,8 +1,8 @@
-"""Paired comparisons of two agents, and the evidence of validation and training together.
+"""Compares two agents by paired tests, on validation rewards and training rewards.
 
-Agents train on the same prompts, so their training rewards can be compared in pairs too. They lag
-behind: each comes from the weights before its step. A straight line through the steps since the
-last decision has no lag at their end if the agent learns at a steady pace.
+Agents train on the same prompts, so their training rewards can be compared in pairs too. Each
+training reward comes from the weights before its step. A straight line through the steps since the
+last decision gives the reward after the last step, if the agent learns at a constant rate.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class Comparison:
     Attributes:
         difference: Mean difference per prompt, in units of reward; NaN without a shared prompt.
         error: Standard error of that mean; NaN from fewer than two prompts.
-        p: Probability of at least this difference between equal agents; 1 unless it is above 0.
-        objective: Name of the further objective that was compared; empty for fitness.
-        steps: Steps of training whose rewards were compared beside the prompts.
+        p: Probability of at least this difference if the agents are equal; 1 if the difference is
+            not above 0.
+        objective: Name of the objective that was compared, if it is not fitness; else empty.
+        steps: Number of training steps whose rewards were compared in addition to the prompts.
     """
 
     difference: float
@@ -50,10 +51,10 @@ class Comparison:
 
 
 def compare(first: Score, second: Score) -> Comparison:
-    """Compare two scores over the same prompts; NaN in either leaves a prompt out.
+    """Compare two scores over the same prompts; prompts with NaN in either score are left out.
 
     This is the one-sided paired sign-flip test (Fisher 1935, The Design of Experiments, section
-    21): of equally good agents, each difference has either sign with the same probability.
+    21): if the agents are equally good, each difference has either sign with the same probability.
     """
     if len(first.per_prompt) != len(second.per_prompt):
         return Comparison(first.mean - second.mean, math.nan, 0, 1.0)
@@ -76,8 +77,8 @@ def compare(first: Score, second: Score) -> Comparison:
 def sign_flip(moved: np.ndarray) -> float:
     """Return the share of sign patterns whose sum is at least as far from 0 as that of `moved`.
 
-    `moved` are differences other than 0. The share is exact, within 3e-8, if they are multiples of
-    1/840 of the largest, else rounded up.
+    `moved` are differences other than 0. If they are multiples of 1/840 of the largest, the share
+    is exact within 3e-8; otherwise it is rounded up.
     """
     grid = min(_GRID, max(10, _CELLS // len(moved) ** 2))
     steps = np.abs(moved) * (grid / np.abs(moved).max())
@@ -112,10 +113,10 @@ prompt are alike."""
 def with_training(
     score: Score, rewards: Sequence[float | None], rows: float, samples: int
 ) -> Score:
-    """Return a fitness with the rewards of training as further evidence.
+    """Combine a fitness with rewards of training into one score.
 
-    The mean of the result is that of both estimates, weighted by their completions. Each step is
-    one more entry of `per_prompt`, scaled so that the mean of all entries is that mean.
+    The mean of the result is the mean of both estimates, weighted by their completions. Each step
+    adds an entry to `per_prompt`; entries are scaled so that their mean is the mean of the result.
 
     Args:
         score: A fitness over P prompts.

@@ -1,4 +1,4 @@
-"""Choose the next generation from the fitness of a round, with a reason per decision. Pure."""
+"""Pure functions that choose the next generation by fitness, with a reason per decision."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ COLLAPSE_LEVEL = 0.01
 class Standing:
     """An agent after an evaluation.
 
-    `hparams` are those it trained with, `history` its scores, latest last (none for an agent that
-    failed), and `collapsed` the reason why it can no longer learn, empty if it can.
+    `hparams` are the hyperparameters it trained with. `history` has its scores, latest last, and is
+    empty for an agent that failed. `collapsed` is the reason why the agent can no longer learn;
+    empty if it can.
     """
 
     slot: Slot
@@ -54,7 +55,7 @@ class Strategy:
 
     Attributes:
         significance: Largest p-value of a difference that counts; None counts every difference.
-        window: Latest scores of a member that the selector sees, >= 1.
+        window: Maximum number of a member's latest scores that the selector gets, >= 1.
         archive_level: Largest p-value at which the archive counts as ahead of the best agent.
     """
 
@@ -80,10 +81,10 @@ def decide(  # noqa: PLR0913 -- one argument for each result of a round
 ) -> tuple[Generation, tuple[Decision, ...]]:
     """Return the agents of the next round and the decisions about the agents of this one.
 
-    Standings are by position; the archive is the best agent before this round, in its own slot.
-    `round` was just evaluated, `next_id` is unused, and `trials` are all agents of all rounds.
-    `fresh` has scores of the archive and of the round's best agent, by slot, from draws that
-    selected neither; without both, the archive is not compared.
+    `standings` are ordered by position. `archive` is the best agent of earlier rounds. `round` was
+    just evaluated, `next_id` is the first unused member id, and `trials` are all agents of all
+    rounds. `fresh` maps the slots of the archive and of the round's best agent to scores from new
+    samples, not used to select either; if one is missing, they are not compared.
     """
     # If all agents are unusable, collapsed ones may continue: there are no others.
     any_usable = any(map(_usable, standings))
@@ -127,7 +128,7 @@ def decide(  # noqa: PLR0913 -- one argument for each result of a round
 
 
 def enters_archive(best: Score, archive: Score) -> bool:
-    """Return whether the best agent replaces the archive: it is not behind by fresh scores."""
+    """Return whether the best agent replaces the archive: its fresh score is not behind."""
     return best_first(best) <= best_first(archive)
 
 
@@ -163,8 +164,8 @@ def why_collapsed(
         score: Fitness of the agent.
         best: Fitness of the best agent of the round, on the same prompts.
         kl: Mean KL divergence from the reference, in nats per token; 0 if none is computed.
-        dead_steps: Consecutive GRPO steps in which all groups of the agent had equal rewards; 0 if
-            they are too few to count. An agent that is not behind the best does not collapse.
+        dead_steps: Number of latest GRPO steps in a row in which all groups of the agent had equal
+            rewards; 0 if they are too few. An agent that is not behind the best does not collapse.
         last: Whether the run ends here: then an evaluation in which all prompts had equal rewards
             counts as a dead step, because no later step can show the effect of the last update.
     """
@@ -197,7 +198,7 @@ def _decline(
     fresh: Mapping[Slot, Score],
     level: float,
 ) -> Comparison | None:
-    """Return how far the archive is ahead of the best agent; None if it is not, or not measured."""
+    """Return how far the archive is ahead of the best agent; None if not ahead or not measured."""
     if archive is None or archive.slot not in fresh:
         return None
     best = next((fresh[s.slot] for s in standings if s.slot in fresh), None)
@@ -216,7 +217,7 @@ def _restored(
     decline: Comparison,
     round: int,
 ) -> tuple[Generation, list[Decision]]:
-    """Replace the worst agents of a generation by the best agent ever, at lower learning rates."""
+    """Replace the worst agents by copies of the best agent ever, with lower learning rates."""
     present = [scores[parent] for parent in generation.parents]
     order = list[int](ranked(present, strategy.significance))
     order += [place for place in range(len(present)) if place not in order]
@@ -241,7 +242,7 @@ def _all_restored(
     round: int,
     next_id: int,
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    """Continue with the best agent ever alone, because no agent of this round can be ranked."""
+    """Return copies of the best agent ever alone, because no agent of the round can be ranked."""
     agents = [s.slot for s in standings]
     count = min(places, len(RESTORED_LR), len(agents))
     copies = _copies_of_archive(archive, agents[:count], strategy, None, round, next_id)

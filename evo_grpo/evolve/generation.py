@@ -1,4 +1,4 @@
-"""Apply a plan and an exploration to get the members and hyperparameters of the next round."""
+"""Computes the members and hyperparameters of the next round from plan and exploration."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Generation:
     """The agents of the next round, by position; other agents of this round leave.
 
-    `parents` are the slots that their weights come from, for a survivor its slot; `next_id` is the
-    first unused member id.
+    `parents` has the slot from which each agent's weights are copied; an agent that stays has its
+    own slot. `next_id` is the first unused member id.
     """
 
     members: tuple[Member, ...]
@@ -57,7 +57,7 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
 
     A copy, or an agent whose hyperparameters changed, becomes a new member; a survivor without
     changes keeps its member. The plan has passed `check_plan`; `members` and `hparams` are by
-    position. Only a schedule changes hyperparameters that are otherwise drawn at the start alone.
+    position. Hyperparameters that are only drawn at the start are changed by a schedule alone.
     """
     space = hp_config if getattr(explorer, "scheduled", False) else hp_config.mutating()
     new_members: list[Member] = []
@@ -90,10 +90,10 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
 def _shares_of_twins(
     plan: Sequence[Offspring], hparams: Sequence[Hparams], names: int, rng: np.random.Generator
 ) -> dict[int, tuple[float, ...]]:
-    """Return shares by place in a plan, for agents with the same hyperparameters as another agent.
+    """Return `Candidate.shares` by place in the plan, for agents with equal hyperparameters.
 
-    Of equal agents, the best, else the first survivor, keeps its values and gets no shares. Shares
-    are drawn from a stream that `rng` spawns.
+    Of agents with equal hyperparameters, the best, else the first survivor, keeps its values and
+    gets no shares. Shares are drawn from a stream that `rng` spawns.
     """
     places_of: dict[Hparams, list[int]] = {}
     for place, offspring in enumerate(plan):

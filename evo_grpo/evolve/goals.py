@@ -1,7 +1,7 @@
-"""The order of agents with several goals: dominance, fronts and crowding (NSGA-II).
+"""Orders agents by several goals: dominance, fronts and crowding (NSGA-II).
 
-Deb et al. (2002), A Fast and Elitist Multiobjective Genetic Algorithm, with the paired test in
-place of a comparison of means. With one goal, the order is that of the means.
+This is the method of Deb et al. (2002), A Fast and Elitist Multiobjective Genetic Algorithm, with
+the paired test in place of a comparison of means. With one goal, agents are ordered by their means.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def dominates(first: Score, second: Score, level: float | None) -> bool:
 
 
 def ahead(first: Score, second: Score, level: float | None) -> Comparison:
-    """Return how far the first agent is ahead of the second, by the paired comparison.
+    """Return how far the first agent is ahead of the second, by a paired comparison.
 
-    With several goals, it is the comparison in the goal with the least p-value if the first agent
-    dominates the second; else that of fitness, with a p-value of 1.
+    With several goals, if the first agent dominates the second, the goal with the least p-value is
+    compared; else fitness, with a p-value of 1.
     """
     fitness = compare(first, second)
     if not first.further:
@@ -76,9 +76,9 @@ def fronts(scores: Sequence[Score], level: float | None) -> list[list[int]]:
 def crowding(scores: Sequence[Score]) -> list[float]:
     """Return the crowding distance of each agent of a front.
 
-    It is the sum over goals of the distance between the agent's two neighbours in that goal, as a
-    share of the range of the front. The ends of a front have an infinite distance, so they are kept
-    first.
+    The crowding distance is the sum over goals of the distance between the agent's two neighbours
+    in that goal, divided by the range of the front. It is infinite for the ends of a front, so they
+    come first.
     """
     distances = [0.0] * len(scores)
     for values in zip(*(tuple(goal.mean for goal in score.goals) for score in scores), strict=True):
@@ -111,7 +111,7 @@ def ranked(scores: Sequence[Score | None], level: float | None) -> list[Position
 
 
 def best_first(score: Score) -> tuple[float, ...]:
-    """Return a key that sorts agents by fitness, equal ones by their further objectives."""
+    """Return a sort key: fitness, then, for equal fitness, the other objectives."""
     return tuple(-goal.mean for goal in score.goals)
 
 

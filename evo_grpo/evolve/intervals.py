@@ -28,8 +28,8 @@ def around(mean: float, error: float, degrees: int) -> tuple[float, float]:
 def student(p: float, degrees: int) -> float:
     """Return the p-quantile of Student's t distribution.
 
-    It is exact for one and two degrees of freedom, else the expansion 26.7.5 of Abramowitz and
-    Stegun, within 0.2% at p = 0.975.
+    The quantile is exact for one and two degrees of freedom; otherwise it is the expansion 26.7.5
+    of Abramowitz and Stegun, within 0.2% at p = 0.975.
     """
     if degrees == 1:
         return math.tan(math.pi * (p - 0.5))

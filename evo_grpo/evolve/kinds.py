@@ -1,4 +1,4 @@
-"""The settings `evolve.selection` and `evolve.exploration`: a kind, its settings, or a class."""
+"""Validates `evolve.selection` and `evolve.exploration`: a kind, its settings, or a class."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 

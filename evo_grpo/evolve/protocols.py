@@ -1,4 +1,4 @@
-"""What a selection and an exploration are: their protocols, arguments and results."""
+"""The protocols of selections and explorations, with their arguments and results."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Offspring:
 
     Attributes:
         position: The position that it takes.
-        parent: Position of the agent it comes from; equal to `position` for a survivor.
-        elite: Whether it is the best agent, which stays independently of all draws.
+        parent: Position of the agent whose weights it gets; equal to `position` for a survivor.
+        elite: Whether it is the best agent, which always stays.
     """
 
     position: Position
@@ -36,7 +36,7 @@ class Offspring:
 
 
 class Selector(Protocol):
-    """Plans the next round from the fitness of this one.
+    """Plans the next round from the fitness of the current round.
 
     A class may also declare `copies = False` if it copies no agent, `selects = False` if all stay,
     `by_lot = True` if it draws, and a method `at(significance)` that returns a selector with tests
@@ -53,9 +53,8 @@ class Selector(Protocol):
         """Return the agents of the next round, in ascending order of position.
 
         Args:
-            histories: Per position the scores that count, latest last; empty for a failed agent.
-            places: Agents that the next round has room for, 1 to len(histories). A plan may leave
-                places empty.
+            histories: The scores to compare, by position, latest last; empty for a failed agent.
+            places: Maximum number of agents in the next round, 1 to len(histories).
             rng: Stream of all draws: equal streams give equal plans.
 
         Raises:
@@ -96,7 +95,7 @@ Changes = dict[str, tuple[Value, Value]]
 
 @dataclass(frozen=True)
 class Trial:
-    """The hyperparameters of one agent in one finished round (0-based), and its fitness after it.
+    """The hyperparameters of an agent in a finished round (0-based), and its fitness then.
 
     The fitness is the mean evaluation reward; NaN for a failed agent.
     """
@@ -111,11 +110,11 @@ class Candidate:
     """One agent of the next round, before its hyperparameters vary.
 
     Attributes:
-        hparams: Hyperparameters of the agent it comes from.
+        hparams: Hyperparameters of the agent whose weights it gets.
         copied: Whether it is a copy of another agent; otherwise it survived.
-        elite: Whether it is the best agent, which stays independently of all draws.
+        elite: Whether it is the best agent, which always stays.
         trials: All agents of all finished rounds so far, for an exploration that learns from them.
-        round: The round that the agent plays next (0-based).
+        round: The next round (0-based).
         twin: Whether another agent of the next round keeps the same hyperparameters, so that this
             one is free to try others; always true for a copy.
         shares: Numbers in (0, 1], one for each hyperparameter that may change, spread evenly over
@@ -134,10 +133,10 @@ class Candidate:
 class Explorer(Protocol):
     """Varies the hyperparameters of the agents that a selection planned.
 
-    A class may also declare `copies_only = True` if survivors keep their values, `scheduled = True`
-    if its values apply from given rounds on, a method `check(first, hp_config)` that raises
-    ConfigError, before a run, for what `explore` would refuse, and a method `problems`, with the
-    same arguments, that yields what settings alone can tell of it.
+    If survivors keep their values, a class may declare `copies_only = True`; if its values apply
+    from given rounds on, `scheduled = True`. Its method `check(first, hp_config)`, if any, is
+    called before a run and raises the ConfigError that `explore` would raise. A method `problems`,
+    with the same arguments, yields the errors that can be found from the settings alone.
     """
 
     def explore(

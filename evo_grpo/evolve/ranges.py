@@ -1,4 +1,4 @@
-"""Values in the ranges of hyperparameters: draws, shares of a range, and distances from 1.
+"""Computes values in hyperparameter ranges: draws, shares of a range, distances from 1.
 
 Clip ends and the decay rates of AdamW are searched by their distance from 1, because a factor on
 the number itself would be too coarse: 0.999 * 0.8 = 0.7992.
@@ -32,9 +32,9 @@ def end_of_distance(name: str, distance: RLParameter) -> RLParameter:
 
 
 def distance_range(name: str, parameter: RLParameter) -> RLParameter | None:
-    """Return the range of a hyperparameter's distance from 1, if it is searched by that distance.
+    """Return the range of a hyperparameter's distance from 1, if that distance is searched.
 
-    None for all other hyperparameters, for choices, and if the range contains 1.
+    Returns None for all other hyperparameters, for choices, and if the range contains 1.
     """
     if parameter.choices is not None:
         return None
@@ -51,7 +51,7 @@ def from_distance(name: str, parameter: RLParameter, distance: float) -> float:
 
 
 def parts(hparams: Hparams, ranges: Mapping[str, RLParameter]) -> Iterator[tuple[str, RLParameter]]:
-    """Yield each hyperparameter that may mutate with its range; a clip pair as its two ends."""
+    """Yield each hyperparameter that may mutate, and its range; a clip pair gives its two ends."""
     for name, parameter in ranges.items():
         if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
             yield from ((end, end_of_distance(end, parameter)) for end in CLIP_ENDS)
@@ -62,7 +62,7 @@ def parts(hparams: Hparams, ranges: Mapping[str, RLParameter]) -> Iterator[tuple
 def first_parts(
     first: Hparams, hp_config: HyperparameterConfig
 ) -> tuple[dict[str, RLParameter], dict[str, RLParameter]]:
-    """Return the ranges that the first population is drawn from: of values, and of clip ends."""
+    """Return the ranges from which the first population is drawn, and those of clip ends."""
     ranges = {name: parameter.first for name, parameter in hp_config.parameters.items()}
     plain: dict[str, RLParameter] = {}
     clip_ends: dict[str, RLParameter] = {}

@@ -1,4 +1,4 @@
-"""Revise a plan so that agents are copied or leave only if a paired test separates them."""
+"""Revises a plan so that agents are copied or removed only if a paired test supports it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class TestedPlan:
 def settle(
     plan: Sequence[Offspring], scores: Sequence[Score | None], level: float | None
 ) -> TestedPlan:
-    """Drop the copies of a plan that a paired test does not support, and keep better agents.
+    """Drop the copies and removals of a plan that a paired test does not support.
 
     Each planned copy overwrites the best agent that does not survive in the plan, but only if its
     parent is significantly better. Then an agent that would leave replaces a significantly worse
-    one that stays. With several goals, better means that it dominates (see `evolve.goals`), and
-    each copy overwrites the agent that the plan names.
+    agent that would stay. With several goals, an agent is better if it dominates (see
+    `evolve.goals`), and each copy overwrites the agent that the plan names.
 
     `scores` are by position; None is an agent that cannot be ranked, which is overwritten without a
     test. `level` is the largest p-value of a significant difference; None keeps the plan.

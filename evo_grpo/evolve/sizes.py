@@ -1,4 +1,4 @@
-"""The rounds after which a run decides, the agents of each round, and the prompts of each agent."""
+"""Computes the rounds with a decision, and the numbers of agents and their prompts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def halvings(size: int) -> int:
 def decisions_by_share(rounds: int, size: int) -> list[int]:
     """Return the rounds after which a run decides, as ascending numbers of finished rounds.
 
-    A run has two equal shares more than halvings from `size` agents to `LEAST`, so that the last
-    agents train on, and at least `SHARES`, if there are as many rounds.
+    Rounds are divided into equal shares: two more than there are halvings from `size` agents to
+    `LEAST`, so that the last agents train on, and at least `SHARES`, if there are enough rounds.
     """
     shares = max(SHARES, halvings(size) + 2)
     return sorted({max(1, round(rounds * share / shares)) for share in range(1, shares + 1)})
@@ -50,9 +50,9 @@ def decides_after(finished: int, decisions: Sequence[int]) -> bool:
 def places_by_round(size: int, sizes: Sizes, decisions: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the places of each round; the last number holds for all later rounds.
 
-    None halves `size` places at `decisions`, rounding up, down to `LEAST`; the last halving is two
-    decisions before the end if there are enough. "constant" keeps them; a list is returned as it
-    is.
+    With `sizes` None, `size` places are halved at `decisions`, rounding up, down to `LEAST`; if
+    there are enough decisions, the last halving is two decisions before the end. "constant" keeps
+    `size` places; a list is returned as it is.
     """
     if sizes is not None and sizes != "constant":
         return tuple(sizes)
@@ -69,7 +69,8 @@ def places_by_round(size: int, sizes: Sizes, decisions: Sequence[int] = ()) -> t
 def wrong_sizes(size: int, sizes: Sizes, *, archive: bool) -> Iterator[str]:
     """Yield each problem of the setting `population.sizes` as a sentence.
 
-    `archive` says whether the best agent ever is kept, to restore a single agent that fails.
+    `archive` says whether the best agent ever is kept, so that a single agent that fails can be
+    replaced.
     """
     if not isinstance(sizes, list):
         return

@@ -1,4 +1,4 @@
-"""Hyperparameters of the first population, which may be those of agents of earlier runs."""
+"""Returns the hyperparameters of the first population, some perhaps of earlier runs."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def start_hparams(
     `same`: all agents have the values of `first`.
 
     `latin_hypercube` (McKay, Beckman & Conover 1979): agent 0 has the values of `first`, and the
-    others cover every range evenly, on a log scale if its minimum is above 0. Each choice goes to
-    the same number of agents, or to one more. A clip pair with low >= high is drawn at random
+    others cover every range evenly, on a log scale if its minimum is above 0. Each choice is given
+    to the same number of agents, or to one more. A clip pair with low >= high is drawn at random
     instead.
 
     `sample`: agent 0 has the values of `first`, and each other agent draws independently.
@@ -66,7 +66,7 @@ def start_hparams(
 def start_problems(
     first: Hparams, hp_config: HyperparameterConfig, size: int, init: Start
 ) -> Iterator[Problem]:
-    """Yield the problems of a list of starts, with paths below it; other starts have none."""
+    """Yield the problems of a list `init`, with their paths in it; other starts have none."""
     if isinstance(init, str | Mapping):
         return
     if len(init) != size:
@@ -98,7 +98,8 @@ def described_start(
 ) -> Start:
     """Return a setting for which `start_hparams` returns these hyperparameters.
 
-    It is "same" if a value is outside its range; a resume reads values from checkpoints anyway.
+    If a value is outside its range, the setting is "same"; a resumed run reads the values from
+    checkpoints.
     """
     names: tuple[StartName, ...] = ("same", "latin_hypercube", "sample")
     for name in names:
@@ -241,8 +242,8 @@ def starts_with(
 ) -> list[dict[str, Any]]:
     """Return `population.init` as a list: at most half from `found`, the others drawn.
 
-    Agent 0 has the values of `first`, the next ones those in `found`, best first; the others cover
-    the ranges evenly. Each mapping has all values that may mutate, whatever the earlier runs had.
+    Agent 0 has the values of `first`, the next agents those in `found`, best first; the others
+    cover the ranges evenly. Each mapping has all values that may mutate.
     """
     best = [agent for agent in dict.fromkeys(found) if agent != first][: size // 2]
     others = spread(first, hp_config, size - 1 - len(best), generator(seed, "init"))
@@ -254,8 +255,8 @@ def carried_over(
 ) -> Hparams:
     """Return `first` with those values of an earlier agent that may mutate in both runs.
 
-    A number outside its range moves to the nearest end or choice. A name, or true or false, that is
-    none of the choices is left out.
+    A number outside its range is replaced by the nearest end or choice. A name or bool that is none
+    of the choices is left out.
     """
     hparams = first
     for name in (key for key in names if key not in CLIPS):
@@ -268,7 +269,7 @@ def carried_over(
 
 
 def in_both(names: Collection[str], hp_config: HyperparameterConfig) -> list[str]:
-    """Return those hyperparameters of `names` that a run also has; all clip forms count as one."""
+    """Return the hyperparameters of `names` that a run also searches; all clip forms are equal."""
     clips = bool(set(names) & set(CLIPS))
     return [name for name in hp_config.names() if name in names or (name in CLIPS and clips)]
 

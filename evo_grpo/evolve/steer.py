@@ -1,4 +1,4 @@
-"""Apply the requests of the user between two rounds to the plan of the next round. Pure."""
+"""Pure functions that apply a user's requests to the plan of the next round."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def steer(
 ) -> tuple[NextRound, RequestOutcome]:
     """Carry out a request about agents; return the new plan, and the outcome of the request.
 
-    The parent of a clone is the member whose weights it takes: one that finished the round, or the
-    best agent ever. A member that has not trained yet keeps its id. A refused request changes no
-    agent.
+    The parent of a clone is the member whose weights it copies: a member that finished the round,
+    or the best agent ever. A member that has not trained yet keeps its id. A refused request
+    changes no agent.
     """
     why = ""
     try:
@@ -165,8 +165,8 @@ def _plain(value: object) -> str:
 def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig) -> Changes:
     """Return the differences as mutations record them: name -> (old, new).
 
-    A clip range appears by its ends if one of the values is a pair or its ends mutate. Values that
-    are None on one side are left out.
+    The ends of a clip range are separate entries if one of the values is a pair or the ends mutate.
+    Values that are None in `old` or `new` are left out.
     """
     ends = any(isinstance(hparams.clip_coef, tuple) for hparams in (old, new)) or bool(
         set(CLIP_ENDS) & set(hp_config.names())

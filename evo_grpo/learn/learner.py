@@ -3,13 +3,14 @@
 A micro-batch has rows of all agents and takes one forward and one backward. Each agent has its own
 AdamW.
 
-Old log-probs. A step's first minibatch sees the unchanged policy, so its old log-probs are its own,
-detached: no second forward, and a ratio of exactly 1 even with LoRA dropout. Later epochs reuse
-them. Only later minibatches need a separate pass, before the first update. A row keeps its dropout
-masks for the whole call: a ratio compares two policies, not two masks.
+The old log-probs of the first minibatch are its new log-probs, detached, since the policy has not
+changed yet. This saves a forward, and the ratio is exactly 1 even with LoRA dropout. Later epochs
+reuse them. For later minibatches, a separate pass before the first update computes the old
+log-probs. Dropout masks of a row stay the same for the whole call, so a ratio compares two
+policies, not two masks.
 
-The loss of a base in float16 is scaled (see `updates`). If a gradient still overflows, the step
-is computed again with a lower scale for that agent.
+With a float16 base, the loss is scaled (see `updates`). If a gradient still overflows, the step is
+computed again with a lower scale for that agent.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ from evo_grpo.settings.loss import LossConfig
 
 @dataclass(frozen=True)
 class _Call:
-    """One learn call.
+    """The state of one learn call.
 
-    `totals` are the denominators per minibatch of each agent, `seed` is the stream of dropout. The
-    `sums` of metrics are on the device, the `metrics` of each agent on the host.
+    `totals` are each agent's denominators by minibatch, and `seed` seeds dropout. The `sums` of
+    metrics are on the device, the `metrics` of each agent on the host.
     """
 
     agents: Sequence[AgentTraining]
@@ -66,7 +67,7 @@ class _Call:
     metrics: list[dict[str, float]]
 
     def denominators(self, minibatch: int) -> Tensor:
-        """Return rows and tokens (N, 2) of each agent's minibatch; 1 for agents without it."""
+        """Return the numbers of rows and tokens (N, 2) of each agent's minibatch; 1 without one."""
         counts = [
             (t.rows[minibatch], t.tokens[minibatch]) if minibatch < t.minibatches else (1, 1)
             for t in self.totals
@@ -111,7 +112,7 @@ class Learner:
         Args:
             agents: N agents.
             batches: Their rows, in the same order.
-            seed: Stream of minibatch order and dropout.
+            seed: Seed of minibatch order and dropout.
             exact_sampler: Whether the rows' sampler log-probs equal this learner's up to rounding
                 (see `RolloutEngine.exact`). If False, the loss uses them for `sampler_correction`
                 and `off_policy_mask_threshold`; a row without them counts as sampled by the policy.
@@ -225,7 +226,7 @@ class Learner:
         return LossScales(exponents)
 
     def _overflowed(self, call: _Call, present: Sequence[int], scales: LossScales) -> bool:
-        """Divide the gradients by their scales; return whether the step must be computed again."""
+        """Divide gradients by their scales; return whether to repeat the step at lower scales."""
         losses = call.sums.values["loss"].tolist()
         must_repeat = False
         for position in present:
@@ -370,11 +371,11 @@ class Learner:
         *,
         per_token: bool,
     ) -> Tensor:
-        """Return advantages (B,), or (B, C) where they are shaped per token.
+        """Return advantages (B,), or (B, C) if they differ between tokens.
 
-        `beta` is the weight of KL shaping, a float or (B, 1), 0 for rows without it. KL shaping
-        compares the present policy with the reference, in later epochs too: the ratio in the loss
-        corrects for samples of the old policy.
+        `beta` is the weight of KL shaping, a float or (B, 1), 0 for rows without it. In all epochs,
+        KL shaping compares the current policy with the reference; the ratio in the loss corrects
+        for samples of the old policy.
         """
         advantages = batch.advantages.to(logprobs.dtype)
         clip_range = self.algorithm.adv_clip_range
@@ -462,11 +463,11 @@ def _has_gradient(row: Row, hparams: Hparams) -> bool:
 def _split_beta(
     beta: float | Tensor, shapes: Sequence[bool]
 ) -> tuple[float | Tensor, float | Tensor]:
-    """Split beta into the weights of KL shaping and of the KL penalty; each row has one of the two.
+    """Split beta into the weights of KL shaping and of the KL penalty; each row uses one of them.
 
     `beta` is (B, 1), or the float 0.0 if no row has a weight; `shapes` says which of the B rows
-    have KL shaping. Returns two tensors (B, 1), 0 in rows that use the other, or the float 0.0 for
-    a zero tensor.
+    have KL shaping. Returns two tensors (B, 1), each 0 in rows that use the other term; a tensor of
+    zeros is returned as the float 0.0.
     """
     if not isinstance(beta, Tensor) or not any(shapes):
         return 0.0, beta

@@ -1,4 +1,4 @@
-"""Metrics of a learn call per agent: summed on the device, read once at the end."""
+"""Sums each agent's metrics of a learn call on the device, to read them once at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MetricSums:
         self.peaks: dict[str, Tensor] = {}
 
     def copy(self) -> MetricSums:
-        """Return a copy."""
+        """Return a copy of the sums."""
         sums = MetricSums(self.agents, self.device)
         sums.put_back(self)
         return sums
@@ -69,9 +69,9 @@ def measure(
 ) -> None:
     """Add one micro-batch and its loss terms to the sums.
 
-    `weights` (B, C) is the share of each token in the loss; `entropies` (B, C) and the log-probs
-    `flat` (M,) are nats of the generated tokens. `first` is True before any update, when the
-    sampler's log-probs are of the same policy.
+    `weights` (B, C) is each token's weight in the loss. `entropies` (B, C) and the log-probs `flat`
+    (M,) are in nats, for the generated tokens. `first` is True before any update, when the policy
+    is still that of the sampler.
     """
     mask, positions, tokens = batch.mask, batch.positions, batch.mask.sum(-1)
     zero = torch.zeros((), device=mask.device)

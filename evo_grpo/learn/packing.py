@@ -32,11 +32,11 @@ MOST_CUTS = 128
 
 @dataclass(frozen=True)
 class _SizedRow:
-    """A row with the properties by which it is packed.
+    """A row with the numbers by which it is packed.
 
-    `position` is that of its agent in the learn call; `prefix_length` counts the tokens before the
-    first generated one; `prefix` is the position with these tokens: rows with equal prefixes can
-    share them.
+    `position` is the index of the row's agent in the learn call. `prefix_length` is the number of
+    tokens before the first generated one. Rows with equal `prefix`, which is `position` and these
+    tokens, can share the prefix.
     """
 
     position: int
@@ -60,7 +60,7 @@ _Tier: TypeAlias = list[_Block]
 
 @dataclass
 class _Bucket:
-    """A micro-batch under construction; lengths are the largest of its rows."""
+    """A micro-batch under construction, with the largest lengths of its rows."""
 
     rows: list[_SizedRow] = field(default_factory=list[_SizedRow])
     count: int = 0
@@ -93,7 +93,7 @@ class _Bucket:
         self.rest_length = max(self.rest_length, row.length - row.prefix_length)
 
     def tokens(self, added: Sequence[_SizedRow] = ()) -> int:
-        """Return the padded tokens with `added` rows, prefixes shared if that is cheaper."""
+        """Return the number of padded tokens with `added` rows; prefixes are shared if cheaper."""
         rows, prefixes = self.count + len(added), len(self.prefixes)
         length, before, after = self.length, self.prefix_length, self.rest_length
         if added:
@@ -116,9 +116,9 @@ def pack(
 ) -> list[list[tuple[int, Row]]]:
     """Split (position of its agent, row) pairs into micro-batches, each sorted by agent.
 
-    They have little padding and, if possible, equally many rows of each agent, which then run as
-    plain batched matmuls; with many agents, each micro-batch has some of them. The budget counts
-    padded tokens, a shared prefix once. A row above the budget gets a micro-batch of its own.
+    Micro-batches have little padding and, if possible, the same number of rows of each agent, for
+    plain batched matmuls. With many agents, each micro-batch has some of them. The budget counts
+    padded tokens, a shared prefix once. A row above the budget becomes a separate micro-batch.
     """
     sized = [_SizedRow.of(position, row) for position, row in rows]
     if not sized:
@@ -144,7 +144,7 @@ def _side_by_side(rows: Sequence[_SizedRow]) -> list[_SizedRow]:
 
 
 def _packed(sized: Sequence[_SizedRow], token_budget: int, max_rows: int | None) -> list[_Bucket]:
-    """Return micro-batches of some rows, in the order with the fewest tokens."""
+    """Pack rows in the order that gives the fewest tokens."""
     candidates = [_fill(_by_length(sized), token_budget, max_rows)]
     if len({row.prefix for row in sized}) < len(sized):
         tiers = _by_prefix(sized)
@@ -163,7 +163,7 @@ def _tokens(buckets: Sequence[_Bucket]) -> int:
 
 
 def _by_agents(rows: Sequence[_SizedRow], parts: int) -> list[list[_SizedRow]]:
-    """Deal the agents into at most `parts` parts of equally many agents; return their rows."""
+    """Split the agents into at most `parts` parts of equal size; return the rows of each part."""
     positions = sorted({row.position for row in rows})
     size = -(-len(positions) // parts)
     part_of = {position: number // size for number, position in enumerate(positions)}
@@ -198,7 +198,7 @@ def _by_prefix(rows: Sequence[_SizedRow]) -> list[_Tier]:
 
 
 def _fill(tiers: Sequence[_Tier], token_budget: int, max_rows: int | None) -> list[_Bucket]:
-    """Cut tiers into buckets with the fewest tokens, counting `BUCKET_SHARE` for each bucket.
+    """Cut tiers into the cheapest buckets: tokens, plus `BUCKET_SHARE` budgets per bucket.
 
     A tier above the budget is split between blocks, a block above the budget between rows.
     """
@@ -245,7 +245,7 @@ def _cut(
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Rows and generated tokens (>= 1) per minibatch of an agent, with and without a gradient."""
+    """Numbers of rows and generated tokens (>= 1) in each minibatch of an agent."""
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -288,7 +288,7 @@ def assign_minibatches(
 
 
 def filter_and_whiten(rows: list[Row], algorithm: AlgorithmConfig) -> list[Row]:
-    """Filter one agent's rows and whiten their advantages; filtered rows count in no mean."""
+    """Filter one agent's rows and whiten their advantages; means exclude filtered rows."""
     if not rows or not (algorithm.filter_zero_adv or algorithm.whiten_advantages):
         return rows
     lengths = torch.tensor([row.generated for row in rows])

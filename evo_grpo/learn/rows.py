@@ -1,4 +1,4 @@
-"""Rows of completions or episodes, and the padded tensors of one micro-batch of them."""
+"""Rows, each a completion or an episode, and the padded tensors of a micro-batch of rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class AgentBatch:
-    """The B rows from which the agent in slot `agent` learns in one step; groups are contiguous.
+    """The B rows from which the agent in slot `agent` learns in one step, group by group.
 
     `minibatches` are the optimizer steps over all rows if the agent's `batch_size` is None.
     """
@@ -68,9 +68,9 @@ class AgentBatch:
 class AgentTraining:
     """An agent in a learn call.
 
-    `adapter` is the trained slot, and `optimizer` is over its parameters alone. `reference` is the
-    slot of its frozen reference, which agents may share, None for the base. `stream` names its
-    stream of dropout; if empty, it is the name of the slot.
+    `adapter` is the trained slot, and `optimizer` has only its parameters. `reference` is the slot
+    of the frozen reference, which agents may share, or None for the base. `stream` is added to the
+    seed of dropout; if empty, the name of the slot is.
     """
 
     adapter: str
@@ -107,14 +107,14 @@ class MicroBatch:
 
     Attributes:
         owners: Position of each row's agent among those of the learn call.
-        positions: (B,) the same on the device.
+        positions: (B,) `owners` as a tensor on the device.
         counts: Rows per agent of `present`, the positions of the agents that have rows here.
         input_ids: (B, T) int64, padded on the right, without the last token of the longest row.
         targets: (M,) int64 generated token ids, row by row.
         where: (M,) flat positions in (B, T) of the hidden states that predict the targets.
         mask: (B, C) bool, the first n columns of a row with n generated tokens.
         advantages: (B,) fp32.
-        prefix: The same rows with common prefixes stored once, if that is less work; else None.
+        prefix: The same rows with each common prefix stored once; None if this would not save work.
     """
 
     rows: list[Row]

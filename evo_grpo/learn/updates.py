@@ -1,4 +1,4 @@
-"""Optimizer steps, by the AdamW of each agent or by an engine, and loss scales for float16.
+"""Takes optimizer steps, by each agent's AdamW or by an engine; scales losses for float16.
 
 The gradient of a mean over n tokens has a magnitude of 1 / n, and float16 has no number between 0
 and 6e-8. So each agent's loss is multiplied by a power of two before the backward, and the float32
@@ -41,7 +41,7 @@ class Updates(Protocol):
     def share(self, bucket: Bucket, *, last: bool) -> tuple[Bucket, bool]:
         """Return this process's rows of a micro-batch, and whether they count in loss and metrics.
 
-        There is at least one row. `last` marks the last micro-batch of a step.
+        At least one row is returned. `last` marks the last micro-batch of a step.
         """
         ...
 
@@ -55,9 +55,10 @@ class Updates(Protocol):
         present: Sequence[int],
         metrics: list[dict[str, float]],
     ) -> None:
-        """Clip and step each agent separately; a gradient that is not finite is not applied.
+        """Clip gradients and step each agent separately; skip agents whose gradient is not finite.
 
-        `present` agents have a gradient. `metrics` gets grad_norm, updates and failed.
+        Agents at the positions `present` have a gradient. grad_norm, updates and failed are written
+        to `metrics`.
         """
         ...
 

@@ -1,1 +1,1 @@
-"""The shared base, its LoRA slots, and the forward that serves all of them at once."""
+"""The shared base, its LoRA slots, and one forward for the adapters of all agents."""

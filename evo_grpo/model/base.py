@@ -120,12 +120,12 @@ class SharedBase:
 
     @property
     def context_length(self) -> int:
-        """Tokens of the longest row; 0 without a limit."""
+        """Maximum number of tokens in a row; 0 if there is no limit."""
         return self.row_limit.longest
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Default number of padded tokens of one forward and backward."""
+        """Default number of tokens, including padding, in one forward and backward."""
         if self.device.type != "cpu":
             return DEVICE_TOKENS
         token_bytes = self._features * self.dtype.itemsize
@@ -185,7 +185,7 @@ class SharedBase:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """All ids that end a completion, the tokenizer's first."""
+        """All ids that end a completion; the tokenizer's end id comes first."""
         ids: list[int] = []
         generation = getattr(self.model, "generation_config", None)
         for holder in (self.tokenizer, generation, self.model.config):
@@ -195,7 +195,7 @@ class SharedBase:
 
     @property
     def pad_id(self) -> int:
-        """Padding id. Any valid id is possible, since masks are made from lengths."""
+        """The padding id, which may be any valid id, since masks are made from lengths."""
         tokenizer_id = getattr(self.tokenizer, "pad_token_id", None)
         configured_id = None if self.padding is None else self.padding[0]
         ids = (n for n in (configured_id, tokenizer_id, *self.eos_ids) if isinstance(n, int))
@@ -215,7 +215,7 @@ class SharedBase:
     def compile(self, mode: str) -> None:
         """Compile the layers without adapters (norms, rotary embeddings) with torch.compile.
 
-        Linear layers would be compiled again for each layout of rows.
+        Compiled linear layers would be recompiled for each layout of rows.
         """
         _try_compiler(mode, self.device)
         for module in self.trunk.modules():
@@ -236,7 +236,7 @@ class SharedBase:
     def weights(self) -> dict[str, Tensor]:
         """Return the frozen weights by their names in `from_pretrained`, without adapters.
 
-        If an engine divides the weights among processes, all must call this; each gets copies.
+        If the weights are divided among processes, all processes must call this; each gets copies.
         """
         if self.gathered is None:
             raise ModelError(
@@ -293,7 +293,7 @@ class SharedBase:
     def run(self, cache: Cache | None = None, **inputs: Any) -> Tensor:
         """Run the trunk, as every forward pass does; return final hidden states (B, T, H).
 
-        `cache` holds the earlier columns, and `inputs` are appended to it.
+        `cache` holds keys and values of earlier tokens; those of `inputs` are appended to it.
         """
         if cache is not None:
             inputs |= {self._cache_keyword: cache, "use_cache": True}
@@ -305,7 +305,7 @@ class SharedBase:
 
     @property
     def _cache_keyword(self) -> str:
-        """The trunk's keyword for a cache: state-space models and transformers 5.24 rename it."""
+        """The name of the trunk's cache argument; it varies with model and transformers."""
         parameters = inspect.signature(self.trunk.forward).parameters
         return next((n for n in ("cache_params", "cache") if n in parameters), "past_key_values")
 
@@ -329,7 +329,7 @@ class SharedBase:
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies (M,) of targets (M,) from hidden states (M, H).
 
-        See `linear_logprobs`. A head that is no plain linear layer is called as a module.
+        See `linear_logprobs`. If the head is not a plain linear layer, its module is called.
         """
         if not is_plain_linear(self.head):
             return module_logprobs(self.logits, hidden, targets, temperature, self.vocabulary)
@@ -381,7 +381,10 @@ def _trunk(model: Any) -> nn.Module:  # noqa: ANN401 -- as for SharedBase
 
 
 def _linear_features(trunk: nn.Module) -> int:
-    """Return inputs plus outputs of all linear layers: about the size of a token's activations."""
+    """Return the sum of the input and output features of all linear layers.
+
+    This approximates the number of activations of a token.
+    """
     total = 0
     for module in trunk.modules():
         weight = getattr(module, "weight", None)
@@ -393,7 +396,7 @@ def _linear_features(trunk: nn.Module) -> int:
 
 
 def _try_compiler(mode: str, device: torch.device) -> None:
-    """Compile a small function, so that a failure shows now, not in the middle of a round."""
+    """Compile a small function, so that a missing compiler is noticed before the first round."""
     try:
         torch.compile(lambda x: x + 1, mode=mode)(torch.zeros(1, device=device))
     except RuntimeError as error:

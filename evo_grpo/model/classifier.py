@@ -21,7 +21,7 @@ _UNLIMITED = 10**9
 class Encoded:
     """The `rows` of B texts or pairs of texts: `input_ids` and perhaps `token_type_ids`.
 
-    `cut` counts the texts that were truncated at the end, to the classifier's longest input.
+    `cut` is the number of texts whose end was removed to fit the classifier's maximum length.
     """
 
     rows: Sequence[Mapping[str, Sequence[int]]]
@@ -32,8 +32,8 @@ class Encoded:
 class Classifier:
     """Scores texts with one output of a classifier of transformers.
 
-    `label` names the output in the model's config; None takes the only output.
-    `max_tokens` is the longest input; None takes the positions of the model.
+    `label` names the output in the model's config; None takes the only output. `max_tokens` is the
+    maximum length of an input; None takes the model's number of positions.
     """
 
     def __init__(

@@ -15,11 +15,11 @@ _KEY = "base_digest"
 
 
 def base_digest(base: SharedBase) -> str:
-    """Return a digest of a base's weights, computed once: names, shapes, and sampled numbers.
+    """Return a digest of the names, shapes and some values of a base's weights, computed once.
 
-    The numbers are rounded to bfloat16, so that a base has the same digest loaded as float32 and as
-    bfloat16. float16 and quantisation change the numbers; their digests are of another kind, named
-    before the colon, and digests of different kinds cannot be compared.
+    Values are rounded to bfloat16, so that a base loaded as float32 and as bfloat16 has the same
+    digest. float16 and quantisation change the values; a prefix of the digest names them, and
+    digests with different prefixes cannot be compared.
     """
     if _KEY not in base.derived:
         digest = hashlib.sha256()
@@ -47,5 +47,5 @@ def tokenizer_digest(base: SharedBase) -> str:
 
 
 def comparable_digests(first: str, second: str) -> bool:
-    """Return whether two digests are of the same kind, and can be compared."""
+    """Return whether two digests have the same prefix, and can be compared."""
     return first.partition(":")[0] == second.partition(":")[0]

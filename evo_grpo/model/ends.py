@@ -26,7 +26,7 @@ characters may differ, since a leading space is dropped or a character lacks its
 
 @final
 class StopRules:
-    """Where the completions of a base end, by `stop` and `min_output_tokens` of `algorithm`.
+    """Decides where completions end, given `algorithm.stop` and `algorithm.min_output_tokens`.
 
     Attributes:
         ids: All tokens that end a completion.
@@ -79,7 +79,7 @@ class StopRules:
         return texts
 
     def stops(self, row: Sequence[int]) -> bool:
-        """Return whether a row has a stop string; before its last token, it had none."""
+        """Return whether a row has a stop string, which its last token must have completed."""
         if len(row) <= self._least or not self._may_complete(row[-1]):
             return False
         # Decode only the end of the row, as long as it has no stop string.
@@ -96,7 +96,7 @@ class StopRules:
     def cut(self, row: tuple[int, ...]) -> tuple[int, ...]:
         """Return a row up to the token that completes its first stop string, else the whole row.
 
-        For engines that see a character only after its last byte.
+        Engines that decode a character only after its last byte may have sampled further tokens.
         """
         while self.strings and len(row) > self._least + 1:
             if self._place(row[:-1], self._decoded([row[:-1]])[0]) < 0:
@@ -107,7 +107,7 @@ class StopRules:
     def _place(self, row: Sequence[int], text: str) -> int:
         """Return where the first stop string of a row's text begins, or -1.
 
-        A string that is complete before a completion may end does not count.
+        A stop string that is complete before `min_output_tokens` is ignored.
         """
         if not any(stop in text for stop in self.strings):
             return -1
@@ -118,7 +118,7 @@ class StopRules:
         return min((start for start in starts if start >= 0), default=-1)
 
     def _may_complete(self, token: int) -> bool:
-        """Return whether a token has the last character of a stop string, or a part of that."""
+        """Return whether a token contains the last character of a stop string, or bytes of it."""
         if token not in self._completing:
             # Twice, since a space in front of a text is not shown by every tokenizer.
             (text,) = self._decoded([[token, token]])

@@ -31,7 +31,7 @@ def tokenizer_files(
 ) -> dict[str, bytes]:
     """Return the files of a base's tokenizer, including the chat template, by name.
 
-    A revision of None takes the newest. A tokenizer without a padding token gets `pad_token`.
+    Revision None takes the newest. A tokenizer without a padding token gets `pad_token`.
     """
     tokenizer = load_tokenizer(source, revision)
     if tokenizer.pad_token is None and pad_token:
@@ -85,9 +85,9 @@ def write_merged(
 ) -> None:
     """Merge an adapter into its base, in float32, and write a model folder of transformers.
 
-    `adapter` has the two files of a PEFT folder, by name; `dtype` is that of the stored weights;
-    `digest` is as for `write_base`. A merged model with other log-probs than base and adapter
-    raises ModelError.
+    `adapter` has the two files of a PEFT folder, by name; `dtype` is the dtype to store; `digest`
+    is as for `write_base`. If the merged model's log-probs differ from those of base and adapter,
+    ModelError is raised.
     """
     from peft import PeftModel
 

@@ -72,7 +72,7 @@ MOST_DEPTH = 4
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raise ValueError, with the key, for a number of objects or features that no model has.
+    """Raise ValueError, naming the key, for a number of objects or features no model has.
 
     Configurations inside of the configuration, of any depth, are checked too.
     """
@@ -98,7 +98,7 @@ def read_config(name: str, file: Path) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int | float:
-    """Return an integer, as a float if it is long: some files write no limit of tokens as 10^30."""
+    """Return an integer, or a float if it has many digits: some files write "no limit" as 10^30."""
     return int(digits) if len(digits) <= MOST_DIGITS else float(digits)
 
 
@@ -161,7 +161,7 @@ def config_file(source: Source, name: str = "config.json") -> Path | None:
 
 
 def check_files(source: Source) -> None:
-    """Raise ModelError for a config or GGUF header that no model has, before it is loaded."""
+    """Raise ModelError if the config or GGUF header of a model is implausible; load no weights."""
     if source.gguf_file is not None:
         gguf_config(source.name, Path(source.path) / source.gguf_file)
     elif (file := config_file(source)) is not None:
@@ -201,7 +201,7 @@ def _check(condition: bool, text: str) -> None:
 
 
 class _Reader:
-    """Parses a header; a read past the end raises struct.error."""
+    """Parses a header; reading past the end of the data raises struct.error."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data

@@ -1,4 +1,4 @@
-"""Loading of a model and its tokenizer to a device."""
+"""Loads a model and its tokenizer to a device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """Return the torch dtype for a name or dtype.
 
-    "auto" is float32, but on CUDA bfloat16, or float16 on cards that emulate bfloat16.
+    "auto" is float32 on the CPU; on CUDA it is bfloat16, or float16 on GPUs that emulate bfloat16.
     """
     if dtype == "auto" and device.type != "cuda":
         return torch.float32
@@ -172,7 +172,7 @@ def as_model_error(source: Source, what: str = "") -> Generator[None]:
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Load alone (`model.alone`), without transformers' progress bars: commands print lines."""
+    """Exclude other loads (see `model.alone`) and hide transformers' progress bars."""
     from transformers import modeling_gguf_pytorch_utils as gguf_files
     from transformers.utils import logging
 

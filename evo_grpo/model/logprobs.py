@@ -1,17 +1,18 @@
-"""Token log-probs from hidden states in blocks: no whole (B, T, V) tensor, in neither direction.
+"""Computes token log-probs from hidden states in blocks, without a (B, T, V) tensor.
 
     lp_i = z_i[y_i] - logsumexp(z_i),   z_i = head(h_i) / temperature_i
 
 Blocks are cut along rows and vocabulary, so that on a CPU a block stays in the cache while it is
 normalized; the maximum and the sums are carried from block to block (Milakov and Gimelshein 2018,
-arXiv:1805.02867). The head W is frozen, so the backward needs only the slopes in h. With p =
-softmax(z) and its entropy H:
+arXiv:1805.02867). The head W is frozen, so the backward needs only the derivatives in h, called
+slopes. With p = softmax(z) and its entropy H:
 
     d lp / d z = onehot(y) - p        d H / d z = -p (log p + H)
 
-Both are linear in the incoming gradient, one number per token, so the products with W are computed
-in the forward, from the logits at hand. The target's part is kept apart, since 1 - p[y] would be
-the difference of close numbers. The slope of H is computed only where a backward may need it.
+Both are multiplied by the incoming gradient, one number per token, so their products with W are
+already computed in the forward, where the logits are available. The target's part is computed
+separately, since 1 - p[y] may be the difference of close numbers. The slope of H is computed only
+where a backward may need it.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ LEAST_LOGIT = -1e30
 
 
 class _Head(NamedTuple):
-    """A head: weight (V, H), bias (V,) or None, the tanh cap of its logits, 0 for none.
+    """A head: weight (V, H), bias (V,) or None, and the tanh cap of its logits (0 if uncapped).
 
-    `kernels` says whether kernels of `llama.cuda` compute.
+    `kernels` says whether to use the kernels of `llama.cuda`.
     """
 
     weight: Tensor
@@ -54,7 +55,7 @@ class _Head(NamedTuple):
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Autograd of the log-probs in blocks."""
+    """Autograd function of the log-probs, computed in blocks."""
 
     @staticmethod
     def forward(
@@ -65,7 +66,7 @@ class _LinearLogprobs(torch.autograd.Function):
         inverse: Tensor,
         count: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs (M,) fp32 and entropies (M,) fp32; keep the slopes of `count` of them.
+        """Return log-probs and entropies (M,) fp32; save slopes of the first `count` of the two.
 
         `needs_input_grad` does not tell whether a backward follows: it is true in `no_grad`.
         """
@@ -119,7 +120,7 @@ def _whole_rows(head: _Head) -> bool:
 def _of_whole_rows(
     hidden: Tensor, head: _Head, targets: Tensor, inverse: Tensor, count: int
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
-    """Return log-probs and entropies (M,), and `count` slopes (M, H), in few passes over logits."""
+    """Return log-probs and entropies (M,), and slopes (M, H) of the first `count` of the two."""
     if head.kernels:
         return _by_kernel(hidden, head.weight, targets, inverse, count)
     weight, column = head.weight, targets[:, None]
@@ -143,9 +144,10 @@ def _of_whole_rows(
 def _by_kernel(
     hidden: Tensor, weight: Tensor, targets: Tensor, inverse: Tensor, count: int
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
-    """Compute `_of_whole_rows` by a kernel, in half precision: write logits once, read them twice.
+    """Compute `_of_whole_rows` by a kernel, in half precision, reading the logits only twice.
 
-    Slopes are relative to the likeliest other token, so that float16 holds unlikely tokens.
+    Probabilities are relative to the likeliest token but the target, so that float16 can represent
+    those of unlikely tokens.
     """
     logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
     above = torch.empty_like(logits) if count > 1 else logits
@@ -165,7 +167,7 @@ def _by_kernel(
 
 
 def _table(hidden: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
-    """Return log-probs (M, V) fp32."""
+    """Return the log-probs (M, V) fp32 of the whole vocabulary."""
     logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
     return torch.log_softmax(logits.float().mul_(inverse[:, None]), dim=-1)
 
@@ -175,7 +177,7 @@ def _by_columns(
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
     """Compute `_of_whole_rows`, one block of the vocabulary at a time.
 
-    Sums over the vocabulary leave the targets out, and are relative to the greatest logit so far.
+    Sums over the vocabulary exclude the targets, and are relative to the greatest logit so far.
     """
     weight, cap, per_row = head.weight, head.cap, inverse[:, None]
     logit, logit_slope = torch.zeros_like(per_row), torch.ones_like(per_row)
@@ -226,7 +228,7 @@ def _by_columns(
 
 
 def _products(e: Tensor, slope: Tensor | None, weight: Tensor, wanted: bool) -> list[Tensor]:
-    """Return the product (M, H) fp32 of a block (M, V) with the head, or nothing."""
+    """Return the product (M, H) fp32 of a block (M, V) with the head; empty if not `wanted`."""
     return [_product(e if slope is None else e * slope, weight)] if wanted else []
 
 
@@ -259,8 +261,8 @@ def linear_logprobs(  # noqa: PLR0913 -- what a head does to its logits
         targets: (M,) int64 token ids in [0, V).
         temperature: (M,) sampling temperature per token, > 0.
         bias: (V,) or None.
-        scale: The model's own multiplier of its logits (Granite, Cohere), 1 for most.
-        softcap: The model's own tanh cap of its logits (Gemma), 0 for none.
+        scale: Factor by which the model multiplies its logits (Granite, Cohere); 1 for most models.
+        softcap: Bound to which the model limits its logits by tanh (Gemma); 0 for no bound.
         of_entropies: Make the entropies differentiable too, which costs another product with the
             head.
         kernels: Use kernels of `llama.cuda` if there is neither bias nor cap.
@@ -281,7 +283,7 @@ def linear_logprobs(  # noqa: PLR0913 -- what a head does to its logits
 
 
 class _Entropies(torch.autograd.Function):
-    """Autograd of the entropies of whole rows, where a log-prob may be -inf."""
+    """Autograd function of the entropies of whole rows; log-probs may be -inf."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor) -> Tensor:  # noqa: ANN401 -- as in _LinearLogprobs
@@ -291,7 +293,7 @@ class _Entropies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ANN401 -- as in _LinearLogprobs
-        """Return the gradient (M, V)."""
+        """Return the gradient (M, V) of the log-probs."""
         (table,) = ctx.saved_tensors
         return -grads[0][:, None] * table.exp() * (table.clamp(min=LEAST_LOGPROB) + 1)
 
@@ -305,7 +307,7 @@ def module_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Compute `linear_logprobs` for a head of any kind, one block of rows at a time.
 
-    `logits` maps hidden states (M, H) to logits (M, vocabulary) fp32, again in the backward.
+    `logits` maps hidden states (M, H) to logits (M, vocabulary) fp32; the backward calls it again.
     """
 
     def block(states: Tensor, wanted: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ _LIBRARIES = (
 
 
 def from_libraries(function: object) -> bool:
-    """Return whether a function, with all that it wraps, is code of torch or transformers."""
+    """Return whether a function, and all functions it wraps, are code of torch or transformers."""
     depth = 0
     while function is not None and depth < 16:  # a wrapper may name itself
         if isinstance(function, BuiltinFunctionType):

@@ -1,4 +1,4 @@
-"""Errors of a device: out of memory, for which batches are halved, and a failed device."""
+"""Handles a device that is out of memory, by halving batches, or that has failed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Checks of a model's behaviour on a few tokens, made when it is loaded.
+"""Checks a model's behaviour on a few tokens when it is loaded.
 
 The population forward, the loss and the decode loop assume that a hidden state depends only on the
 tokens of its row up to its position, and that the model draws no random numbers. Other models would
-silently sample and train on wrong numbers, so two rows of a few tokens check this.
+silently sample and train on wrong numbers, so this is checked with two rows of a few tokens.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def tolerance(like: Tensor) -> float:
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference of a token (..., H), relative to its size.
+    """Return the largest relative RMS error of a token's hidden state (..., H).
 
-    Below float32 it is the median of the tokens: rounding may send a few to other experts.
+    In 16 bits, return the median over the tokens: rounding may route a few to other experts.
     """
     is_half = theirs.dtype.itemsize < torch.float32.itemsize
     ours, theirs = ours.detach().float(), theirs.detach().float()
@@ -159,7 +159,8 @@ def _kind(shapes: list[tuple[int, ...]], ids: Tensor) -> str:
 def columns_of_probe(model: Any, context: int) -> int:  # noqa: ANN401 -- of any transformers architecture
     """Return the length of the rows on which `check_forward` tests a model.
 
-    Rows are longer if modules around the trunk run foreign code. A `context` of 0 is no limit.
+    Rows are longer if modules around the trunk run code of neither torch nor transformers. A
+    `context` of 0 is no limit.
     """
     head = model.get_output_embeddings()
     plain = (
@@ -258,7 +259,7 @@ def check_forward(
 
 
 def _broken_weight(model: nn.Module) -> str:
-    """Return the cause of logits that are not finite; weights are read only after such logits."""
+    """Return the cause of logits that are not finite, found by reading all weights."""
     for name, weight in model.state_dict().items():
         if bad := int((~weight.isfinite()).sum()):
             return f"{bad:,} of the {weight.numel():,} numbers of its weight {name} are not"

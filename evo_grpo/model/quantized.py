@@ -1,4 +1,4 @@
-"""A frozen base in 8 or 4 bits: bitsandbytes quantises the weights, plain products use them.
+"""Quantises a frozen base to 8 or 4 bits by bitsandbytes; products use dequantised weights.
 
 The int8 product of bitsandbytes rounds activations too, and treats columns with outliers
 separately, which it searches among all rows of a batch (LLM.int8, arXiv:2208.07339): an agent's
@@ -117,6 +117,6 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of x: the weight and its bias are frozen."""
+        """Return the gradient of x; the weight and its bias are frozen."""
         (grad,) = grads
         return grad @ dequantized_weight(cast("Any", ctx).module, grad.dtype), None, None

@@ -61,7 +61,7 @@ class RowLimit:
         hold_frequencies(self._trunk, self.longest)
 
     def settle(self, requested: int | None) -> None:
-        """Call `hold`; warn if the limit is below the requested tokens, or below the positions."""
+        """Call `hold`; warn if the limit is below `requested`, or below the model's positions."""
         self.hold(requested)
         is_short = requested is None and self.longest < self._most
         if is_short or (self.selection or math.inf) < (requested or self._positions):
@@ -73,7 +73,7 @@ class RowLimit:
             )
 
     def check(self, tokens: int) -> None:
-        """Raise ShapeError for a row that the model computes differently from its prefixes."""
+        """Raise ShapeError if rows of `tokens` tokens are longer than the limit."""
         if (self.selection or self.switch) and tokens > self.longest:
             raise ShapeError(
                 f"model {self._name!r}: expected rows of up to {self.longest} tokens, got "
@@ -101,7 +101,7 @@ def selection_length(trunk: nn.Module) -> int | None:
 
 
 def _selected(module: Any) -> int | None:  # noqa: ANN401 -- a layer of any model
-    """Return the number of tokens that a layer selects, by its attributes; None if it does not."""
+    """Return the number of tokens that a layer's sparse attention selects; None without it."""
     names = ("index_topk", "compress_rate", "topk_blocks", "block_size")
     tokens, rate, blocks, size = (
         value if type(value := getattr(module, name, None)) is int else None for name in names

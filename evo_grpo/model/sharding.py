@@ -1,4 +1,4 @@
-"""A base whose decoder layers are divided: each process has a part of every layer.
+"""Divides the decoder layers of a base: each process has a part of every layer.
 
 PyTorch's FSDP2 gathers a layer when a pass reaches it, and frees it afterwards. All processes take
 part in this exchange, so all must make the same passes; see `evo_grpo.population.ranks.team`.
@@ -64,15 +64,15 @@ class ShardedLayers:
         base.gathered = None
 
     def join_forward(self) -> None:
-        """Send this process's parts for a forward of other processes."""
+        """Send this process's parts of the layers, for a forward of other processes."""
         self._join(self.layers)
 
     def join_backward(self) -> None:
-        """Send this process's parts for a backward of other processes."""
+        """Send this process's parts of the layers, for a backward of other processes."""
         self._join(self.layers[self._first_adapted() :][::-1])
 
     def _first_adapted(self) -> int:
-        """Return the number of the first layer with adapters, where a backward ends."""
+        """Return the index of the first layer with adapters, where a backward ends."""
         if self._first is None:
             adapted = (any(isinstance(m, LoraLayer) for m in x.modules()) for x in self.layers)
             self._first = next((number for number, has in enumerate(adapted) if has), 0)

@@ -1,9 +1,9 @@
 """A context in which a model of half precision computes in float32, layer by layer.
 
 In bfloat16, rounding changes a hidden state by some per cent, as much as an error such as wrong
-positions of padded rows, so two computations cannot be compared; in float32 it is a millionth. The
-model is not copied: a layer's weights are converted when it is entered, and restored when it is
-left, so that one more layer has to fit into memory.
+positions of padded rows does, so two computations cannot be compared. In float32, rounding changes
+it by a millionth. The model is not copied: a layer's weights are converted when it is entered, and
+restored when it is left, so that one more layer has to fit into memory.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def in_float32(trunk: nn.Module) -> Generator[None]:
 
 
 def _units(trunk: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield modules, each with whether it converts the weights of its submodules too.
+    """Yield each module, and whether the weights of its submodules are converted with it.
 
-    The layers of the outermost ModuleLists do, since some read a submodule's weights without
-    calling it. The modules around them convert only their own weights.
+    This holds for the layers of the outermost ModuleLists, since some read a submodule's weights
+    without calling it. Of the modules around them, only their own weights are converted.
     """
     for module in trunk.children():
         if isinstance(module, nn.ModuleList):

@@ -34,10 +34,11 @@ class Evaluation:
     """The result of an evaluation of one policy.
 
     Attributes:
-        experience: Its completions or episodes; for an agent of another rank, without their tokens.
+        experience: The policy's completions or episodes; without tokens for an agent of another
+            rank.
         rewards: (B,) weighted rewards, NaN where every reward function abstained or the episode was
             dropped; all NaN if a log-prob of the policy is not finite.
-        units: Per start, the number of its prompt; equal prompts have the same number.
+        units: The number of each start's prompt; equal prompts have the same number.
         looks: Number of merged evaluations.
     """
 
@@ -61,12 +62,13 @@ def evaluating(  # noqa: PLR0913 -- what is measured, and how, one argument each
     reward: FitnessReward = None,
     further: Sequence[ObjectiveConfig] = (),
 ) -> Turns[list[Evaluation]]:
-    """Evaluate many policies on the same P starts with the same draws, each under its prompt.
+    """Evaluate many policies on the same P starts, with the same draws.
 
-    Starts are prompts, or seeds of episodes; a slot of None is the base model without an adapter.
-    All policies draw `samples` completions or episodes per start with `temperature` (0 is greedy),
-    without top-k or top-p. `stream` is the path of the shared random stream, `reward` the rewards
-    that fitness counts (`evolve.fitness.reward`), `further` the other objectives to measure.
+    Starts are prompts, rendered by each policy's template, or seeds of episodes. A slot of None is
+    the base model without an adapter. All policies draw `samples` completions or episodes per start
+    with `temperature` (0 is greedy), without top-k or top-p. `stream` is the path of the shared
+    random stream, `reward` selects the rewards in fitness (`evolve.fitness.reward`), and `further`
+    are the other objectives to measure.
     """
     sampler = PopulationSampler.compared(
         cohort, slots, samples=samples, temperature=temperature, stream=stream
@@ -114,7 +116,7 @@ def measured(
 def by_function(
     names: Sequence[str], rewards: np.ndarray, units: Sequence[int]
 ) -> tuple[RewardScore, ...]:
-    """Return the score of each reward function by itself; none if the environment names none.
+    """Return the score of each reward function; empty if the environment names none.
 
     Takes K names, unweighted rewards (P * G, K), and the prompt number of each of P rows.
     """
@@ -161,7 +163,7 @@ def evaluate_here(
 
 
 def without_texts(result: Evaluation) -> Evaluation:
-    """Remove texts and tokens from an evaluation, for sending: a few bytes per completion stay."""
+    """Remove texts and tokens from an evaluation, so that it is small enough to be sent."""
     light = tuple(
         replace(t, prompt="", text="", token_ids=(), mask=(True,) * t.sampled, logprobs=(), row={})
         for t in result.experience.trajectories
@@ -170,9 +172,9 @@ def without_texts(result: Evaluation) -> Evaluation:
 
 
 def undecided(results: Mapping[Slot, Evaluation], keep: int) -> list[Slot]:
-    """Return the agents at the border, and those that a paired test cannot separate from them.
+    """Return agents at the border of selection, and those that a test cannot tell from them.
 
-    The border agents are those at places `keep` and `keep` + 1, or the best alone if all stay.
+    The border agents are those ranked `keep` and `keep` + 1, or the best agent if all stay.
     """
     scores = {slot: r.score for slot, r in results.items() if np.isfinite(r.score.mean)}
     ranked = sorted(scores, key=lambda slot: (-scores[slot].mean, slot))
@@ -188,7 +190,7 @@ def _level(first: Score, second: Score) -> bool:
 def merged(first: Evaluation, second: Evaluation) -> Evaluation:
     """Merge two evaluations on the same prompts into one over the samples of both.
 
-    Experience and reward scores are those of `first`, which selected no agent.
+    Experience and reward scores are those of `first`.
     """
     tables = [e.rewards.reshape(len(e.units), -1) for e in (first, second)]
     rewards = np.concatenate(tables, axis=1).reshape(-1)
@@ -208,11 +210,11 @@ def merged(first: Evaluation, second: Evaluation) -> Evaluation:
 def pass_at(rewards: np.ndarray, units: Sequence[int], k: int, correct: float) -> Score:
     """Return pass@k: the probability that one of k completions of a prompt is correct.
 
-    It is the unbiased estimator of Chen et al. (2021, arXiv:2107.03374) for c correct among n
-    completions of a prompt, 1 - C(n - c, k) / C(n, k): its mean over prompts and standard error.
-    `rewards` (P * G,) are in prompt order; NaN, where all functions abstained, does not count.
-    `correct` is the least reward of a correct completion; for `units` see `summarise`. A prompt
-    with fewer than k rewards is NaN in `per_prompt`, and is left out of the mean.
+    For c correct among n completions of a prompt, the estimator is 1 - C(n - c, k) / C(n, k) (Chen
+    et al. 2021, arXiv:2107.03374); it is averaged over prompts. `rewards` (P * G,) are in prompt
+    order; NaN, where all functions abstained, is ignored. `correct` is the least reward of a
+    correct completion; for `units` see `summarise`. A prompt with fewer than k rewards is NaN in
+    `per_prompt`, and is left out of the mean.
     """
     table = rewards.reshape(len(units), -1)
     # Weighted sums of rewards such as 0.7 + 0.3 are not exact.
@@ -226,7 +228,7 @@ def pass_at(rewards: np.ndarray, units: Sequence[int], k: int, correct: float) -
 
 
 def why_unranked(name: str, results: Sequence[Evaluation]) -> str:
-    """Explain why no agent can be ranked: the error of environment `name`, or what to check."""
+    """Return a text on why no agent can be ranked: the environment's error, or what to check."""
     errors = Counter(t.error for result in results for t in result.experience.trajectories)
     if errors and not errors[""]:
         reason, times = errors.most_common(1)[0]
@@ -254,7 +256,7 @@ def weighted(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def equal_starts(starts: Sequence[object]) -> tuple[int, ...]:
-    """Number prompts or seeds from 0; equal ones get the same number, if they can be hashed."""
+    """Number prompts or seeds from 0; equal hashable ones get the same number."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(_key(start), len(numbers)) for start in starts)
 
@@ -272,8 +274,9 @@ def _key(start: object) -> object:
 def units_of(env: Environment[StartT], starts: Sequence[StartT]) -> tuple[int, ...]:
     """Number starts as `equal_starts`; if a task has a single prompt, number each answer.
 
-    A score over equal prompts is an estimate for other prompts, for which one prompt is little
-    evidence. If training has no other prompt either, the score is about the answers to this one.
+    In general a score estimates the reward on other prompts, so a single prompt is little evidence.
+    If training has no other prompt either, the score estimates the reward of answers to this
+    prompt.
     """
     units = equal_starts(starts)
     if max(units) == 0 and not any(equal_starts([starts[0], *env.prompts("train")])):
@@ -287,8 +290,8 @@ def summarise(rewards: np.ndarray, units: Sequence[int]) -> Score:
     Answers to one prompt are not independent, whether they are samples of one row or of several
     equal rows. So they are averaged first, and each different prompt counts once. With a single
     prompt the error is computed over its answers; with a single answer it is NaN. `rewards`
-    (P * G,) are in the order of P rows, NaN where all functions abstained; `units` are the number
-    of each row's prompt (see `units_of`), from 0 to U - 1, and `per_prompt` has U entries.
+    (P * G,) are in the order of the P rows, NaN where all functions abstained; `units` has the
+    index of each row's prompt, from 0 to U - 1 (see `units_of`), and `per_prompt` has U entries.
     """
     answers: list[list[float]] = [[] for _ in range(max(units) + 1)]
     for unit, row in zip(units, rewards.reshape(len(units), -1).tolist(), strict=True):

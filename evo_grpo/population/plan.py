@@ -1,7 +1,7 @@
 """Computes the plan that all ranks carry out after a round, from the reports of the ranks.
 
-All functions are pure. `next_evaluation` returns the agents to evaluate again; `next_round` the
-plan.
+All functions are pure. `next_evaluation` returns the agents to evaluate again, and `next_round`
+returns the plan.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from evo_grpo.types import Decision, Score, Slot
 
 @dataclass(frozen=True)
 class AgentReport:
-    """What a rank reports about one of its agents after the steps and the evaluation.
+    """A rank's report about one of its agents after the steps and the evaluation.
 
-    `score` is its fitness, None if its update or its evaluation was not finite; `checkpoint` the
-    path of its checkpoint, None if none is written. For the last three see `AgentState`.
+    `score` is the agent's fitness, None if its update or its evaluation was not finite.
+    `checkpoint` is the path of its checkpoint, None if none is written. For the last three see
+    `AgentState`.
     """
 
     score: Score | None
@@ -57,9 +58,9 @@ class AgentReport:
 class RankReport:
     """The message of one rank to the first rank at the exchange of a round.
 
-    `reduced` are engine settings that were lowered to save memory, with their present values;
-    `fresh` are evaluations of the archive and of the best agent; `judge_cost` is what judges have
-    cost from the start of the run. For `decodes_by` see `RolloutEngine`.
+    `reduced` are engine settings that were lowered to save memory, with their current values.
+    `fresh` are evaluations of the archive and of the best agent. `judge_cost` is the cost of judges
+    since the start of the run. For `decodes_by` see `RolloutEngine`.
     """
 
     agents: Mapping[Slot, AgentReport]
@@ -74,9 +75,9 @@ class RankReport:
 class EvaluationRequest:
     """The decision to evaluate some agents before the round is planned.
 
-    Request 0 is the first one, for all agents. Without validation prompts (`prompts` 0) the rewards
-    of training stand for an evaluation. With `fresh`, the archive and the best agent are measured
-    for their comparison alone.
+    Request 0 is the first, for all agents. Without validation prompts (`prompts` 0), the rewards of
+    training replace an evaluation. With `fresh`, the archive and the best agent are evaluated only
+    to compare them.
     """
 
     slots: tuple[Slot, ...]
@@ -94,7 +95,7 @@ class EvaluationRequest:
 def agents_of(reports: Sequence[RankReport], slots: Sequence[Slot]) -> dict[Slot, AgentReport]:
     """Return the reports of all agents, by slot, in the order of the slots.
 
-    If several ranks report an agent, the first report is used; it has the files.
+    If several ranks report an agent, the first report is used, which has the checkpoint.
     """
     agents = {slot: agent for report in reversed(reports) for slot, agent in report.agents.items()}
     return {slot: agents[slot] for slot in slots}
@@ -108,7 +109,8 @@ def next_evaluation(
 ) -> EvaluationRequest | None:
     """Return the agents that are evaluated again; None if the round can be planned.
 
-    Further evaluations may cost a share `evolve.fitness.racing` of the completions of the first.
+    The number of completions in further evaluations is at most the share `evolve.fitness.racing` of
+    those in the first.
     """
     if request.fresh or not settings.decides(round):
         return None
@@ -124,9 +126,10 @@ def next_evaluation(
 def archive_evaluation(
     agents: Mapping[Slot, AgentReport], archive: Slot | None, settings: RoundSettings, round: int
 ) -> EvaluationRequest | None:
-    """Return the request to measure the archive and the best agent afresh; None if not needed.
+    """Return the request to evaluate the archive and the best agent again; None if not needed.
 
-    Its draws selected neither of them; prompts are new if the validation split has more.
+    The samples are new, since earlier samples selected these agents; prompts are new if the
+    validation split has more.
     """
     ends = round + 1 >= settings.population.rounds
     if (
@@ -146,9 +149,9 @@ def archive_evaluation(
 class RoundPlan:
     """The outcome of a round, created on the first rank and carried out by all ranks.
 
-    `steps` are the GRPO steps that the slot of each agent has taken so far; `last` says whether no
-    round follows. `notes` are sentences for the observers; `warning` says why the first round had
-    nothing to learn from.
+    `steps` are the numbers of GRPO steps that each agent's slot has taken; `last` says whether this
+    is the last round. `notes` are sentences for the observers; `warning` says why the first round
+    had no signal to learn from.
     """
 
     record: RoundRecord
@@ -169,11 +172,11 @@ class PlanInputs:
 
     `agents` are the reports of the round's agents, by slot, and `standings` the same agents, whose
     histories end with the score of the round. `past` are the records of the known earlier rounds,
-    `archive` is the best agent before this round. `fresh` are the fresh scores of the archive and
-    of the best agent of the round, by slot. `check` raises for hyperparameters with which no agent
-    can train, which a user's exploration may return. `task` names the environment, for errors, and
-    `limited` says whether a limit ends training. `judge_cost` counts from the start of the run,
-    `seconds` and `starts` up to the end of the round; for `reduced` see `RankReport`.
+    `archive` is the best agent before this round. `fresh` are the scores on new samples of the
+    archive and of the best agent of the round, by slot. `check` raises an error for hyperparameters
+    with which no agent can train, which a user's exploration may return. `task` names the
+    environment, for errors, and `limited` says whether a limit ends training. For `reduced` and
+    `judge_cost` see `RankReport`; `seconds` and `starts` are counted up to the end of the round.
     """
 
     settings: RoundSettings
@@ -259,7 +262,7 @@ def next_round(inputs: PlanInputs) -> RoundPlan:
 
 
 def _next_generation(inputs: PlanInputs) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return the agents of the next round; between two decisions, all with a fitness stay."""
+    """Return the agents of the next round; without a decision, all agents with a fitness stay."""
     settings, round = inputs.settings, inputs.round
     standings = _collapsed(inputs, last=False)
     if not settings.decides(round) and any(s.history and not s.collapsed for s in standings):
@@ -296,7 +299,7 @@ def _next_generation(inputs: PlanInputs) -> tuple[Generation, tuple[Decision, ..
 
 
 def _plan_beyond(inputs: PlanInputs) -> tuple[NextAgents | None, str]:
-    """Return the agents with which an extension continues after the last round, or why none can."""
+    """Return the agents with which an extended run would continue, or why none can."""
     try:
         generation, decisions = _next_generation(inputs)
     except EvoGrpoError as error:
@@ -324,7 +327,7 @@ def _collapsed(inputs: PlanInputs, *, last: bool) -> Sequence[Standing]:
 
 
 def _rules_that_hold(inputs: PlanInputs) -> tuple[str, ...]:
-    """Return the rules of population.stop that end the run after this round."""
+    """Return the rules of `population.stop` that end the run after this round."""
     stop = inputs.settings.population.stop
     if stop.is_empty:
         return ()
@@ -347,11 +350,11 @@ def least_reduced(reports: Sequence[RankReport]) -> dict[str, int]:
 def _archived(
     inputs: PlanInputs, generation: Generation, *, last: bool
 ) -> tuple[tuple[int, int] | None, tuple[Score, Score] | None]:
-    """Return the agent that the archive holds after a round, and the two fresh scores.
+    """Return the agent in the archive after a round, and the two scores on new samples.
 
-    After a decision or at the end, the best agent enters the archive if it is empty, or if the
-    agent is not worse on fresh draws. An agent is named by the round after which it had these
-    weights and by the id of its member.
+    After a decision or at the end, the best agent is put into the archive if the archive is empty,
+    or if the agent is not worse on new samples. The agent is identified by the round after which it
+    had these weights, and by the id of its member.
     """
     settings, round = inputs.settings, inputs.round
     if not settings.evolve.keeps_archive:
@@ -373,7 +376,7 @@ def _archived(
 
 
 def _with_training(inputs: PlanInputs, standings: Sequence[Standing]) -> list[Standing]:
-    """Return standings whose latest scores have the rewards of training as further evidence.
+    """Return standings whose latest scores are combined with the rewards of training.
 
     These are the rewards of the steps since the last decision. The standings stay unchanged if
     training and fitness are not alike, or if an agent lacks a reward for one of these steps.

@@ -1,8 +1,8 @@
-"""Plays the rollouts of a step; with dynamic sampling, replaces groups of equal rewards.
+"""Runs the rollouts of a step; with dynamic sampling, replaces groups of equal rewards.
 
 The dynamic sampling is that of DAPO (arXiv:2503.14476). All agents take their prompts from one
-sequence. An agent with groups of equal rewards, dead groups, takes further prompts from it until
-its places are filled or its tokens are spent.
+sequence. To replace groups of equal rewards, called dead groups, an agent takes further prompts
+from the sequence until all are replaced or its tokens are spent.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from evo_grpo.types import CompletionGroup, Slot
 class Rollout:
     """The rollout of one agent in a step.
 
-    `sampled` has the rewards of the environment, `shaped` those to learn from, which may have a
-    further column. `learned` are the groups to learn from: those of `shaped`, unless some were
-    replaced. `weights` (K,) are those of the rewards in `shaped` and `learned`, `starts` the number
-    of starts of the common sequence that the agent has used.
+    `sampled` has the rewards of the environment; `shaped` may have a column of penalties too.
+    `learned` has the groups to learn from: those of `shaped`, unless some were replaced. `weights`
+    (K,) are the weights of the rewards in `shaped` and `learned`. `starts` is the number of starts
+    of the common sequence that the agent has used.
     """
 
     sampled: Experience
@@ -112,10 +112,10 @@ def starts_from(env: Environment[StartT], first: int, count: int) -> list[StartT
 
 @dataclass
 class _DynamicBatch:
-    """The places of an agent's batch, some of which have a dead group.
+    """The groups of an agent's batch, in which dead groups are to be replaced.
 
-    `begun` is the rollout of the first prompts; `size` is G; `longest` is the most tokens of a
-    completion or episode; `tokens` is the number that may still be sampled.
+    `begun` is the rollout of the first prompts, `size` is G, `longest` is the maximum number of
+    tokens of a completion or episode, and `tokens` is the number that may still be sampled.
     """
 
     begun: Rollout
@@ -137,11 +137,11 @@ class _DynamicBatch:
         return self.begun.starts + sum(rollout.starts for rollout in self.further)
 
     def groups_needed(self) -> int:
-        """Return the number of further groups: one per dead place, as far as tokens suffice."""
+        """Return the number of groups to sample: one per dead group, as far as tokens suffice."""
         return min(len(self.dead), self.tokens // (self.size * self.longest))
 
     def add(self, rollout: Rollout) -> None:
-        """Put the groups of a rollout into dead places, in order, except for its dead groups."""
+        """Replace dead groups, in order, by those groups of a rollout that are not dead."""
         # An environment that drops all its episodes samples nothing, and would never end.
         self.tokens -= rollout.sampled.tokens or self.tokens
         self.further.append(rollout)
@@ -152,7 +152,7 @@ class _DynamicBatch:
                 self.filled += 1
 
     def rollout(self) -> Rollout:
-        """Return the rollout with everything sampled, and the groups in their places."""
+        """Return the rollout with all that was sampled, and the groups to learn from."""
         parts = [self.begun, *self.further]
         counted = {
             "resampled": float(sum(rollout.starts for rollout in self.further)),
@@ -174,7 +174,8 @@ class _DynamicBatch:
 def joined(parts: Sequence[Experience]) -> Experience:
     """Return the experiences of one agent, at least one, as one experience.
 
-    Metrics are summed or averaged over completions, as the vocabulary defines for a round's steps.
+    Metrics are summed or averaged over completions, as `record.vocabulary` defines for a round's
+    steps.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
@@ -234,8 +235,8 @@ def _rollout(
 ) -> Rollout:
     """Return a rollout with the environment's rewards and, if enabled, the overlong penalty.
 
-    All groups are learned from. `weights` (K,) and `longest`, the most completion tokens, are the
-    agent's.
+    `weights` (K,) are the agent's reward weights, and `longest` is its maximum number of completion
+    tokens.
     """
     algorithm = cohort.settings.algorithm
     if algorithm.overlong_buffer is None:

@@ -1,9 +1,9 @@
-"""Plays one round: agents train, are evaluated, saved, selected, copied and mutated.
+"""Runs one round: agents train, are evaluated, saved, selected, copied and mutated.
 
 Read `play_round` from top to bottom; each stage is one call. Ranks exchange one message per
 evaluation: every rank sends its report; the first rank requests another evaluation of some agents,
-or plans and records the round; then all ranks carry out the plan. A pause and dynamic sampling
-exchange more.
+or plans and records the round; then all ranks carry out the plan. During a pause and with dynamic
+sampling, ranks exchange further messages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from evo_grpo.types import KEPT_SCORES, Member, Score, Slot
 
 
 class Steerer:
-    """Carries out requests between two rounds, on the first rank; this base class has none."""
+    """Carries out requests between two rounds, on the first rank; this base class does nothing."""
 
     def steer(self, plan: RoundPlan, *, next_id: int) -> RoundPlan:
         """Carry out the requests in the plan of a round that is not recorded yet; return the plan.
@@ -67,10 +67,10 @@ class Steerer:
 
 @dataclass(frozen=True)
 class Round(Training):
-    """A round while it is played.
+    """The state of a round in progress.
 
-    `began` is in seconds since 1970 (UTC), `start` by `time.perf_counter`; `histories` are the
-    scores of each agent before the round.
+    `began` is in seconds since 1970 (UTC), `start` is a time of `time.perf_counter`. `histories`
+    are the scores of each agent before the round.
     """
 
     steering: Steerer = field(default_factory=Steerer)
@@ -92,7 +92,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     past: Sequence[RoundRecord] = (),
     steering: Steerer | None = None,
 ) -> RoundRecord:
-    """Play a round and return its record; see `Training` for the arguments.
+    """Run a round and return its record; see `Training` for the arguments.
 
     The cohort then holds the next generation, whose slots are `next_slots(record)`.
     """
@@ -160,9 +160,9 @@ def evaluate_more(
 
 
 def measure_archive(this: Round, request: EvaluationRequest) -> dict[Slot, Evaluation]:
-    """Measure the archive and the best agent, if they are on this rank, on fresh draws.
+    """Evaluate the archive and the best agent, if they are on this rank, on new samples.
 
-    The prompts follow those that fitness uses; a split with fewer prompts gives its last ones.
+    The prompts are those after the prompts of fitness; if the split has too few, its last prompts.
     """
     fitness = this.settings.evolve.fitness
     with this.watch.phase("evaluate"):
@@ -286,7 +286,7 @@ def plan_round(
 
 
 def wait_while_paused(this: Round, plan: RoundPlan) -> RoundPlan:
-    """Wait until the run is not paused; return the plan, with requests of the pause carried out.
+    """Wait while the run is paused; return the plan after the requests made meanwhile.
 
     The ranks exchange a message every second, so that a signal ends all of them.
     """
@@ -352,7 +352,7 @@ def apply(
     *,
     inherit_optimizer: bool,
 ) -> None:
-    """Replace the agents of a cohort, of which `slots` played, by the next generation.
+    """Replace the agents `slots` of a cohort by the next generation.
 
     Parents are copied over children, including their AdamW moments with `inherit_optimizer`. Each
     agent gets its hyperparameters and its member; a survivor keeps its latest `KEPT_SCORES` scores.
@@ -377,7 +377,7 @@ def apply(
 def copies_in_order(
     generation: Generation, rank: Callable[[Slot], int]
 ) -> Iterator[tuple[Slot, Slot]]:
-    """Yield the source and target of each copy, in an order that never overwrites a source first.
+    """Yield the source and target of each copy; no source is overwritten before it is copied.
 
     `rank` returns the rank of a slot; copies between different ranks run at the same time.
     """
@@ -405,7 +405,8 @@ def recorded_parents(
 ) -> tuple[Slot, ...]:
     """Return, for each agent of the next round, the recorded slot that its weights come from.
 
-    A survivor keeps its slot. `previous` played the round; `archive` is the archive's slot, if any.
+    A survivor keeps its slot. `previous` are the members of the round; `archive` is the archive's
+    slot, if any.
     """
     slots: dict[int | None, Slot] = {member.id: member.agent for member in previous}
     return tuple(

@@ -18,8 +18,8 @@ class RoundSettings:
     """The settings of the rounds of a run.
 
     `selector` and `explorer` replace the `selection` and `exploration` of `evolve`. Every agent
-    gets P = `prompts_per_step` prompts or seeds; or, with `rows_per_step`, as many as fill its
-    equal share of the completions of a step, which grows when agents leave.
+    gets P = `prompts_per_step` prompts or seeds. With `rows_per_step`, the completions of a step
+    are divided equally among the agents, so an agent's share grows when others leave.
     """
 
     population: PopulationConfig
@@ -41,7 +41,7 @@ class RoundSettings:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Number of agents that each round has room for; the last number repeats."""
+        """Maximum number of agents in each round; the last number repeats."""
         return self.population.places(selects=self.evolve.selects)
 
     def decides(self, round: int) -> bool:
@@ -50,28 +50,28 @@ class RoundSettings:
         return always or decides_after(round + 1, self.population.decided)
 
     def validation_prompts(self, round: int) -> int:
-        """Return the validation prompts on which a round evaluates agents, 0 for none."""
+        """Return the number of validation prompts on which a round evaluates agents; 0 for none."""
         fitness = self.evolve.fitness
         ends = round + 1 >= self.population.rounds
         return fitness.prompts if ends or self.decides(round) else fitness.in_between
 
     def room(self, round: int, agents: int) -> int:
-        """Return how many of `agents` agents have a place in a round; the others leave."""
+        """Return how many of `agents` agents can stay in a round; the others leave."""
         places = self.places
         return min(places[min(round, len(places) - 1)], agents)
 
     def rows_of_agent(self, agents: int) -> float:
-        """Return the completions that each of `agents` agents samples in a step."""
+        """Return the number of completions that each of `agents` agents samples in a step."""
         if self.rows_per_step is None:
             return float(self.prompts_per_step)
         return self.rows_per_step / agents
 
     def minibatches(self, agents: int) -> int:
-        """Return the optimizer steps over the rows of a step with `agents` agents.
+        """Return the number of optimizer steps in a step with `agents` agents.
 
         When agents leave, the others learn from more rows. The number of optimizer steps and the
-        rows of each grow equally, by the square root: the lr chosen for few rows stays suitable,
-        and more rows do more than smooth gradients.
+        rows in each grow by the same factor, the square root: the lr chosen for few rows stays
+        suitable, and more rows not only reduce gradient noise.
         """
         if self.rows_per_step is None:
             return 1

@@ -1,4 +1,4 @@
-"""Collects the metrics, counts and times of a round, and warns if a run cannot learn from them."""
+"""Collects the metrics, counts and times of a round; warns if rewards give no signal."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _log = logging.getLogger(__name__)
 class Tally:
     """Metrics and counts of one agent in the training steps of a round.
 
-    `metrics` has one mapping per step; `completions` counts one per turn of an episode. `samples`
-    are the trajectories of the first start of the latest step with their rewards, and `rewards` the
-    unweighted value of each reward function for each of them, None for an abstention.
+    `metrics` has one mapping per step; in `completions`, each turn of an episode counts. `samples`
+    are the trajectories of the first start of the latest step with their rewards. `rewards` has the
+    unweighted value of each reward function for each of these trajectories, None for an abstention.
     """
 
     metrics: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
@@ -54,9 +54,9 @@ class Tally:
         return f"the gradient of {int(broken)} step(s) was not finite" if broken else ""
 
     def means(self) -> dict[str, float]:
-        """Aggregate the metrics of all steps: means, sums or maxima, as the vocabulary defines.
+        """Aggregate the metrics of all steps to means, sums or maxima; see `record.vocabulary`.
 
-        Steps without an episode are excluded from means and maxima, unless all steps are such.
+        Steps without an episode are excluded from means and maxima, unless no step has one.
         """
         full = [m for m in self.metrics if not m.get("empty_steps")] or self.metrics
         out: dict[str, float] = {}
@@ -90,7 +90,7 @@ def measured_in_training(tally: Tally) -> Evaluation:
 
 
 class Stopwatch:
-    """Wall seconds per phase of a round."""
+    """Measures the wall time of each phase of a round, in seconds."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -108,11 +108,11 @@ def reward_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a step that depend only on an agent's experience, not on its adapter.
 
-    Takes B = P * G completions or episodes, their weighted rewards (B,), NaN where every function
-    abstained or the episode was dropped, and the weight of each reward function (K,). Returns
-    reward (mean), zero_variance (share of groups found by `zero_variance_groups`, without those set
-    aside), completion_length (mean tokens sampled), ended (share of completions that sampled the
-    end token), and the metrics of the environment.
+    `experience` has B = P * G completions or episodes, `totals` (B,) their weighted rewards, NaN
+    where every function abstained or the episode was dropped, and `weights` (K,) the weights of the
+    reward functions. Returns reward (mean), zero_variance (share of groups found by
+    `zero_variance_groups`, without those set aside), completion_length (mean tokens sampled), ended
+    (share of completions that sampled the end token), and the metrics of the environment.
     """
     table = totals.reshape(-1, group_size)
     is_finite = np.isfinite(table)
@@ -160,7 +160,7 @@ def completion_rows(
 
 
 def warn_without_signal(sentence: str) -> None:
-    """Warn and log that the first round had nothing to learn from, unless `sentence` is empty."""
+    """Warn and log that the first round had no signal to learn from, if there is a `sentence`."""
     if sentence:
         _log.warning(sentence)
         warnings.warn(sentence, UserWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Takes the steps of a round, in which every agent generates, is rewarded and learns."""
+"""Runs the steps of a round, in which every agent generates, is rewarded and learns."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from evo_grpo.working import working
 
 
 class Limit(Protocol):
-    """Ends training before all rounds are played; requires that every rank has all agents."""
+    """Ends training before the last round; requires that every rank has all agents."""
 
     def spent(self, tallies: Sequence[Tally]) -> bool:
-        """Return whether the latest step was the last one, given the tallies of the round."""
+        """Return whether the latest step is the last, given the tallies of the round."""
         ...
 
     def ends_after(self, scores: Sequence[Score | None]) -> bool:
-        """Return whether a round with these scores is the last; the limit learns that it is over.
+        """Return whether a round with these scores is the last; record that the round is over.
 
         Called on the first rank to plan the round, and on each rank to carry out its plan.
         """
@@ -44,8 +44,8 @@ class Limit(Protocol):
 class CheckpointFiles:
     """The checkpoint files of a rank.
 
-    `written` has the SHA-256 of each by path in the run folder, `unwritten` the agents that the
-    first rank has to write, by checkpoint path.
+    `written` has the SHA-256 of each file by path in the run folder, `unwritten` the agents that
+    the first rank has to write, by checkpoint path.
     """
 
     written: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -80,7 +80,7 @@ class RunWriter:
         return None
 
     def hand_over(self) -> CheckpointFiles:
-        """Return the files of the checkpoints that this rank has saved since the last call."""
+        """Return the checkpoint files that this rank has saved since the last call."""
         return CheckpointFiles()
 
     def receive(self, files: Sequence[CheckpointFiles]) -> None:
@@ -106,8 +106,8 @@ class RunWriter:
 class Training:
     """The training of round `number` (0-based).
 
-    `limit` may end it early, `past` are the records of the known earlier rounds, `watch` has the
-    seconds of its phases.
+    `limit` may end training early, `past` are the records of the known earlier rounds, and `watch`
+    has the seconds of the round's phases.
     """
 
     cohort: Cohort
@@ -205,9 +205,10 @@ def training(  # noqa: PLR0913 -- a step meets all parts of a run
     A step makes one generation call per turn, one scoring, and one fused forward and backward.
     `prompts` are the P starts of all agents, prompts or seeds of episodes, from start `first` of
     the environment's sequence. Agent i takes the first P_i in [1, P] of them, given by
-    `prompts_per_agent` (None for all), and later starts with `dynamic_sampling_tokens`.
-    Agents without a `batch_size` learn in `minibatches` optimizer steps. `tallies`, in the order of
-    `slots`, receive metrics, counts and sample completions, and `watch` the seconds of each phase.
+    `prompts_per_agent` (None for all). With `dynamic_sampling_tokens`, it also takes later starts,
+    to replace groups of equal rewards. Agents without a `batch_size` learn in `minibatches`
+    optimizer steps. `tallies`, in the order of `slots`, receive metrics, counts and sample
+    completions, and `watch` the seconds of each phase.
     """
     counts = prompts_per_agent or [len(prompts)] * len(slots)
     starts = [prompts[:count] for count in counts]

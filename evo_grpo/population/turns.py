@@ -1,8 +1,8 @@
-"""Parts of the population take turns: while one part waits for its rewards, others compute.
+"""Runs parts of the population in turns: while one waits for rewards, others compute.
 
 A part is a generator. It yields work that needs no device, such as a call of the reward functions,
-and continues with the result. Parts continue in a fixed cycle, whatever their durations, so their
-computations have the same results and order as without turns.
+and continues with the result. Parts continue in a fixed cycle, whatever their durations, so the
+computations of a part have the same order and results as without turns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HostWork:
-    """Work that needs no device: `do` does it, in any thread.
+    """Work that needs no device; `do` can be called in any thread.
 
     `waiting` opens a context for the time that the part waits.
     """
@@ -52,9 +52,9 @@ def played(
     sample: Callable[[Ask], list[list[CompletionGroup]]],
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Turns[list[Experience]]:
-    """Play from the starts to the rewards; `waiting` opens a context while environments work.
+    """Run a play to its rewards; `waiting` opens a context while environments work.
 
-    Where `begin` resets environments, for instance games, the reset is `HostWork`.
+    If `begin` resets environments such as games, the reset is `HostWork`.
     """
     if hasattr(env, "max_turns"):
         play = yield HostWork(begin, waiting)
@@ -107,7 +107,7 @@ def take_turns(parts: Sequence[Turns[T]], *, overlap: bool) -> list[T]:
 
 @final
 class Overlap:
-    """Whether the `parts` of a population in all processes take turns; see `engine.overlap`."""
+    """Decides whether the `parts` of a population take turns; see `engine.overlap`."""
 
     def __init__(self, setting: bool | Literal["auto"], parts: int) -> None:
         self._setting = setting
@@ -135,7 +135,7 @@ class Overlap:
         return able and (self._setting is True or self._decided is True)
 
     def settle(self, seconds: Mapping[str, float], env: Environment[Any]) -> str:
-        """Decide `auto`, once, by the seconds per phase of a round without overlap.
+        """Decide once for setting "auto", by the seconds per phase of a round without overlap.
 
         Returns a sentence about the decision, "" if none is made.
         """
@@ -152,7 +152,7 @@ class Overlap:
         )
 
     def _able(self, env: Environment[Any]) -> bool:
-        """Return whether a play of each part may run at the same time."""
+        """Return whether plays of all parts may run at the same time."""
         most = env.max_environments if isinstance(env, MultiTurnGym) else None
         return bool(getattr(env, "side_by_side", False)) and (most is None or most >= self._parts)
 

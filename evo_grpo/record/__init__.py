@@ -1,1 +1,1 @@
-"""The record of a run: its folder, trials, family tree, leaderboard and history; no torch."""
+"""The record of a run: folder, trials, family tree, leaderboard, history. It imports no torch."""

@@ -228,7 +228,7 @@ class Replay:
 
     @property
     def verdict(self) -> str:
-        """A sentence that says whether the schedule beat its last values."""
+        """A sentence: whether the schedule was better than its last values held constant."""
         numbers = _numbers(self.difference(*REPLAYED))
         return f"With the tokens of the whole run, {_OUTCOMES[self.outcome]}{numbers}."
 
@@ -353,10 +353,11 @@ def winner_schedule(
 def trainings(schedule: Schedule) -> tuple[Training, Training]:
     """Plan the trainings of a replay: schedule-run, and constant-run with the last values.
 
-    Both have the steps and rounds of the schedule. schedule-run samples in each round the rows of
-    all agents of the run; rows of rounds that the line lacks are spread over its rounds.
-    constant-run samples the same total, with equal numbers of prompts per step up to rounding. Each
-    samples the rows of the run up to one group, and at least one prompt per step.
+    Both have the steps and rounds of the schedule. In each round, schedule-run samples as many rows
+    as all agents of that round together; rows of rounds without an agent of the winner's line are
+    distributed over the other rounds. constant-run samples the same total, with equal numbers of
+    prompts per step up to rounding. Each training samples as many rows as the run, give or take one
+    group, and at least one prompt per step.
     """
     rounds, steps = schedule.rounds, schedule.steps
     scale = schedule.run_rows / sum(scheduled.run_rows for scheduled in rounds)

@@ -1,1 +1,1 @@
-"""Completions for every agent of a population in one generation call."""
+"""Samples completions for all agents of a population in one generation call."""

@@ -19,11 +19,11 @@ class RolloutRequest:
     """The completions to sample for one agent.
 
     Attributes:
-        agent: Slot; copied into the groups.
+        agent: The agent's slot, copied to the returned groups.
         adapter: Adapter name, or None for the base model alone.
         samples: G completions for each of P prompts, >= 1.
-        seed: Random stream of this agent in this round and step. The draws of a row depend only on
-            (seed, prompt position, completion, token step).
+        seed: Seed of this agent in this round and step. The draws of a row depend only on (seed,
+            prompt position, completion, token step).
         keys: One number per prompt, used in the draws instead of its position, so that the draws of
             an episode stay the same when other episodes end; None means 0, 1, ....
     """
@@ -67,7 +67,7 @@ class RolloutRequest:
                 )
 
     def part(self, places: Sequence[int]) -> RolloutRequest:
-        """Return the request for the prompts at some positions; their draws do not change."""
+        """Return the request for the prompts at positions `places`; their draws do not change."""
         keys = places if self.keys is None else [self.keys[place] for place in places]
         return replace(self, prompts=[self.prompts[place] for place in places], keys=keys)
 
@@ -78,7 +78,7 @@ class RolloutRequest:
 
 
 class RolloutEngine:
-    """Samples completions for many agents at once; tests/helpers/engine_contract.py tests it.
+    """Samples completions for many agents at once; see tests/helpers/engine_contract.py.
 
     An engine is constructed with (slots, settings); see `EngineFactory`.
 
@@ -86,17 +86,17 @@ class RolloutEngine:
     `log_softmax(logits / temperature)[token]`, in nats, computed in float32 under the weights that
     sampled the token; greedy decoding (temperature 0) counts as temperature 1. Repetition penalty,
     min_output_tokens, top_k, top_p and min_p change which tokens are drawn, but not the recorded
-    log-prob: it is that of the policy that the loss differentiates, not of the draw. An engine that
-    cannot report it reports None, and the learner computes it. The log-probs are NaN for an agent
-    whose weights are not finite.
+    log-prob, which is that of the policy in the loss. An engine that cannot report these log-probs
+    reports None, and the learner computes them. The log-probs are NaN for an agent whose weights
+    are not finite.
 
     Attributes:
         exact: True if the recorded log-probs equal those of the trainer's forward pass on the same
             weights, within the rounding of its dtype and without LoRA dropout. False for an engine
             with other kernels, another precision or a copy of the weights: the learner then
             corrects for the difference; see `LossConfig.sampler_correction`.
-        decodes_by: What has computed rollouts: "kernels", the joined "layers" or the base's
-            "modules" of the native engine, or "vllm". Each round records and clears it.
+        decodes_by: The implementations that rollouts have used: "kernels", joined "layers" or the
+            base's "modules" of the native engine, or "vllm". Each round records and clears them.
     """
 
     exact: bool
@@ -107,7 +107,7 @@ class RolloutEngine:
         """Raise EngineUnavailable if a package that the engine needs is not installed."""
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
-        """Sample the completions of every request in one call; errors as of `RolloutRequest.check`.
+        """Sample the completions of all requests; raises the errors of `RolloutRequest.check`.
 
         Returns, per request, one group of `samples` completions per prompt, both in order.
         """

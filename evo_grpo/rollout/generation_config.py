@@ -1,8 +1,8 @@
-"""A warning for options of a model's generation_config that rollouts do not apply.
+"""Warns of options of a model's generation_config that rollouts do not apply.
 
-Only the settings shape the draws, because agents sample from the policy that their loss
-differentiates. Most options have no counterpart in that loss: a suppressed token still has a
-probability under the policy, so the ratio would compare other distributions.
+Only the run's settings change the draws, because agents should sample from the policy in their
+loss. Most options have no counterpart in the loss: a suppressed token still has a probability under
+the policy, so the ratio would compare other distributions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Samples one token per row, with the temperature, filters and penalty of that row, by keyed draws.
+"""Samples one token per row, with the settings of the row's agent, by keyed draws.
 
 The generator is counter-based (SplitMix64, Steele, Lea and Flood 2014) instead of stateful. The
 draw of a row depends only on its key and step, so an agent's samples do not change with the number
@@ -25,8 +25,8 @@ class Sampling:
     """The sampling settings of one agent.
 
     Attributes:
-        temperature: Divides the logits, > 0; or 0 for greedy decoding, which takes the likeliest
-            token after penalty and forbidden tokens, the first of equal ones.
+        temperature: Divides the logits, > 0. With 0, decoding is greedy: after penalty and
+            forbidden tokens, the likeliest token is taken, the first if several are equal.
         top_p: Nucleus mass kept, in (0, 1]; 1 keeps all.
         top_k: Tokens kept; 0 keeps all.
         min_p: Least probability relative to the likeliest token, in [0, 1).
@@ -64,11 +64,11 @@ class Sampling:
 class RowSampling:
     """The sampling settings of each row, as tensors; None for a setting that no row uses.
 
-    Columns are (B, 1), fp32 or int64: temperature (1 for greedy rows), top_p, top_k (V for rows
-    that keep all), min_p and penalty. `greedy` (B,) bool are the rows that take the likeliest
-    token, `limit` and `minimum` (B,) int64 the longest and shortest completions. The host knows the
-    rest: whether any row `draws`, the `least` minimum, a lower bound `shortest` of all limits, and
-    whether all rows have one minimum (`alike`).
+    temperature (1 for greedy rows), top_p, top_k (V for rows that keep all), min_p and penalty are
+    (B, 1), fp32 or int64. `greedy` (B,) bool is True for greedy rows; `limit` and `minimum` (B,)
+    int64 are the maximum and minimum lengths of completions. The other attributes are on the host:
+    whether any row `draws`, the `least` minimum, a lower bound `shortest` of all limits, and
+    whether all rows have the same minimum (`alike`).
     """
 
     temperature: Tensor
@@ -185,7 +185,7 @@ def sample_tokens(
 
 
 def _drawn(probs: Tensor, draws: Tensor) -> Tensor:
-    """Return the tokens (B, 1) at the draws (B,) in weights (B, V), which may have any sum."""
+    """Return the tokens (B, 1) that draws (B,) select by weights (B, V), which may have any sum."""
     vocabulary = probs.shape[-1]
     if vocabulary < _LARGE:
         return _place(probs, draws.to(probs.dtype))[0]
@@ -203,9 +203,10 @@ def _drawn(probs: Tensor, draws: Tensor) -> Tensor:
 
 
 def _place(weights: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places (B, 1) of draws (B,) in [0, 1) among weights (B, n) of any sum.
+    """Return the indices (B, 1) that draws (B,) in [0, 1) select by weights (B, n) of any sum.
 
-    Also returns the position of the draw within the share of its place, (B,) in [0, 1).
+    Also returns the relative position of each draw within the interval of its index, (B,) in [0,
+    1).
     """
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]
@@ -258,7 +259,7 @@ def key_tensor(keys: Sequence[int], device: torch.device) -> Tensor:
 def uniform(keys: Tensor, first: int, steps: int) -> Tensor:
     """Return draws (steps, B) float64 in [0, 1) of rows with keys (B,), from token `first` on.
 
-    They are multiples of 2**-53; each depends only on its row's key and its position.
+    Draws are multiples of 2**-53; each depends only on its row's key and the token's index.
     """
     moves = [_signed((step + 1) * _GAMMA % (1 << 64)) for step in range(first, first + steps)]
     z = keys + torch.tensor(moves, dtype=torch.int64, device=keys.device)[:, None]

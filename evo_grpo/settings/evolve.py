@@ -238,7 +238,7 @@ class EvolveConfig(Group):
 
     @property
     def decides_always(self) -> bool:
-        """Whether every round decides: the entries of a schedule may begin at any round."""
+        """Whether to decide after every round: scheduled values may begin at any round."""
         return bool(getattr(self.exploration, "scheduled", False))
 
 

@@ -145,7 +145,7 @@ class RunConfig(Group):
 
     @property
     def most_processes(self) -> int:
-        """Most processes that each have agents in every round; a process has one part or more."""
+        """Maximum number of processes such that each has agents in every round."""
         places = self.population.places(selects=self.evolve.selects)
         return min(self.engine.shards or 1, *places[: self.population.rounds])
 

@@ -64,8 +64,8 @@ class Inputs:
         software: Versions of Python and of the packages, the processor, and the number of threads.
         changes: Changes since the start of the run, each with the round from which it applies.
         format: Version of this record.
-        places: Path of each file of the user when the run began, for messages alone: it may come
-            from a stranger.
+        places: Path of each file of the user when the run began. Paths are shown in messages and
+            never opened, because the run folder may come from a stranger.
         id: Identifies the run outside of its folder.
         objects: Parts of the Python objects that the run was given, each a text or a digest; see
             `evo_grpo.envs.describing`.

@@ -219,7 +219,7 @@ def _made(mutation: Mutation) -> str:
 
 
 def _number(value: Value | tuple[float, ...]) -> str:
-    """Return the value of a hyperparameter, or of both bounds, in three digits."""
+    """Format a hyperparameter's value, or its range's two bounds, with three significant digits."""
     if isinstance(value, tuple):
         return ":".join(map(_number, value))
     is_choice = isinstance(value, str | bool)

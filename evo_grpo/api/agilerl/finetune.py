@@ -54,7 +54,7 @@ DEFAULT_MAX_STEPS = 32768
 
 @dataclass(frozen=True)
 class TextSpace:
-    """Input or output of a language model, for scripts that pass spaces on."""
+    """Input or output of a language model, for scripts that expect Gymnasium spaces."""
 
     vocab_size: int
     max_tokens: int | None
@@ -64,9 +64,9 @@ class TextSpace:
 class ReasoningGym(single_turn.ReasoningGym):
     """`evo_grpo.ReasoningGym` with AgileRL's argument names; the other arguments are the same.
 
-    `data_batch_size_per_gpu`, >= 1, is the number of prompts per step and process; times the
-    processes of `accelerator` it is the `batch_size` of `evo_grpo.ReasoningGym`. Every process gets
-    all prompts of a step, and the agents divide them.
+    `data_batch_size_per_gpu`, >= 1, is the number of prompts per step and process. The `batch_size`
+    of `evo_grpo.ReasoningGym` is this number times the number of processes of `accelerator`. Every
+    process gets all prompts of a step, and the agents divide them.
     """
 
     def __init__(

@@ -185,7 +185,7 @@ class Requirement(NamedTuple):
     """A package that the library, or one of its extras, needs.
 
     Attributes:
-        least: The least version; empty for any.
+        least: The minimum version; empty if any version will do.
         extra: The extra that needs the package; empty for the library itself.
         version: The installed version; None if the package is missing.
     """
@@ -197,7 +197,7 @@ class Requirement(NamedTuple):
 
     @property
     def is_old(self) -> bool:
-        """Whether the installed version is below the least one."""
+        """Whether the installed version is below the minimum."""
         return self.version is not None and _numbers(self.version) < _numbers(self.least)
 
     def __str__(self) -> str:

@@ -233,7 +233,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
 
 
 def _read_base(config: RunConfig, *, online: bool) -> tuple[RunConfig, ModelSize, str | None]:
-    """Return settings with those of `model.adapter`, the base's size, and a failure of the hub."""
+    """Return settings completed from `model.adapter`, the base's size, and a Hub error or None."""
     failure = fetch_small_files(config.model.name) if online else None
     if online and failure is None:
         for reward in config.env.reward_models:

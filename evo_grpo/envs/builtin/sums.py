@@ -25,7 +25,7 @@ def exact(completion: str, answer: str) -> float:
 def digits(completion: str, answer: str) -> float:
     """Return the share of the answer's digits that occur in the completion, in any order.
 
-    A shaping reward beside `exact`: digits in a wrong order exploit it.
+    It can be exploited: the right digits in the wrong order get the full reward.
     """
     unmatched = list(completion)
     matches = 0

@@ -340,7 +340,10 @@ def check_reset(name: str, returned: object) -> tuple[str, dict[str, Any]]:
 
 
 def check_step(name: str, returned: object) -> tuple[object, float, bool, bool, dict[str, Any]]:
-    """Check (text, reward, terminated, truncated, info), the result of `step`, but for the text."""
+    """Check the result of `step`: (text, reward, terminated, truncated, info).
+
+    The text itself is not checked.
+    """
     place = f"{name}.step"
     text, reward, terminated, truncated, info = _checked_parts(
         place, returned, ("text", "reward", "terminated", "truncated", "info")

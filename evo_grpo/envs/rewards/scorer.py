@@ -64,7 +64,7 @@ class Scorer(ABC):
     def __call__(
         self, *, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | RewardError]:
-        """Return B rewards of B completions; an error in place of one that cannot be used.
+        """Return a reward for each of B completions, or a RewardError if it is unusable.
 
         `prompts` are the B texts that the agents were given; each of `columns` has B values.
         """

@@ -74,7 +74,8 @@ class Scored:
     """Rewards of B completions.
 
     Attributes:
-        rewards: (B, K) float64 without weights; NaN if a function abstained or failed.
+        rewards: (B, K) float64, unweighted, for K reward functions; NaN where a function abstained
+            or failed.
         failures: Failures that do not end the run.
         logged: What functions logged with TRL's `log_metric`: the mean of each name.
     """

@@ -1,1 +1,1 @@
-"""How the hyperparameters of the next round vary: one file per exploration."""
+"""Explorations, which vary hyperparameters for the next round; one file for each."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @final
 class Mutations(Group):
-    """Moves one hyperparameter of an agent, or none. Only the ratio of the two weights matters."""
+    """Moves one hyperparameter of an agent, or none; only the ratio of the weights matters."""
 
     kind: Literal["mutate"] = setting("mutate", "One hyperparameter of an agent moves, or none.")
     no_mutation: float = setting(0.0, "Weight of leaving an agent as it is.", ge=0)
@@ -55,9 +55,9 @@ class Mutations(Group):
     ) -> tuple[Hparams, Changes]:
         """Move one hyperparameter with the probability that the weights give.
 
-        `rl_hp` counts where a hyperparameter has a range, `choice` where one has choices. A
-        clip_coef that is a pair moves at one end, by its distance from 1. A batch_size of None (all
-        rows) counts as the maximum of its range.
+        The weight `rl_hp` is used if a hyperparameter has a range, `choice` if one has choices. One
+        end of a clip_coef pair moves, by its distance from 1. A batch_size of None (all rows)
+        counts as the maximum of its range.
         """
         hparams = candidate.hparams
         if not hp_config or not self._may_mutate(candidate):
@@ -95,7 +95,7 @@ class Mutations(Group):
     def _move_all(
         self, candidate: Candidate, hp_config: "HyperparameterConfig"
     ) -> tuple[Hparams, Changes]:
-        """Move every hyperparameter with a weight above 0, for a population that began alike."""
+        """Move every hyperparameter with a weight above 0, while all agents have equal values."""
         hparams, changes = candidate.hparams, dict[str, tuple[Value, Value]]()
         for (name, parameter), share in zip(
             parts(hparams, hp_config.parameters), candidate.shares, strict=False

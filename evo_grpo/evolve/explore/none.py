@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @final
 class NoExploration(Group):
-    """Nothing changes."""
+    """Changes no hyperparameters."""
 
     kind: Literal["none"] = setting("none", "Nothing changes.")
 

@@ -1,4 +1,4 @@
-"""Exploration on copy: a copy trains with a lower learning rate than its parent."""
+"""Exploration that gives a copy a lower learning rate than its parent."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 

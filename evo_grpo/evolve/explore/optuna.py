@@ -54,10 +54,11 @@ def _without_seed(args: Mapping[str, Any]) -> Mapping[str, Any]:
 class OptunaExploration(Group):
     """A sampler of Optuna proposes the hyperparameters of copies; survivors keep their values.
 
-    It proposes within the ranges, and learns from the hyperparameters and the fitness of the agents
-    of all rounds. Fitness is relative to the mean of its round, because it grows in all agents.
-    TPESampler (Bergstra et al. 2011) and GPSampler learn from such trials. Samplers that learn only
-    from their own proposals, such as CMA-ES, never leave their start-up phase.
+    The sampler proposes within the ranges, and learns from the hyperparameters and the fitness of
+    the agents of all rounds. Fitness is relative to the mean of its round, because the fitness of
+    all agents grows. TPESampler (Bergstra et al. 2011) and GPSampler learn from such trials.
+    Samplers that learn only from their own proposals, such as CMA-ES, never leave their start-up
+    phase.
     """
 
     copies_only: ClassVar[bool] = True
@@ -74,7 +75,7 @@ class OptunaExploration(Group):
     ) -> tuple[Hparams, Changes]:
         """Propose the hyperparameters of a copy; nothing is drawn for survivors.
 
-        A clip pair with low >= high is dropped. Raises ConfigError for what the sampler refuses.
+        A proposed clip pair with low >= high is ignored. Errors of the sampler raise ConfigError.
         """
         hparams = candidate.hparams
         space = dict(parts(hparams, hp_config.parameters))
@@ -88,7 +89,7 @@ class OptunaExploration(Group):
         return put(hparams, values, space)
 
     def check(self, first: Hparams, hp_config: HyperparameterConfig) -> None:
-        """Let the sampler propose for an invented run, to find the errors of `explore` early."""
+        """Let the sampler propose for an invented run, so that errors of `explore` occur early."""
         rng = generator(0, "check")
         samples = [sample_hparams(first, hp_config, rng) for _ in range(_TRIALS)]
         trials = [Trial(hparams, float(number), 0) for number, hparams in enumerate(samples)]
@@ -164,7 +165,7 @@ def _value(name: str, parameter: RLParameter, proposed: Value) -> Value:
 
 
 def _params(hparams: Hparams, space: Mapping[str, RLParameter]) -> dict[str, Any]:
-    """Return the hyperparameters of a trial as proposals, without those that are pairs."""
+    """Return the hyperparameters of a trial as proposals, without pairs."""
     params: dict[str, Any] = {}
     for name, parameter in space.items():
         value, measure = value_of(hparams, name, parameter), _measure(name, parameter)

@@ -1,4 +1,4 @@
-"""Resampling: a copy draws some of its hyperparameters again and moves the others."""
+"""Resampling, which draws some hyperparameters of a copy again and moves the others."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @final
 class Resample(Group):
-    """A copy draws each hyperparameter anew with `probability`, else moves it by a factor.
+    """Draws each hyperparameter of a copy again with `probability`, else moves it by a factor.
 
     This is the exploration of population-based training (Jaderberg et al. 2017, arXiv:1711.09846).
     Draws are log-uniform over the whole range, or uniform if its minimum is 0. The factors are
-    those of the range, by default 0.8 and 1.2. Of `choices`, a value is drawn anew, or a number
-    moves to the next one and a name stays. Survivors keep their values.
+    those of the range, by default 0.8 and 1.2. With `choices`, a draw takes any of them; a move
+    takes the next number, and keeps a name. Survivors keep their values.
     """
 
     copies_only: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""A schedule: all agents take given values from given rounds on."""
+"""A schedule, which gives all agents the same values from given rounds on."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -67,7 +67,7 @@ Entries = Annotated[list[dict[str, Any]], BeforeValidator(_entries), AfterValida
 class ScheduleExploration(Group):
     """All agents take the values of an entry from its round on; nothing else changes.
 
-    `evo-grpo recipe` writes such a schedule, that of the winner of an earlier run.
+    `evo-grpo recipe` writes the schedule of the winner of an earlier run.
     """
 
     scheduled: ClassVar[bool] = True

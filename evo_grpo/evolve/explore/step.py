@@ -1,4 +1,4 @@
-"""Changes of one hyperparameter, shared by the explorations."""
+"""Changes one hyperparameter, for all explorations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SAME = 1e-6
 
 
 def value_of(hparams: Hparams, name: str, parameter: RLParameter) -> Value:
-    """Return the value of a hyperparameter; None is the maximum of a range, or the first choice."""
+    """Return a hyperparameter's value; for None, the maximum of the range or the first choice."""
     value = hparams.get(name)
     if value is not None:
         return value
@@ -50,7 +50,7 @@ def lower_lr(
 def step(
     hparams: Hparams, name: str, parameter: RLParameter, draw: float
 ) -> tuple[Hparams, Changes]:
-    """Move one hyperparameter, or one end of the clip range, by a factor; return the changes too.
+    """Move a hyperparameter or an end of the clip range by a factor; return the changes too.
 
     For an end, `parameter` is the range of the bound itself. Ends and decay rates move by their
     distance from 1. `draw` is a uniform number in [0, 1).
@@ -64,11 +64,11 @@ def step(
 def between(
     hparams: Hparams, name: str, parameter: RLParameter, tried: Sequence[Hparams], share: float
 ) -> Value:
-    """Return a value between the nearest tried values below and above the present value.
+    """Return a value between the nearest tried values below and above the current value.
 
-    It lies between the middles of the two gaps beside the present value, at `share` in (0, 1], so
-    that values move far while few have been tried. On a side without a tried value, the gap reaches
-    to the end of the range. Distances are those of `ranges.value_at`.
+    The value is at `share`, in (0, 1], between the middles of the gaps below and above the current
+    value, so that values move far while few have been tried. On a side without a tried value, the
+    gap extends to the end of the range. Distances are those of `ranges.value_at`.
     """
 
     def place(one: Hparams) -> float:
@@ -93,7 +93,7 @@ def moved(name: str, parameter: RLParameter, value: Value, draw: float) -> Value
 def _step_clip_end(
     hparams: Hparams, name: str, end: RLParameter, draw: float
 ) -> tuple[Hparams, Changes]:
-    """Move one end of the clip range; in the other direction if it would give low >= high."""
+    """Move one end of the clip range, in the other direction if low >= high would result."""
     old = hparams.clip_bounds[CLIP_ENDS.index(name)]
     other_way = 0.0 if draw >= end.grow_probability else end.grow_probability
     for attempt in (draw, other_way):

@@ -1,1 +1,1 @@
-"""Selections: which agents survive a round, and which are copied; one file per selection."""
+"""Selections, which decide which agents survive or are copied; one file for each."""

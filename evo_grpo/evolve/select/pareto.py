@@ -1,4 +1,4 @@
-"""Pareto selection: the agents that no other dominates stay, spread over the trade-offs."""
+"""Pareto selection: agents that no other agent dominates stay."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 class ParetoSelection(Group):
     """Agents are ordered by non-dominated sorting and crowding distance, as in NSGA-II.
 
-    Deb et al. (2002), with paired tests: an agent dominates another one if it is significantly
-    better in one objective of `evolve.fitness.objectives`, at the level `evolve.significance`, and
-    worse in none. If the next round has fewer places, those agents stay that come
-    first in that order. The agents of the first front keep their weights; of the others, each is
-    overwritten by a copy of an agent of the front that dominates it, if there is one. The copied
-    agent is the first in the order among `size` drawn at random. The best agents in each
-    objective are the ends of the front: explorations leave them unchanged.
+    See Deb et al. (2002); here, dominance uses paired tests. An agent dominates another if it is
+    significantly better in one objective of `evolve.fitness.objectives`, at the level
+    `evolve.significance`, and worse in none. If the next round has fewer places, the first agents
+    in the order stay. The agents of the first front keep their weights. Each other agent is
+    overwritten by a copy of an agent of the front that dominates it, if there is one: the first in
+    the order among `size` drawn at random. Explorations do not change the best agent in each
+    objective.
     """
 
     several_goals: ClassVar[bool] = True  # it needs `evolve.fitness.objectives`
@@ -39,7 +39,7 @@ class ParetoSelection(Group):
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
     ) -> tuple[Offspring, ...]:
-        """Plan the next round by means, without a test; `at` returns a selector with tests."""
+        """Plan the next round by means, without tests; `at` returns a selector with tests."""
         return self.at(None).plan(histories, places, rng)
 
     def at(self, level: float | None) -> "ParetoSelector":
@@ -98,14 +98,14 @@ class ParetoSelector:
 
 
 def _score(history: Sequence[Score]) -> Score:
-    """Return the score of an agent; several scores, possible with a single goal, are averaged."""
+    """Return the score of an agent; if there are several, their mean."""
     if len(history) == 1:
         return history[0]
     return replace(history[-1], mean=math.fsum(score.mean for score in history) / len(history))
 
 
 def _ends(front: Mapping[Position, Score]) -> set[Position]:
-    """Return the best agent of a front in each goal; of equal ones the lowest position."""
+    """Return the best agent of a front in each goal; of equal agents, the lowest position."""
     goals = range(min(len(score.goals) for score in front.values()))
     return {
         min(front, key=lambda position: (-front[position].goals[goal].mean, position))

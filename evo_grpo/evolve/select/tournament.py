@@ -1,4 +1,4 @@
-"""Tournament selection: the best agent stays, other places go to the winners of tournaments."""
+"""Tournament selection: the best agent stays; other places go to winners of tournaments."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -20,7 +20,7 @@ class TournamentSelection(Group):
     """The best agent stays; every other place goes to the winner of a tournament.
 
     A tournament compares `size` different agents that have not failed, or all of them if they are
-    fewer. Each place has a tournament of its own. An agent that wins survives; for each further
+    fewer. Each place has a separate tournament. An agent that wins survives; for each further
     tournament that it wins, a copy of it overwrites the lowest position of an agent that won none.
     With equal fitness the lower position wins.
     """

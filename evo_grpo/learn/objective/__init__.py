@@ -1,1 +1,1 @@
-"""The mathematics of GRPO as pure functions: advantages, ratios, losses, learning-rate schedule."""
+"""Pure functions of GRPO: advantages, ratios, losses, learning-rate schedule."""

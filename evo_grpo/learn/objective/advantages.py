@@ -1,6 +1,6 @@
-"""Rewards to group-relative advantages; pure, and free of torch unless given a torch tensor.
+"""Converts rewards to group-relative advantages, with numpy unless given a torch tensor.
 
-A reward of NaN (None in a list) is an abstention: that reward function has no opinion on that row.
+A reward of NaN (None in a list) is an abstention: the reward function does not rate that row.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def group_advantages(
     eps: float = 1e-4,
     ddof: int = 1,
 ) -> object:
-    """Turn rewards into advantages relative to their group.
+    """Convert rewards to advantages relative to their group.
 
     "group" is DeepSeekMath (arXiv:2402.03300) section 4.1.2, outcome supervision; "none" leaves out
     the division, as Dr. GRPO (arXiv:2503.20783) argues; "batch" divides by the spread of the batch.
@@ -94,7 +94,7 @@ def group_advantages(
     Returns:
         (B,) advantages, of the type of `rewards`: list of float, numpy array or torch tensor, in
         the float dtype of the rewards (integers become float64 in numpy, the default dtype in
-        torch). A row where every function abstains gets 0 and stays out of mean and standard
+        torch). A row where every function abstains gets 0 and does not enter mean and standard
         deviation. With every scale, the groups that `zero_variance_groups` finds get exactly 0.
 
     Raises:
@@ -114,12 +114,12 @@ def group_advantages(
 def zero_variance_groups(
     rewards: Rewards, group_size: GroupSize, *, weights: Weights = None
 ) -> npt.NDArray[np.bool_]:
-    """Find the groups whose rewards are equal but for rounding and which give no gradient.
+    """Find the groups whose rewards are equal up to rounding, so that they give no gradient.
 
-    Equal means a spread (maximum - minimum) of at most 1e-8 + c e m: e is the machine epsilon of
-    the rewards' dtype, m the largest sum over k of |w_k R_k| of a row of the group, and c is 8, or
-    2 (K + 1) for more than three reward functions. That bounds the rounding of a sum of K weighted
-    rewards.
+    Rewards are equal if maximum - minimum is at most 1e-8 + c e m, which bounds the rounding of a
+    sum of K weighted rewards. Here e is the machine epsilon of the rewards' dtype, m is the largest
+    sum over k of |w_k R_k| of a row of the group, and c is 8, or 2 (K + 1) for more than three
+    reward functions.
 
     Arguments and errors are those of `group_advantages`. Returns (number of groups,) numpy bool,
     also True where at most one row is valid.
@@ -137,14 +137,14 @@ def zero_variance_groups(
 def zero_variance_fraction(
     rewards: Rewards, group_size: GroupSize, *, weights: Weights = None
 ) -> float:
-    """Return the fraction of groups, 0 to 1, that `zero_variance_groups` finds; 0 of no groups."""
+    """Return the fraction of groups that `zero_variance_groups` finds; 0 if there are none."""
     dead = zero_variance_groups(rewards, group_size, weights=weights)
     return float(dead.mean()) if dead.size else 0.0
 
 
 @dataclass(frozen=True)
 class _Rounding:
-    """The tolerance between the totals of equal rewards; see `zero_variance_groups`.
+    """The rounding tolerance of weighted sums of rewards; see `zero_variance_groups`.
 
     Rewards are (B,) without weights, or (B, K) with weights (K,).
     """
@@ -176,7 +176,7 @@ class _Rounding:
 def _constant(
     totals: Floats, tolerances: Floats, lengths: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.bool_]:
-    """Decide for each group whether its totals are equal but for rounding; NaN abstains."""
+    """Return whether the totals of each group are equal up to rounding; NaN is ignored."""
     starts = np.cumsum(lengths) - lengths
     abstains = np.isnan(totals)
     highest = np.maximum.reduceat(np.where(abstains, -np.inf, totals), starts)
@@ -188,7 +188,7 @@ def _constant(
 def _normalize(
     values: Floats, sizes: Sizes, scale: Scale, eps: float, ddof: int, rounding: _Rounding
 ) -> Floats:
-    """Centre (B,) rewards on their group and scale them."""
+    """Subtract the group's mean from rewards (B,), and scale them."""
     if not len(values):
         return values.copy()
     group_eps = eps if scale == "group" else None
@@ -296,7 +296,7 @@ def combined(values: Floats, weights: Floats | None) -> Floats:
 
 
 def group_lengths(sizes: Sizes, rows: int) -> npt.NDArray[np.intp]:
-    """Return one size per group."""
+    """Return the size of each group."""
     if isinstance(sizes, int):
         return np.full(rows // sizes, sizes, dtype=np.intp)
     return sizes
@@ -321,7 +321,7 @@ def group_sizes(group_size: GroupSize, rows: int) -> Sizes:
 
 
 def reward_weights(values: Floats, weights: Weights) -> Floats | None:
-    """Return the (K,) weights of (B, K) rewards, or None where there are no columns to weigh."""
+    """Return the (K,) weights of (B, K) rewards; None for (B,) rewards."""
     functions = values.shape[1] if values.ndim == 2 else 0
     if weights is None:
         return np.ones(functions, dtype=values.dtype) if functions else None
@@ -376,7 +376,7 @@ def _narrowed(result: Floats, dtype: np.dtype[Any]) -> Floats:
 
 
 def _refuse_wider(result: Floats, most: float, dtype: object) -> None:
-    """Refuse advantages that the dtype of the rewards cannot hold."""
+    """Raise RewardError if advantages exceed the range of the rewards' dtype."""
     largest = float(np.abs(result).max(initial=0.0))
     if largest > most:
         raise RewardError(
@@ -407,7 +407,7 @@ def _checked(values: Floats, name: str) -> Floats:
 
 
 def refuse_unusable(values: Floats) -> None:
-    """Refuse rewards that are infinite or beyond `LARGEST`, naming the first; NaN abstains."""
+    """Raise RewardError for the first reward that is infinite or beyond `LARGEST`."""
     if not values.size:
         return
     # fmax and fmin pass NaN over, and need no array beside the rewards.
@@ -423,7 +423,7 @@ def refuse_unusable(values: Floats) -> None:
 
 
 def check_weighted_rewards(magnitudes: Floats, weights: Floats) -> None:
-    """Raise at the first row whose magnitudes (B, K) times weights (K,) exceed `LARGEST`."""
+    """Raise RewardError for the first row with magnitude (B, K) times weight beyond `LARGEST`."""
     heavy = magnitudes @ weights > LARGEST
     if heavy.any():
         row = int(heavy.argmax())

@@ -1,7 +1,7 @@
-"""The GRPO losses, per token and averaged; pure.
+"""Pure functions for the GRPO losses, per token and averaged.
 
 `LOSSES` is the table of all losses. To add a loss, write its surrogate and its line of the table,
-and declare its name and what it uses (`LossType`, `LOSS_USES`) in `evo_grpo.schema.hparams`.
+and declare its name in `LossType` and its settings in `LOSS_USES` of `evo_grpo.schema.hparams`.
 
 | loss_type | surrogate | mean over | source |
 |---|---|---|---|
@@ -19,7 +19,7 @@ bnpo and dapo are equal to the bit. TRL's bnpo divides by the tokens of a micro-
 do not depend on micro-batches, so it divides by the tokens of the optimizer step.
 
 A surrogate gets (B, T) tensors in which every masked token has log-ratio 0, so padding cannot
-become NaN or overflow, forward or backward.
+become NaN or overflow in forward or backward.
 
 `token_terms` and `token_weights` are per row: each row may have its own `LossValues` and totals,
 and a NaN in one row reaches no other row's value or gradient. A population therefore computes one
@@ -47,10 +47,10 @@ VESPO_LOWEST_LOG_WEIGHT = math.log(1e-8)
 
 @dataclass(frozen=True)
 class LossValues:
-    """The hyperparameters that act in the loss of a batch, by their names (see `Hparams.get`).
+    """The hyperparameters that the loss of a batch uses, by their names (see `Hparams.get`).
 
-    Each is a float for all rows, or (B, 1) without gradient, the value of each row's agent. The
-    clip values bound the ratio.
+    Each is a float for all rows, or a tensor (B, 1) without gradient with the value of each row's
+    agent. The clip values bound the ratio.
     """
 
     beta: float | Tensor
@@ -83,7 +83,7 @@ PENALTIES = ("beta", "entropy_coef")
 
 
 def largest_penalty(hparams: Hparams) -> float:
-    """Return the largest of `PENALTIES`; above 0, rows of advantage 0 have a gradient too."""
+    """Return the largest of `PENALTIES`; if it is > 0, rows of advantage 0 have a gradient too."""
     return max(getattr(hparams, name) for name in PENALTIES)
 
 
@@ -93,11 +93,13 @@ class TokenTerms:
 
     Attributes:
         loss: (B, T) float32 or wider; 0 where masked.
-        ratio: (B, T) new / old policy at the level in force, at most exp(80); 1 where masked.
+        ratio: (B, T) new / old policy at the level of `ratio_level`, at most exp(80); 1 where
+            masked.
         kl: (B, T) nats, the k3 estimate with its bias correction if any, without beta; 0 where
             masked or where beta is 0. None when no row has a KL term.
-        clipped_low: (B, T) bool, the lower bound took the gradient away.
-        clipped_high: (B, T) bool, the upper bound took the gradient away (cispo: capped it).
+        clipped_low: (B, T) bool, True where the lower bound removed the gradient.
+        clipped_high: (B, T) bool, True where the upper bound removed the gradient (cispo: capped
+            it).
     """
 
     loss: Tensor
@@ -113,7 +115,7 @@ class SurrogateInputs:
 
     Tensors are (B, T), logs in nats, and neutral where masked: log-probs 0, ratios 1. `advantages`
     may be (B, 1); clip values are ratios, float or (B, 1). `ratio` is new / old policy at the level
-    in force, and `sampler_log_weight` (B, 1) the log of each row's sampler correction.
+    of `ratio_level`, and `sampler_log_weight` (B, 1) the log of each row's sampler correction.
     """
 
     logprobs: Tensor
@@ -127,7 +129,7 @@ class SurrogateInputs:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The result of a surrogate per token, before correction, KL and mean; see `TokenTerms`."""
+    """A surrogate's terms per token, before sampler correction, KL and mean; see `TokenTerms`."""
 
     loss: Tensor
     clipped_low: Tensor
@@ -158,7 +160,7 @@ def capped(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
 
 
 def soft_gate(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: SAPO."""
+    """-(4 / tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A: SAPO."""
     temperature = _by_sign(
         inputs.advantages > 0,
         config.sapo_temperature_pos,
@@ -196,7 +198,7 @@ def _unclipped(inputs: SurrogateInputs, loss: Tensor) -> Surrogate:
 
 
 def _clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
-    """Clamp to bounds of which each may be a float or a (B, 1) tensor."""
+    """Clamp values; each bound may be a float or a (B, 1) tensor."""
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         low = low if isinstance(low, Tensor) else values.new_full((), low)
         high = high if isinstance(high, Tensor) else values.new_full((), high)
@@ -208,8 +210,8 @@ def _clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
 class Totals:
     """The rows and valid tokens of one optimizer step, numbers or (B, 1), all >= 1.
 
-    `row_tokens` (B, 1) are the valid tokens of each row, `max_completion_length` the most tokens of
-    a completion, or None.
+    `row_tokens` (B, 1) has the number of valid tokens of each row. `max_completion_length` is the
+    maximum number of tokens of a completion, or None.
     """
 
     rows: float | Tensor
@@ -219,22 +221,22 @@ class Totals:
 
 
 def per_row_mean(totals: Totals) -> Tensor | float:
-    """Mean over rows of the mean over each row's tokens."""
+    """Return weights for the mean over rows of the mean over each row's tokens."""
     return 1 / (totals.rows * totals.row_tokens)
 
 
 def per_row_sum(totals: Totals) -> Tensor | float:
-    """Mean over rows of the sum over each row's tokens."""
+    """Return weights for the mean over rows of the sum over each row's tokens."""
     return 1 / totals.rows
 
 
 def per_token(totals: Totals) -> Tensor | float:
-    """Mean over all tokens: long rows weigh more."""
+    """Return weights for the mean over all tokens, where long rows weigh more."""
     return 1 / totals.tokens
 
 
 def per_longest(totals: Totals) -> Tensor | float:
-    """Sum over all tokens divided by a constant, so that length has no weight."""
+    """Return weights for the sum over all tokens divided by rows * max_completion_length."""
     if totals.max_completion_length is None:
         raise ConfigError(
             "max_completion_length: expected an int >= 1 with loss_type='dr_grpo', got None; give "
@@ -245,7 +247,7 @@ def per_longest(totals: Totals) -> Tensor | float:
 
 @dataclass(frozen=True)
 class Loss:
-    """One line of the table: the loss of every token, and its weight in the sum over all tokens.
+    """A line of `LOSSES`: the surrogate of a token, and its weight in the sum over all tokens.
 
     `has_sampler_weight` says whether the surrogate itself applies the sampler correction.
     """
@@ -269,7 +271,7 @@ LOSSES: Mapping[LossType, Loss] = {
 
 
 def ratio_level(config: LossConfig) -> RatioLevel:
-    """Return the importance sampling level in force: as set, or the loss's own."""
+    """Return the importance sampling level: as configured, or the default of the loss."""
     return config.importance_sampling_level or LOSS_USES[config.loss_type].level
 
 
@@ -289,18 +291,18 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch
 
     The loss of a token is surrogate + beta * KL - entropy_coef * H, where H is the entropy of the
     policy over the whole vocabulary after the token's prefix, at the temperature of the log-probs.
-    No gradient passes through the sampled prefixes. `token_weights` averages the bonus like the
-    rest of the loss, as verl's `entropy_coeff` with `loss_agg_mode` does; TRL's `entropy_coef`
-    always weighs the mean over tokens, which is that of the losses with the weight `per_token`.
+    No gradient passes through the sampled prefixes. `token_weights` averages the entropy bonus like
+    the rest of the loss, as verl's `entropy_coeff` with `loss_agg_mode` does. TRL's `entropy_coef`
+    always multiplies the mean over tokens, as here in losses with the weight `per_token`.
 
-    Rows do not depend on each other, nor valid tokens on masked ones, in value or gradient.
+    Values and gradients of a row do not depend on other rows or on masked tokens.
 
     Args:
         logprobs: (B, T) floats, nats, with gradient.
-        old_logprobs: (B, T) nats, or None: the present policy's, detached.
+        old_logprobs: (B, T) nats; None takes `logprobs`, detached.
         mask: (B, T) bool or 0/1.
         advantages: (B,) or (B, T).
-        ref_logprobs: (B, T) nats; may be NaN in rows whose beta is 0; ConfigError without one if a
+        ref_logprobs: (B, T) nats; may be NaN in rows whose beta is 0. None raises ConfigError if a
             beta is not 0.
         config: Settings that all rows share.
         values: Hyperparameters of the rows; None takes the clip_coef and beta of `config`.
@@ -476,7 +478,7 @@ def _at_least_float32(values: Tensor) -> Tensor:
 
 
 def _per_row(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """Return a number, or one number per row (B, 1) without gradient in the dtype of `like`."""
+    """Return a float, or a tensor (B, 1) without gradient in the dtype of `like`."""
     return value.detach().to(like.dtype) if isinstance(value, Tensor) else value
 
 

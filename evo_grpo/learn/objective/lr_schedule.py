@@ -1,4 +1,4 @@
-"""The learning-rate schedule: warm up, then a cosine; a pure function of the step."""
+"""The learning-rate schedule, a pure function of the step: a warm-up, then a cosine."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ def policy_ratio(
     """Return new / old policy (B, T), in [exp(-80), exp(80)], 1 where masked.
 
     `log_ratio` (B, T) are nats per token, 0 where masked. Level "sequence" is the exponential of
-    the row's mean log-ratio (GSPO, arXiv:2507.18071, eq. 7). With `per_token`, the gradient through
-    a sequence's ratio reaches each token's own log-prob alone (GSPO-token, eq. 14 there): a shaped
-    advantage or a KL, which differs between tokens, is then credited to its own token; with one
-    advantage for the row, the sum is GSPO's own gradient.
+    the row's mean log-ratio (GSPO, arXiv:2507.18071, eq. 7). With `per_token`, the gradient of a
+    sequence's ratio at a token reaches only that token's log-prob (GSPO-token, eq. 14 of that
+    paper), so that shaped advantages or a KL, which differ between tokens, affect their own token.
+    If all tokens have the same advantage, the gradient is that of GSPO.
     """
     if level == "sequence":
         count = valid.sum(-1, keepdim=True).clamp(min=1)
@@ -44,10 +44,10 @@ def kl_term(
 ) -> Tensor | None:
     """Estimate KL(policy || reference) per token by k3 (Schulman, "Approximating KL Divergence").
 
-    k3 is exp(ref - lp) - (ref - lp) - 1; with the signs swapped it is no estimator of this KL.
+    k3 is exp(ref - lp) - (ref - lp) - 1; with the signs swapped it does not estimate this KL.
     Log-probs are (B, T) nats; those of the reference may be NaN where beta, a number or (B, 1), is
-    0 or a token is masked. A ratio (B, T) new / old policy corrects for off-policy samples. Returns
-    (B, T) without beta's weight, 0 where masked or beta is 0; None without a KL term.
+    0 or a token is masked. `ratio` (B, T), new / old policy, corrects for off-policy samples.
+    Returns (B, T) without beta's weight, 0 where masked or beta is 0; None without a KL term.
     """
     if ref_logprobs is None:
         has_kl = bool((beta != 0).any()) if isinstance(beta, Tensor) else beta != 0
@@ -68,7 +68,7 @@ def kl_term(
 
 @dataclass(frozen=True)
 class SamplerWeight:
-    """Correction for a sampler whose numbers differ from the trainer's, detached.
+    """Detached correction for a sampler whose log-probs differ from the trainer's.
 
     `factor` (B, T) or (B, 1), >= 0, is 0 where dropped. `log_row` (B, 1) is the log of the row's
     whole correction, -inf where dropped.
@@ -81,11 +81,11 @@ class SamplerWeight:
 def sampler_weight(
     old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, config: LossConfig
 ) -> SamplerWeight | None:
-    """Weigh rows by trainer / sampler: truncated importance sampling, or rejection above the cap.
+    """Return the weights trainer / sampler, either truncated at the cap or 0 above it.
 
-    The truncated form is that of "Your efficient RL framework secretly brings you off-policy RL
-    training" (Yao et al. 2025); per sequence the token log-ratios are summed, not averaged.
-    Log-probs are (B, T) nats. None when the correction is "none".
+    Truncation is that of "Your efficient RL framework secretly brings you off-policy RL training"
+    (Yao et al. 2025). Per sequence, the tokens' log-ratios are summed, not averaged. Log-probs are
+    (B, T) nats. Returns None if the correction is "none".
     """
     if config.sampler_correction == "none":
         return None
@@ -103,11 +103,11 @@ def sampler_weight(
 def within_trust(
     logprobs: Tensor, sampled_by: Tensor, advantages: Tensor, mask: Tensor, threshold: float
 ) -> Tensor:
-    """Return the off-policy mask: True for advantages >= 0 and for rows near their sampler.
+    """Return the off-policy mask: True for advantages >= 0 and for rows close to their sampler.
 
     A low-reward row sampled by a distant policy says little about the current one (DeepSeek-V3.2,
-    arXiv:2512.02556). `logprobs`, and `sampled_by` of the policy that sampled the row, are (B, T)
-    nats; `advantages` and the result (B, 1) or (B, T); `threshold` is in nats per token.
+    arXiv:2512.02556). `logprobs`, and the sampling policy's log-probs `sampled_by`, are (B, T)
+    nats; `advantages` and the result are (B, 1) or (B, T); `threshold` is in nats per token.
     """
     gap = torch.where(mask, sampled_by - logprobs.detach(), 0).sum(-1, keepdim=True)
     gap = gap / mask.sum(-1, keepdim=True).clamp(min=1)

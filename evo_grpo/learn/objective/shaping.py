@@ -1,4 +1,4 @@
-"""Shaping of rewards by length, and of advantages: filter, whiten, add the KL, clip; pure."""
+"""Pure functions that penalize length in rewards and filter, whiten and clip advantages."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ def token_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Spread one agent's advantages (B,) over the tokens of a mask (B, T), and shape them in order.
 
-    filter_zero drops rows with |A| <= filter_eps; whiten makes the valid tokens of the kept rows
-    (A - mean) / sqrt(var + 1e-8), var over n, so that long rows weigh more; KL shaping adds
-    beta (baseline_t - kl_t), whose policy gradient is that of -beta times the sum of the tokens'
-    KL(policy || reference), prefixes as sampled; clip_range clamps to [-clip_range, clip_range].
+    `filter_zero` drops rows with |A| <= filter_eps. `whiten` replaces A by (A - mean) /
+    sqrt(var + 1e-8), with the biased variance, over the valid tokens of the kept rows, so long rows
+    weigh more. KL shaping adds beta (baseline_t - kl_t). Its policy gradient is that of -beta times
+    the sum over the tokens of KL(policy || reference) after the sampled prefix. `clip_range` clamps
+    to [-clip_range, clip_range].
 
-    As an advantage the KL has to be the signed k1, log policy - log reference: the expected score
-    times k1 is the gradient of KL(policy || reference). The score times k3, which is never
-    negative, pushes the policy away from the reference. The baseline is the mean of the row's
-    earlier tokens, 0 for the first. A baseline that depends on the token itself or later ones, such
-    as the mean over the whole row, biases the gradient.
+    As an advantage, `kl` must be the signed k1, log policy - log reference: the expectation of grad
+    log policy times k1 is the gradient of KL(policy || reference). With k3, which is never
+    negative, the policy would be pushed away from the reference. The baseline is the mean of the
+    row's earlier tokens, 0 for the first. A baseline that depends on the token itself or later
+    ones, such as the mean over the whole row, biases the gradient.
 
     `kl` (B, T) are nats, detached here; `beta` is a float or (B, 1), >= 0, and a row of 0 is not
     shaped. Returns the advantages (B, T), detached, 0 where masked and in dropped rows, and the
-    kept rows (B,) bool: leave the others out of the backward pass.
+    kept rows (B,) bool; leave dropped rows out of the backward.
     """
     advantages = advantages.detach()
     is_kept = torch.ones_like(advantages, dtype=torch.bool)
@@ -65,7 +66,7 @@ def _whiten(values: Tensor, valid: Tensor) -> Tensor:
 
 
 def _below_earlier_mean(kl: Tensor, valid: Tensor) -> Tensor:
-    """Return how far each token is below the mean of the row's valid tokens before it."""
+    """Return the mean of the row's valid tokens before each token, minus the token."""
     kl = torch.where(valid, kl, 0)
     earlier = torch.nn.functional.pad(kl, (1, 0))[:, :-1].cumsum(-1)
     count = valid.cumsum(-1) - valid.to(torch.long)
@@ -88,8 +89,8 @@ def overlong_penalties(lengths: Sequence[int], longest: int, buffer: int) -> Flo
 def with_overlong_penalty(experience: Experience, penalties: Floats, weight: float) -> Experience:
     """Return an experience with penalties (B,) as a further column of its rewards.
 
-    `weight` is that of the column. Rows without any reward get none. The metric `overlong_penalty`
-    is the weighted mean of the other rows.
+    `weight` is the weight of the column. Rows without any reward get no penalty. The metric
+    `overlong_penalty` is the weighted mean over the other rows.
     """
     has_reward = ~np.isnan(experience.rewards).all(axis=1)
     column = np.where(has_reward, penalties, np.nan)[:, None]

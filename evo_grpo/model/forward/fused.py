@@ -35,9 +35,10 @@ INPUT_KIND = "evo_grpo_inputs"
 
 
 class FusedForward:
-    """State that the patched layers read: the current layout, and the stacks.
+    """The state that the patched layers read: the current layout, and the stacked adapters.
 
-    Each stack is built once in `frozen` rollouts, without gradients, and per call otherwise.
+    If `frozen`, as in rollouts, each stack is built once, without gradients; otherwise it is built
+    at each call.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class FusedForward:
     def add(self, x: Tensor, result: Tensor, stack: Stack) -> Tensor:
         """Add every agent's update for x (B, ..., in) to its own rows of `result` (B, ..., out).
 
-        The result, the output of the base layer, is overwritten when frozen.
+        `result` is the output of the base layer; it is overwritten if `frozen`.
         """
         chunks = self._chunked(x)
         a, b = chunks.per_chunk(stack.a), chunks.per_chunk(stack.b)
@@ -148,8 +149,8 @@ def population_forward(
     """Route each row through its own agent's adapter within a `with` block.
 
     Gradient checkpointing recomputes the forward, so the context must then span the backward too.
-    The layout of the yielded `FusedForward` may change as rows leave. `dropout` holds a seed for
-    each row of a learn pass; None switches it off.
+    The layout of the yielded `FusedForward` may change as rows are removed. `dropout` has a seed
+    for each row; None switches dropout off.
     """
     fused = FusedForward(layers, layout, frozen=frozen, dropout=dropout)
     try:
@@ -168,7 +169,7 @@ def _forward(
 ) -> Tensor:
     """Replace `LoraLayer.forward`: x (B, ..., in) -> (B, ..., out), rows sorted by agent.
 
-    Layers with flattened inputs get x (B * T, in), in the order of the rows.
+    For layers with flattened inputs, x is (B * T, in), in the order of the rows.
     """
     result: Tensor = layer.base_layer(x, *args, **kwargs)
     if not fused.adapts(name):
@@ -192,7 +193,7 @@ def _forward(
 def _drop_out(
     x: Tensor, seeds: Sequence[int], name: str, layer: LoraLayer, layout: RowLayout
 ) -> Tensor:
-    """Apply each adapter's dropout rate to its rows; kept values are scaled by 1 / (1 - rate).
+    """Apply dropout to rows at their adapter's rate; kept values are scaled by 1 / (1 - rate).
 
     The mask of a row depends only on its seed and the layer, so a recomputed mask is equal.
     """

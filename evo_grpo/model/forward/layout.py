@@ -26,11 +26,14 @@ class RowLayout:
 
     @property
     def rows(self) -> int:
-        """Total rows."""
+        """Total number of rows."""
         return sum(self.counts)
 
     def counts_of(self, adapters: Sequence[str | None]) -> tuple[int, ...]:
-        """Return the rows of each of `adapters`, which hold those of the layout in order, or 0."""
+        """Return the number of rows of each of `adapters`, 0 for those not in the layout.
+
+        `adapters` must contain the adapters of the layout in the same order.
+        """
         pairs = list(zip(self.adapters, self.counts, strict=True))
         counts = [pairs.pop(0)[1] if pairs and pairs[0][0] == name else 0 for name in adapters]
         assert not pairs, f"rows of {self.adapters} among those of {tuple(adapters)}"

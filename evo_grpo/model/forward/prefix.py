@@ -1,4 +1,4 @@
-"""Rows that share a prefix, which is computed once.
+"""Splits rows that share a prefix, so that the prefix is computed once.
 
 The G completions of a prompt are G rows with the same prefix, whose hidden states are equal under
 causal attention. The queries of all rows attend to its keys and values, and its gradient is the sum
@@ -22,7 +22,7 @@ MIN_SAVED_SHARE = 0.05
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Rows split into distinct prefixes and the rest of each row.
+    """A batch of rows, split into distinct prefixes and the rest of each row.
 
     Attributes:
         ids: (Q, Tp) int64 distinct prefixes, sorted by agent, padded on the right.
@@ -34,9 +34,9 @@ class SharedPrefix:
         where: (M,) positions of the wanted hidden states, in the Q * Tp of the prefixes followed by
             the B * C of the rests.
         rows: Number of rows of each prefix; empty if they are not consecutive.
-        segments: Offsets (int64) of all prefixes and rests in their tokens, (Q + B + 1,); of the
-            rests by prefix, (Q + 1,); of the real tokens by prefix, (Q + 1,); and the positions of
-            the real tokens in Q * Tp, None if all are real. None without `rows`.
+        segments: None without `rows`; else int64 arrays: (Q + B + 1,) offsets of all prefixes and
+            rests; (Q + 1,) offsets of each prefix's rests; (Q + 1,) offsets of each prefix's real
+            tokens; indices of the real tokens in Q * Tp, None if all are real.
     """
 
     ids: Tensor

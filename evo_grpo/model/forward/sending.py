@@ -14,7 +14,7 @@ from torch import Tensor
 def send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Copy arrays to a device in one transfer: float32 as fp32, integers and booleans as int64.
 
-    On CUDA the host does not wait for it.
+    On CUDA the host does not wait for the transfer.
     """
     floats = [array.dtype == np.float32 for array in arrays]
     bits = [a.view(np.int32) if is_float else a for a, is_float in zip(arrays, floats, strict=True)]

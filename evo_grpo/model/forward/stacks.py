@@ -21,7 +21,7 @@ from torch import Tensor, nn
 class Stack:
     """The stacked adapters of one layer, a (N, R, in) and b (N, R, out), in the compute dtype.
 
-    The b carries the scaling.
+    The LoRA scaling is included in b.
     """
 
     a: Tensor
@@ -38,7 +38,8 @@ def build_stack(
 ) -> Stack:
     """Stack adapters of one layer, differentiably, padded with zeros to the largest rank.
 
-    None, the base, becomes zeros; not all are None. With dtype None, adapters keep their dtype.
+    An adapter None, the base alone, becomes zeros; at least one must not be None. With dtype None,
+    adapters keep their dtype.
     """
     lora_a = layer.lora_A
     # A slot may lack a module that another slot adapts: it adds nothing there.
@@ -102,7 +103,7 @@ class Chunks:
     Attributes:
         count: Number of chunks.
         rows: Rows of each chunk.
-        owners: (count,) agent of each chunk, or None if chunk i has all rows of agent i.
+        owners: (count,) index of each chunk's agent, or None if chunk i has all rows of agent i.
         gather: (count * rows,) row at each place of the chunks, or None if no row moves.
         scatter: (B,) place of each row, or None if no row moves.
     """
@@ -114,7 +115,7 @@ class Chunks:
     scatter: Tensor | None = None
 
     def placed(self, places: Sequence[int], total: int, device: torch.device) -> Chunks:
-        """Return the chunks with owners as indices into a longer list of `total` agents."""
+        """Return the chunks for a list of `total` agents, where agent i is at index `places[i]`."""
         if self.owners is None and list(places) == list(range(total)):
             return self
         where = torch.tensor(places, device=device)
@@ -127,14 +128,14 @@ class Chunks:
         return x.reshape(self.count, -1, x.shape[-1])
 
     def spread(self, x: Tensor) -> Tensor:
-        """Cut (B, ..., F) into (count, M, F) with zeros as padding, for gradients."""
+        """Cut gradients (B, ..., F) into (count, M, F); padding is zero."""
         if self.scatter is not None:
             padded = x.new_zeros(self.count * self.rows, *x.shape[1:])
             x = padded.index_copy_(0, self.scatter, x)
         return x.reshape(self.count, -1, x.shape[-1])
 
     def per_chunk(self, stack: Tensor) -> Tensor:
-        """Return (N, ...) tensors of agents as (count, ...), one per chunk; differentiable."""
+        """Select the agent's entry of a stack (N, ...) for each chunk; return (count, ...)."""
         return stack if self.owners is None else stack.index_select(0, self.owners)
 
     def per_agent(self, values: Tensor, agents: int) -> Tensor:
@@ -155,8 +156,8 @@ class Chunks:
 def make_chunks(counts: tuple[int, ...], columns: int, rank: int, device: torch.device) -> Chunks:
     """Choose the cheapest chunks for the rows of each agent, of `columns` tokens.
 
-    Small chunks repeat A and B; large ones need padding. Both cost memory traffic, measured in rows
-    of activations; the A and B of one chunk count as `rank` rows.
+    Small chunks repeat A and B; large chunks need padding. Both costs are counted in rows of
+    activations; A and B of one chunk count as `rank` rows.
     """
     if len(set(counts)) == 1:
         return Chunks(len(counts), counts[0])

@@ -22,9 +22,10 @@ from evo_grpo.model.lora.slots import AdapterSlots
 
 @final
 class ModuleForward:
-    """The base and some adapters for one optimizer step, by the modules of any architecture.
+    """Runs the base and some adapters for one optimizer step through the model's own modules.
 
-    Weights do not change within the step. `recompute` is gradient checkpointing.
+    It works for every architecture. Weights do not change within the step. `recompute` turns on
+    gradient checkpointing.
     """
 
     def __init__(self, slots: AdapterSlots, *, recompute: bool = False) -> None:
@@ -46,13 +47,13 @@ class ModuleForward:
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
         """Return the final hidden states (M, H) at flat positions `where` (M,) of ids (B, T).
 
-        `prefix` has the same rows and positions, split into shared prefixes and rests, which
-        `LlamaForward` runs; the modules run whole rows.
+        `prefix` has the same rows and positions, split into shared prefixes and rests.
+        `LlamaForward` uses it; the modules run whole rows.
         """
         return self.slots.base.hidden(ids).flatten(0, 1).index_select(0, where)
 
     def collect_gradients(self) -> None:
-        """Write the gradients to the adapters' parameters: here autograd has done so."""
+        """Write the gradients to the adapters' parameters; here autograd has already done it."""
 
     @contextmanager
     def _checkpointing(self) -> Generator[None]:
@@ -79,11 +80,12 @@ TrainForward: TypeAlias = LlamaForward | ModuleForward
 
 
 def _run_checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 -- what the layer takes and returns
-    """Run a layer's own forward under a checkpoint.
+    """Run a layer's forward under gradient checkpointing.
 
-    A layer checkpoints only while its `training` is set. Many layers use the same attribute for
-    their dropout (OPT, XGLM, Falcon, the decoders of the Bart family), whose global draws would
-    differ from the rollout. It is therefore cleared while the layer computes.
+    A layer checkpoints only while its `training` is True. Many layers (OPT, XGLM, Falcon, the
+    decoders of the Bart family) also use `training` for dropout, which draws from the global
+    generator and would not match the rollout. `training` is therefore False while the layer
+    computes.
     """
 
     def in_evaluation(*args: Any) -> Any:  # noqa: ANN401 -- as above

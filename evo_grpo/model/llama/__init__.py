@@ -1,1 +1,1 @@
-"""The fast path of the Llama family: the numbers of the model's own modules in fewer passes."""
+"""A faster forward for the Llama family, which computes the same as the model's modules."""

@@ -1,4 +1,4 @@
-"""The adapters of a learn step, stacked as leaves of autograd.
+"""Stacks the adapters of a learn step as autograd leaves.
 
 Weights do not change within an optimizer step, so every micro-batch adds its gradient to the same
 leaves, the A and B of all agents: the number of autograd nodes does not depend on the number of
@@ -7,9 +7,9 @@ nothing is copied, and an agent needs memory only for its adapter, its gradient 
 Slots of different shapes are copied and padded instead.
 
 For concatenated q, k and v, the A are stacked along the rank, and the B are blocks on a diagonal.
-The block-diagonal B takes one product, mostly with zeros; separate blocks take one each. On a GPU a
-launch costs more than zeros do. On a CPU, small products are slow for their size: zeros cost little
-at small ranks, and half of the time at rank 32.
+The block-diagonal B takes one product, mostly with zeros; separate blocks take one product each. On
+a GPU, a further launch costs more than the zeros. On a CPU, where small products are slow for their
+size, the zeros cost little at small ranks, but half of the time at rank 32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _START = 1 << 20
 
 
 class Block(NamedTuple):
-    """The block b (N, rows, columns) of a joined B: rows of the rank, columns of the output."""
+    """A block b (N, rows, columns) of a joined B, at these rows (ranks) and columns (outputs)."""
 
     rows: slice
     columns: slice
@@ -42,7 +42,7 @@ class Block(NamedTuple):
 
 
 def multiplies_separately(ranks: Sequence[int], device: torch.device) -> bool:
-    """Return whether parts of these ranks may be multiplied separately."""
+    """Return whether separate products may be faster for parts of these ranks."""
     return device.type == "cpu" and min(ranks) >= _LEAST_RANK
 
 
@@ -70,7 +70,7 @@ class JoinedStack:
 
     @classmethod
     def of(cls, stacks: Sequence[Stack | None], sizes: Sequence[int]) -> JoinedStack | None:
-        """Join the stacks of layers with `sizes` output features; None has no adapters."""
+        """Join the stacks of layers with `sizes` output features; None means no adapters."""
         parts: list[Block] = []
         row = column = 0
         for stack, size in zip(stacks, sizes, strict=True):
@@ -89,7 +89,7 @@ class JoinedStack:
         return joined if apart else cls(a, joined._one, column)
 
     def blocks(self, tokens: int) -> tuple[Block, ...]:
-        """Return the blocks, apart or as one, whichever is faster for `tokens` tokens in all."""
+        """Return separate blocks or one joined block, whichever is faster for `tokens` tokens."""
         block_elements = sum(b[0].numel() for _, _, b in self.parts)
         saved_products = tokens * (self.a.shape[1] * self.width - block_elements)
         return self.parts if saved_products >= (len(self.parts) - 1) * _START else self._one
@@ -111,10 +111,10 @@ KEPT_DEVICE_ELEMENTS = 1 << 21
 
 @dataclass(frozen=True)
 class Part:
-    """One adapted linear layer, by its module name, and its place in the joined layer.
+    """The module name of an adapted linear layer, and its place in the joined layer.
 
-    It takes `rank` rows of the joined rank from `row` on, `rank` being the largest of all slots,
-    and `size` output features from `column` on.
+    The layer has `rank` rows of the joined rank, starting at `row`, and `size` output features,
+    starting at `column`. `rank` is the largest rank of all slots.
     """
 
     name: str
@@ -125,16 +125,16 @@ class Part:
 
     @property
     def rows(self) -> slice:
-        """Its rows of the joined rank."""
+        """The part's rows of the joined rank."""
         return slice(self.row, self.row + self.rank)
 
     @property
     def columns(self) -> slice:
-        """Its columns of the joined output."""
+        """The part's columns of the joined output."""
         return slice(self.column, self.column + self.size)
 
     def block(self, b: Tensor) -> Block:
-        """Return its block of the joined B, given the leaf (N, size, rank)."""
+        """Return the part's block of the joined B, given its leaf (N, size, rank)."""
         return Block(self.rows, self.columns, b.transpose(1, 2))
 
 
@@ -147,7 +147,7 @@ class JoinedAdapters:
         b: (N, size, rank) leaf of each part.
         scale: (N, R) LoRA scaling of each row.
         width: Output features of all parts.
-        kept: Cache, for a step, of tensors made from A, B and scale; None to cache nothing.
+        kept: Cache of tensors computed from A, B and scale in this step; None to cache nothing.
     """
 
     a: Tensor
@@ -166,7 +166,7 @@ class JoinedAdapters:
         return self._once("scale", dtype, lambda: self.scale.to(dtype))[:, None]
 
     def blocks(self, b: Sequence[Tensor], dtype: torch.dtype) -> tuple[Block, ...]:
-        """Return the B of all parts, apart or as one, whichever is faster; `b` are the leaves."""
+        """Return separate blocks of the leaves `b` or one joined block, whichever is faster."""
         parts = list(zip(self.parts, b, strict=True))
         if len(parts) == 1 or multiplies_separately(
             [part.rank for part in self.parts], self.a.device
@@ -188,7 +188,7 @@ class JoinedAdapters:
         return self.kept[name, dtype]
 
     def apart(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the gradients (N, size, rank) of the parts, given those of the blocks."""
+        """Return the gradients (N, size, rank) of the parts' leaves, given those of the blocks."""
         if len(grads) == len(self.parts):
             return tuple(grads)
         return tuple(grads[0][:, part.columns, part.rows] for part in self.parts)
@@ -201,7 +201,8 @@ def _up(b: Tensor, dtype: torch.dtype) -> Tensor:
 class AdapterViews:
     """The adapters of all joined layers, and the parameters that are views of them.
 
-    An adapter None stands for zeros. `joined` is by module names; None if none is adapted.
+    An adapter None becomes zeros. The keys of `joined` are module names; its values are None for
+    layers without adapters.
     """
 
     def __init__(
@@ -303,7 +304,7 @@ class AdapterViews:
 def adapter_views(
     slots: AdapterSlots, weights: LlamaWeights, adapters: Sequence[str | None]
 ) -> AdapterViews:
-    """Return views of these adapters if their shapes are equal, else copies."""
+    """Return stacks of these adapters: views if their shapes are equal, else copies."""
     trained = tuple(name for name in slots.names if slots.is_trainable(name))
     # Rounding may depend on the other adapters of a batch, so the adapters of a shard have their
     # own leaves: results do not depend on the number of processes.

@@ -1,4 +1,4 @@
-"""Attention of the learn pass, chosen by length and device, with grouped query heads.
+"""Attention of the learn pass, with an implementation chosen by row length and device.
 
 For short rows on a CPU, two batched matmuls and a softmax are faster than torch's blocked kernel.
 `ShortAttention` also saves passes over memory: it reads concatenated q, k and v, writes keys and
@@ -27,9 +27,9 @@ class Attention:
     Args:
         heads: Query heads.
         kv_heads: Key and value heads; query head h reads kv head h * kv_heads // heads.
-        spans: One of whole rows; or one of prefixes and one of rests of rows.
+        spans: One span of whole rows; or a span of prefixes and a span of the rests of rows.
         prefix: The prefix of each row, if there are two spans.
-        like: A tensor with the dtype and device.
+        like: A tensor with the dtype and device to use.
         scale: Factor of the scores; None for 1 / sqrt(D).
         window: Number of tokens that a token attends to, itself included; None for all before it.
     """
@@ -85,7 +85,7 @@ class Attention:
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
     def _masks(self, like: Tensor) -> tuple[Tensor, ...]:
-        """Return the masks, repeated for the query heads of one key head."""
+        """Return the masks, repeated for the query heads that share a key head."""
         first_mask = causal(self.spans[0].columns, like) if self._first is None else self._first
         masks = [first_mask] if self._after is None else [first_mask, self._after]
         group = self.heads // self.kv_heads
@@ -138,7 +138,7 @@ def causal(columns: int, like: Tensor, window: int | None = None) -> Tensor:
 def after_prefix(
     lengths: Tensor, prefix: int, rest: int, dtype: torch.dtype, window: int | None = None
 ) -> Tensor:
-    """Return the mask, 0 or -inf, of tokens after a prefix: they see it and the tokens before them.
+    """Return the mask, 0 or -inf, of tokens that attend to a prefix and causally to each other.
 
     `lengths` are those of the rows' prefixes without padding, (B,), or (1,) if all are equal. With
     Tp = `prefix` and C = `rest` the mask is (B, C, Tp + C), or (C, Tp + C).

@@ -1,4 +1,4 @@
-"""Keys and values of decoded rows, and the attention of one new token per row.
+"""Caches of the keys and values of decoded rows, with attention of one new token per row.
 
 `GrowingCache` attends only to used columns: on a CPU, time grows with the columns. `FixedCache`
 uses the same memory at each step and holds its position in a tensor, so that a step needs nothing
@@ -37,12 +37,12 @@ class Refill:
     lengths: Tensor
 
     def masks(self, mask: Tensor, joining: int, room: int) -> tuple[Tensor, slice, slice, int]:
-        """Return the new mask and columns, given the mask (K, 1, 1, used) bool of the old rows.
+        """Return the mask and columns after the refill, given the mask (K, 1, 1, used) before it.
 
         Leading columns to which no row attends are removed. The joining prompts, `joining` columns
         wide, end at the column where the staying rows end. Returns the mask (K + M, 1, 1, room),
-        True at unused columns too; the columns that stay; their new columns; and the number of
-        columns then used.
+        True also at unused columns; the slice of the kept columns; the slice of their new places;
+        and the number of columns in use.
         """
         used = mask.shape[-1]
         start = int(mask.any(0).flatten().int().argmax())  # waits for the device
@@ -59,7 +59,7 @@ class Refill:
     def moved(
         self, before: Tensor, joining: Tensor | None, room: int, old: slice, new: slice
     ) -> Tensor:
-        """Return keys or values (K, heads, room, D) and (NP, heads, T, D) in one buffer."""
+        """Join keys or values (K, heads, room, D) and (NP, heads, T, D) in one buffer."""
         count = len(before) + len(self.source)
         # Zeros: unused columns are multiplied by a weight of 0.
         out = before.new_zeros(count, before.shape[1], room, before.shape[3])
@@ -72,10 +72,10 @@ class Refill:
 
 @final
 class GrowingCache:
-    """Attends to the columns that are used, by two batched matmuls.
+    """A cache that attends only to used columns, by two batched matmuls.
 
     Keys are stored transposed; the first matmul applies scale and mask. Rows are (agent, prompt,
-    completion) after `expand`. `width` is as in `FixedCache`; here it changes at each step: None.
+    completion) after `expand`. `width` is None, since the number of columns changes at each step.
     """
 
     width = None
@@ -100,7 +100,7 @@ class GrowingCache:
         self.used = values.shape[2]
 
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
-        """Copy the prompt rows `source` (B,) to completion rows of up to `columns` columns.
+        """Copy the prompt rows `source` (B,) to completion rows with room for `columns` columns.
 
         The mask (B, 1, 1, columns) is False where a row never attends.
         """
@@ -116,7 +116,7 @@ class GrowingCache:
         self._move(rows, self.keys[0].shape[-1])
 
     def reserve(self, columns: int) -> None:
-        """Prepare steps with at most `columns` columns: `expand` has made room for all."""
+        """Prepare steps with at most `columns` columns; here `expand` has already done it."""
         del columns
 
     def begin(self) -> None:
@@ -183,9 +183,9 @@ class GrowingCache:
 
 @final
 class FixedCache:
-    """Attends to a width that changes seldom, by one fused kernel; else as `GrowingCache`.
+    """A cache that attends to `width` columns, by one fused kernel; see `GrowingCache`.
 
-    The width doubles, so at most half of the columns that are read are unused.
+    The width doubles when it is exceeded, so at most half of the columns that are read are unused.
     """
 
     def __init__(self, scale: float, windows: tuple[int | None, ...] = ()) -> None:
@@ -218,7 +218,7 @@ class FixedCache:
         self._start(mask, used)
 
     def _start(self, mask: Tensor, used: int) -> None:
-        """Set mask, position and width of rows with `used` columns."""
+        """Set mask, position and width, given that rows have `used` columns."""
         like = self.keys[0]
         self._bias = like.new_full((*mask.shape[:-1], like.shape[2]), float("-inf"))
         self._bias[..., :used].masked_fill_(mask[..., :used], 0.0)
@@ -238,7 +238,7 @@ class FixedCache:
             self._places = self._places.index_select(0, rows)
 
     def refill(self, arrived: FixedCache | None, moves: Refill) -> int:
-        """Remove the columns that no row attends to, and add the prompts of another cache.
+        """Remove rows and unused columns, and add the prompts of another cache.
 
         `arrived`, None if no row joins, is emptied. Returns the number of columns then in use.
         """
@@ -298,20 +298,20 @@ def cache_for(
 ) -> GrowingCache | FixedCache:
     """Return the cache that is faster on a device, for scores multiplied by `scale`.
 
-    `windows` is each layer's reach in tokens, None for all; empty if no layer has a window.
+    `windows` has the attention window of each layer, None for none; empty if no layer has one.
     """
     return (GrowingCache if device.type == "cpu" else FixedCache)(scale, windows)
 
 
 def _places(mask: Tensor, columns: int) -> Tensor:
-    """Return the token position (..., columns) of each column, given those attended to."""
+    """Return the token position (..., columns) of each column, given the mask of a row's tokens."""
     return nn.functional.pad(mask.cumsum(-1) - 1, (0, columns - mask.shape[-1]))
 
 
 def _in_windows(
     windows: tuple[int | None, ...], bias: Tensor, places: Tensor, now: Tensor, most: int
 ) -> dict[int | None, Tensor]:
-    """Return the mask of each window, -inf at columns out of reach of a token at `now`.
+    """Return the mask of each window for a token at position `now`: -inf outside the window.
 
     `bias` (..., width) is the mask without a window; rows have at most `most` columns.
     """

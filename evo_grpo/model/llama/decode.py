@@ -1,9 +1,9 @@
-"""Decoding for the Llama family: the same weights with a third of the operations.
+"""Decodes models of the Llama family with a third of the operations of the modules.
 
-On small models overhead dominates. It is saved by joined linear layers (see
-`evo_grpo.model.llama.weights`), whose matmul itself adds the residual; a cache for one query per
-row (see `evo_grpo.model.llama.cache`); and rotary tables looked up once per step. Numbers agree
-with the modules' own forward to rounding.
+On small models the overhead of operations dominates. It is reduced by joined linear layers (see
+`evo_grpo.model.llama.weights`), whose matmul also adds the residual; by a cache for one query per
+row (see `evo_grpo.model.llama.cache`); and by one look-up of rotary tables per step. Results agree
+with the modules' forward up to rounding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights
 
 @dataclass(frozen=True)
 class _Linear:
-    """Joined base layers with the adapters of the present rows."""
+    """A joined linear layer with the adapters of the rows in the batch."""
 
     weight: Tensor
     bias: Tensor | None
@@ -36,10 +36,11 @@ class _Linear:
 
 
 class _Norm:
-    """A norm of the model in few operations, as overhead dominates when few rows are decoded.
+    """Applies a norm of the model in few operations, to save overhead with few rows.
 
-    On a CPU four: x / hypot(|x|, sqrt(H eps)) * (sqrt(H) w) is x / sqrt(mean(x^2) + eps) * w. Other
-    devices use torch's function, which rounds once, after the weight.
+    On a CPU there are four operations: x / hypot(|x|, sqrt(H eps)) * (sqrt(H) w), which equals x /
+    sqrt(mean(x^2) + eps) * w. Other devices use torch's function, which rounds only after
+    multiplying by the weight.
     """
 
     def __init__(self, norm: Norm) -> None:
@@ -73,7 +74,7 @@ class _Norm:
 class _HeadNorms:
     """The norms of concatenated q and k (..., heads + kv_heads, D).
 
-    On a CPU they are one operation if each head has its own mean square.
+    On a CPU both norms are one operation if each head is normalized separately.
     """
 
     def __init__(self, norms: tuple[Norm, ...], described: Description) -> None:
@@ -102,7 +103,7 @@ class _HeadNorms:
 
 
 class _Layer:
-    """The norms of a layer, None if missing, and its rotary table."""
+    """The norms of a layer, each None if the layer lacks it, and its rotary table."""
 
     def __init__(self, layer: JoinedLayer, described: Description, number: int) -> None:
         self.before, self.after, self.then, self.last = (
@@ -233,7 +234,7 @@ class LlamaDecoder:
         return self._last_norm(x)
 
     def _rest(self, linears: list[_Linear], layer: _Layer, x: Tensor, mixed: Tensor) -> Tensor:
-        """Apply output projection, residual, MLP and residual, with their norms; overwrites x."""
+        """Apply all operations after attention to its output `mixed`; add to the residual x."""
         x = self._added(linears[1], mixed, x, layer.after)
         gate_and_up = self._linear(linears[2], x if layer.then is None else layer.then(x))
         gate, up = gate_and_up.chunk(2, dim=-1)
@@ -249,7 +250,7 @@ class LlamaDecoder:
         return x.add_(y, alpha=factor) if norm is None else norm.add(x, y)
 
     def _linear(self, linear: _Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Apply joined layers plus each agent's adapter on its rows; overwrites the residual."""
+        """Apply a joined layer and each agent's adapter to its rows; overwrite the residual."""
         if residual is None:
             y = nn.functional.linear(x, linear.weight, linear.bias)
         else:
@@ -265,7 +266,7 @@ class LlamaDecoder:
         return y
 
     def _prepare(self, columns: int) -> None:
-        """Gather the adapters for the present rows, of `columns` tokens each."""
+        """Stack the adapters for the rows in the batch, of `columns` tokens each."""
         counts = self.fused.layout.counts_of(self._adapters)
         ranks = [stack.a.shape[1] for stacks in self._stacks for stack in stacks if stack]
         device = self.weights.base.device

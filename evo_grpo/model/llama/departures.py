@@ -1,4 +1,4 @@
-"""The choice between the joined layers of the Llama family and a base's own modules.
+"""Chooses between the joined layers of the Llama family and a base's own modules.
 
 The joined layers use a model's weights and compute the same as the `families` of transformers. A
 model of such a type may differ in a norm, an activation, `scaling`, a hook, a patched attention, or
@@ -104,7 +104,7 @@ def can_join_layers(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> bool:
 
 
 def departures_of(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> tuple[str, ...]:
-    """Return clauses on how the code or outputs of a base differ from its model type."""
+    """Describe how the code or outputs of a base differ from those of its model type."""
     departures, values = _inspect(base)
     if departures:
         return tuple(departures)
@@ -115,12 +115,12 @@ def departures_of(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> tuple[s
 
 
 def find_departures(base: SharedBase) -> tuple[str, ...]:
-    """Return clauses on how the code of a base differs from its model type; run nothing."""
+    """Describe how the code of a base differs from that of its model type; run no forward."""
     return tuple(_inspect(base)[0])
 
 
 def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
-    """Return the departures of a base in code, and its modules' values, in 2 ms."""
+    """Return how a base's code differs from its type, and its modules' values; takes 2 ms."""
     trunk, config = base.trunk, base.model.config
     description = describe(config)
     assert description is not None, "the base is of no family"
@@ -161,7 +161,7 @@ def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
 
 
 def _of_layers(layers: Sequence[nn.Module], described: Sequence[LayerKind]) -> Iterator[str]:
-    """Yield how layers differ from the configuration if outputs may not show it."""
+    """Yield differences between layers and configuration that a comparison of outputs may miss."""
     if len(layers) != len(described):
         yield f"it has {len(layers)} layers, and {len(described)} by its configuration"
     for layer, kind in zip(layers, described, strict=False):
@@ -175,7 +175,7 @@ def _of_layers(layers: Sequence[nn.Module], described: Sequence[LayerKind]) -> I
 def _departure(
     module: nn.Module, kinds: set[type[nn.Module]], config: object, weights: tuple[object, ...]
 ) -> str | None:
-    """Return how a module differs; `weights` is the class, dtype and device to expect."""
+    """Return how a module differs; `weights` is the expected class, dtype and device."""
     if type(module) not in kinds:
         return f"is a {_name(module)}, which is not of the library"
     if (problem := forward_change(module)) is not None:
@@ -196,7 +196,7 @@ def _name(module: nn.Module) -> str:
 def _of_code(
     code: Mapping[str, Any], kinds: set[type[nn.Module]], attention: str | None
 ) -> Iterator[str]:
-    """Yield classes and functions of torch and transformers that were replaced."""
+    """Describe classes and functions of torch and transformers that were replaced."""
     for kind in kinds:
         if not class_from_libraries(kind):
             yield f"{kind.__module__}.{kind.__qualname__} runs other code"
@@ -222,7 +222,7 @@ class _LayersDiffer(Exception):
 def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str | None:
     """Return how outputs of a base's modules and of the joined layers differ; None if they agree.
 
-    No adapter is active. The code of the base must have no departures. Lack of memory raises.
+    No adapter is active. The code of the base must not differ from its model type.
     """
     size = sum(p.numel() for layer in layers_of(base) for p in layer.parameters())
     columns = max(_LEAST, min(_MOST, _PRODUCTS // max(1, size)))
@@ -332,7 +332,7 @@ def _same(ours: Tensor, theirs: Tensor, what: str) -> None:
 
 
 def _compare_update(ours: Tensor, theirs: Tensor, before: Tensor, number: int) -> None:
-    """Compare what a layer adds to its input."""
+    """Compare the updates that two versions of layer `number` add to their input `before`."""
     size = torch.maximum(_size(theirs - before), _SHARE * _size(before))
     error = float((_size(ours - theirs) / size.clamp_min(1e-9)).max())
     if not error <= tolerance(theirs):

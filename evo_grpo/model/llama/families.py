@@ -1,9 +1,9 @@
-"""What the decoder layers of a model type compute, described for the fast path.
+"""Describes the decoder layers of model types for the faster forward of the Llama family.
 
-A `Family` says how a model type of transformers differs from Llama: where it has norms, what is
-multiplied, which layers have rotary positions or a window. With a model's configuration it becomes
-a `Description`, from which decoding, the learn pass and the checks choose their operations once, so
-that a model pays for no feature that it lacks.
+A `Family` says how a model type of transformers differs from Llama: in norms, factors, rotary
+positions and windows. `describe` combines a family and a model's configuration into a
+`Description`. Decoding, the learn pass and the checks choose their operations from it once, so
+features that a model lacks cost nothing.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ class Family:
         windows: Which layers have the configured sliding window: none, "all", or by layer "types".
         tables: Whether each type of layer has its own rotary table.
         without_rotary: Whether layers with 0 in `no_rope_layers` have no rotary positions.
-        multipliers: Whether the embeddings, and the outputs of attention and MLP, have factors.
+        multipliers: Whether the embeddings, and the outputs of attention and MLP, are multiplied by
+            factors.
         scale: Factor of the attention scores, from the configuration and the size of a head.
         trunk: Name of the model below the head, after the prefix.
         embedding: Class of the embeddings after the prefix; empty for torch's own.
         activation: Key of the activation in the configuration.
-        kernels: Whether the kernels of `llama.cuda` support it.
-        biases: Whether q, k and v have biases, then whether o has one: a bool or a key of the
-            configuration. None if `training.sizing` does not know the layers' sizes.
+        kernels: Whether the kernels of `llama.cuda` support the family.
+        biases: Two items, each a bool or a key of the configuration: whether q, k and v have
+            biases, and whether o has one. None if `training.sizing` does not know the layers'
+            sizes.
     """
 
     name: str
@@ -122,10 +124,11 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What differs between the layers of one model.
+    """The properties in which the layers of one model may differ.
 
     Attributes:
-        table: Its rotary table: `ALL_LAYERS`, or a type of layers; None without rotary positions.
+        table: The layer's rotary table: `ALL_LAYERS` or a layer type; None without rotary
+            positions.
         window: Number of tokens that a token attends to, itself included; None for all before it.
     """
 
@@ -139,8 +142,8 @@ class Description:
 
     Attributes:
         scale: Factor of the attention scores.
-        gelu: Whether the activation of the MLP's gate is GELU by its tanh; else it is SiLU.
-        embedding_multiplier: Factor of the embeddings, outside of their module.
+        gelu: Whether the MLP's gate uses the tanh approximation of GELU; otherwise SiLU.
+        embedding_multiplier: Factor of the embeddings that their module does not apply.
         residual_multiplier: Factor of the outputs of attention and MLP.
     """
 
@@ -156,7 +159,7 @@ class Description:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The tables of rotary positions, each once."""
+        """The rotary tables of the layers, without repeats."""
         return tuple(dict.fromkeys(k.table for k in self.layers if k.table is not None))
 
     @property

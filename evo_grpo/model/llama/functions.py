@@ -1,4 +1,4 @@
-"""The operations of a decoder layer as autograd functions with few passes over memory.
+"""Autograd functions for the operations of a decoder layer, with few passes over memory.
 
 On small models and CPUs these passes cost more than the matmuls. Each function computes what the
 model's own modules compute, saves fewer tensors for the backward, and writes its gradient in place
@@ -48,7 +48,7 @@ class Span:
 
 
 class RmsNorm(torch.autograd.Function):
-    """y = x / sqrt(mean(x^2) + eps) * w (arXiv:1910.07467), in fp32 inside as in transformers."""
+    """y = x / sqrt(mean(x^2) + eps) * w (arXiv:1910.07467), in fp32 as in transformers."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,7 @@ class HeadNorms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
-        """Overwrite the gradient of the output, which has no other reader."""
+        """Overwrite the gradient of the output, which nothing else uses."""
         groups: tuple[NormGroup, ...] = ctx.groups
         joined, *inverses = ctx.saved_tensors
         (grad,) = grads
@@ -131,7 +131,7 @@ class NormGroup:
 
 
 class Glu(torch.autograd.Function):
-    """SiLU or tanh GELU of gate, times up (arXiv:2002.05202); both are concatenated."""
+    """SiLU(gate) * up, or tanh GELU (arXiv:2002.05202), for concatenated gate and up."""
 
     @staticmethod
     def forward(ctx: Context, both: Tensor, gelu: bool) -> Tensor:
@@ -145,7 +145,7 @@ class Glu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
-        """Overwrite gate and up, which have no other reader, with their gradients."""
+        """Overwrite gate and up, which nothing else uses, with their gradients."""
         both, active = ctx.saved_tensors
         (grad,) = grads
         gate, up = both.chunk(2, dim=-1)
@@ -288,7 +288,8 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the normalized x (..., H), and 1 / sqrt(mean(x^2) + eps) (..., 1) in fp32.
 
-    Half precision rounds before and after the weight, with `rounds_once` only after it.
+    In half precision, results are rounded before and after multiplying by the weight; with
+    `rounds_once`, only after it.
     """
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)

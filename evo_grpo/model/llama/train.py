@@ -1,4 +1,4 @@
-"""The learn pass of the Llama family: the results of the modules in fewer passes.
+"""Runs the learn pass of the Llama family, with fewer passes over memory than the modules.
 
 Every micro-batch adds its gradient to stacked leaves, the A and B of all agents (see
 `evo_grpo.model.llama.adapter_views`); `LlamaForward.collect_gradients` then gives each agent its
@@ -37,8 +37,8 @@ from evo_grpo.model.lora.slots import AdapterSlots
 class LlamaForward:
     """One optimizer step, or one pass without gradient, over the joined layers.
 
-    Adapters are in the order of the rows: None is the base alone; a repeated adapter is stacked
-    once. With `recompute`, only the input of each layer is kept for the backward.
+    `adapters` are in the order of their rows; None is the base alone, and a repeated adapter is
+    stacked once. With `recompute`, only the input of each layer is kept for the backward.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LlamaForward:
         return self._layers(x, spans, prefix)
 
     def _chunks(self, ids: Tensor, counts: tuple[int, ...]) -> Chunks:
-        """Return the chunks of ids (B, T), with `counts` rows of each adapter of the layout."""
+        """Return the chunks of ids (B, T) that have `counts[i]` rows of the layout's adapter i."""
         ranks = [adapters.a.shape[1] for adapters in self._views.joined.values() if adapters]
         chunks = make_chunks(counts, ids.shape[1], max(ranks, default=0), ids.device)
         indices = [self._places[name] for name in self._current.adapters]
@@ -123,7 +123,7 @@ class LlamaForward:
         spans: Callable[[str | None], tuple[Span, ...]],
         prefix: SharedPrefix | None = None,
     ) -> Tensor:
-        """Run all layers; `spans` returns the spans for a rotary table."""
+        """Run all layers on x (M, H); `spans` maps a rotary table to the spans of the batch."""
         w = self.weights
         kinds = w.description.layers
         attentions = {
@@ -233,7 +233,7 @@ def normalized_heads(d: Description, layer: JoinedLayer, joined: Tensor) -> Tens
 def heads_one_by_one(
     d: Description, layer: JoinedLayer, joined: Tensor, norm: Callable[[Norm, Tensor], Tensor]
 ) -> Tensor:
-    """Apply the norms of q and k as `normalized_heads` does, each by the function `norm`."""
+    """Apply the norms of q and k as `normalized_heads` does, calling `norm` for each."""
     *parts, v = joined.split([n * d.head_dim for n in (d.heads, d.kv_heads, d.kv_heads)], dim=-1)
     rows = (-1,) if d.family.head_norms == "all" else (-1, d.head_dim)
     normed = [
@@ -244,7 +244,7 @@ def heads_one_by_one(
 
 
 def _groups(d: Description, layer: JoinedLayer) -> tuple[NormGroup, ...]:
-    """Return the features that the norms of q and k act on."""
+    """Return the groups of features that the norms of q and k normalize."""
     q, k = layer.head_norms
     weights = q.weight, k.weight
     if d.family.head_norms == "each":

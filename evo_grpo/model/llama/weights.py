@@ -1,6 +1,6 @@
-"""The layers of the Llama family with joined linear layers, for fast decoding and learning.
+"""Joins linear layers of the Llama family, for fast decoding and learning.
 
-q, k and v are one matmul, and so are gate and up; parameters become views of joined buffers.
+q, k and v become one matmul, and gate and up another; parameters become views of joined buffers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Norm:
 
     Attributes:
         one_plus: Whether the factor is 1 + weight.
-        rounds_once: Whether it rounds to half precision only after the factor.
+        rounds_once: Whether results are rounded to half precision only after multiplying by the
+            factor.
     """
 
     module: Any
@@ -77,7 +78,7 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any, family: Family) -> Norm:  # noqa: ANN401 -- a norm of the family
-        """Return a norm of a family's model."""
+        """Return the description of a norm module of a family."""
         return cls(module, family.one_plus, family.rounds_once)
 
     @property
@@ -88,19 +89,19 @@ class Norm:
 
     @property
     def eps(self) -> float:
-        """What is added to the mean square."""
+        """The number added to the mean square."""
         fields = vars(self.module)
         return float(fields["variance_epsilon"] if "variance_epsilon" in fields else fields["eps"])
 
 
 @dataclass
 class JoinedLayer:
-    """One decoder layer.
+    """A decoder layer with joined linear layers.
 
     Attributes:
-        norms: Those before and after the attention, before and after the MLP; None if missing.
-        head_norms: Those of q and k; empty if missing.
-        out: Output projection of the attention; `down` is that of the MLP.
+        norms: Norms before and after the attention, before and after the MLP; None if missing.
+        head_norms: Norms of q and k; empty if missing.
+        out: Output projection of the attention; `down` is the output projection of the MLP.
         gate_up: Gate and up projections of the MLP.
     """
 
@@ -138,7 +139,7 @@ class JoinedLayer:
         )
 
     def serves(self, layer: Any, family: Family) -> bool:  # noqa: ANN401 -- as above
-        """Return whether a layer still has these norms and this memory of weights."""
+        """Return whether a layer still has these norms, and views of these joined weights."""
         norms = (*self.norms, *self.head_norms)
         present = (*norms_of(layer, family), *head_norms_of(layer, family))
         if any((n and n.module) is not module for n, module in zip(norms, present, strict=True)):
@@ -225,12 +226,12 @@ def layers_of(base: SharedBase) -> list[Any]:
 
 
 def norms_of(layer: Any, family: Family) -> tuple[Any, ...]:  # noqa: ANN401 -- a decoder layer of the family
-    """Return the norms of a layer in the order of `Family.norms`; None for none."""
+    """Return the norms of a layer in the order of `Family.norms`; None for a missing norm."""
     return tuple(getattr(layer, name) if name else None for name in family.norms)
 
 
 def head_norms_of(layer: Any, family: Family) -> tuple[Any, ...]:  # noqa: ANN401 -- a decoder layer of the family
-    """Return the norms of q and k; empty for none."""
+    """Return the norms of q and k; empty if the layer has none."""
     attention = layer.self_attn
     return (attention.q_norm, attention.k_norm) if family.head_norms else ()
 

@@ -1,1 +1,1 @@
-"""LoRA slots through PEFT, and LoRA configurations on paper."""
+"""LoRA slots, which are adapters of PEFT, and operations on LoRA configurations."""

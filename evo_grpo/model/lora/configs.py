@@ -1,7 +1,7 @@
-"""LoRA configurations: read, check, compare and merge them; no slot is touched.
+"""Reads, checks, compares and merges LoRA configurations, without changing any slot.
 
-The population forward serves plain LoRA on linear layers, but PEFT's own forward applies all
-settings, so the trained adapter would differ from the saved one. All other settings are therefore
+The population forward computes plain LoRA on linear layers, while PEFT's forward applies all
+settings, so the trained adapter would differ from the saved one. Other settings are therefore
 refused. Adapted modules are compared by their full names, since a regular expression, a list and
 "all-linear" may select the same modules.
 """
@@ -97,7 +97,8 @@ _Alpha = int | Annotated[float, Field(allow_inf_nan=False)]
 class _Fields:
     """The fields of adapter_config.json that affect an adapter's output or are compared.
 
-    Refused settings (`_LEFT_OUT`) are read without conversion, those of initialisation not at all.
+    Refused settings (`_LEFT_OUT`) are read without conversion; settings of the initialisation are
+    not read.
     """
 
     peft_type: str
@@ -263,7 +264,7 @@ def _features(module: Any) -> tuple[int, int]:  # noqa: ANN401 -- as above
 
 
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return modules by their first full name, without those that PEFT puts into a layer."""
+    """Return a model's modules by their first full name, without those that PEFT adds."""
     modules: dict[str, nn.Module] = {}
     visited: set[nn.Module] = set()
     waiting = [("", model)]
@@ -284,9 +285,10 @@ def own_modules(model: nn.Module) -> dict[str, nn.Module]:
 def merged_config(
     theirs: LoraConfig, ours: LoraConfig, wanted: Collection[str], live: Collection[str]
 ) -> tuple[LoraConfig, list[str]]:
-    """Return the larger rank, the union of the modules, and our value of everything else.
+    """Merge two configurations: larger rank, union of modules, other fields of `ours`.
 
-    Also returns a line per ignored value. `wanted` and `live` are module names, theirs and ours.
+    Also returns a line for each ignored value of `theirs`. `wanted` and `live` are the full module
+    names of `theirs` and `ours`.
     """
     merged = copy.deepcopy(ours)
     merged.r = max(theirs.r, ours.r)
@@ -334,7 +336,7 @@ def _of_pattern(pattern: dict[str, Any] | None, module: str, otherwise: Any) -> 
 
 
 def layer_of(key: str) -> str:
-    """Return the name in `AdapterSlots.layers` of the layer of an adapter's tensor."""
+    """Return the key in `AdapterSlots.layers` of an adapter tensor's layer."""
     return key.split(".lora_")[0]
 
 
@@ -349,7 +351,7 @@ def _scaling(config: LoraConfig) -> float:
 
 
 def _narrowing(config: LoraConfig, field: str) -> object:
-    """Return a field's value; None if missing or empty, as PEFT sees both; 0 is a layer."""
+    """Return a field's value; None if it is missing or empty. 0 is a value: the first layer."""
     value = getattr(config, field, None)
     return value if value or value == 0 else None
 

@@ -1,4 +1,4 @@
-"""The two files of a PEFT folder."""
+"""Reads and writes the two files of a PEFT folder."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Takes adapters from PEFT folders into slots, and from a PeftModel given as the model.
+"""Loads adapters from PEFT folders, or from a PeftModel given as the model, into slots.
 
 Configurations that differ from the slot's are refused or merged. The merged configuration has the
 larger rank and the union of the modules; rank_pattern must be equal, and all other fields keep the
 slot's value, with a warning. Smaller matrices are copied to the top-left corner of those of a new
-slot. For ranks and modules that the checkpoint lacks, A is random and B is zero: this adds nothing
-but has a gradient, unlike two zeros. The scale depends on lora_alpha and rank; a merge that changes
-it warns.
+slot. For ranks and modules that the checkpoint lacks, A is random and B is zero: the output stays,
+and, unlike with two zeros, B gets a gradient. The scale depends on lora_alpha and rank; a merge
+that changes it warns.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class AdapterPlan:
     Attributes:
         state: Every tensor of the slot, by PEFT's file keys.
         config: New configuration of the slot; None for no change.
-        shapes: Shapes of the slot's parameters afterwards by PEFT's file keys, in their order.
-        own: Shapes of the adapter's tensors as read.
+        shapes: Shapes of the slot's parameters after `apply`, by PEFT's file keys, in the order of
+            the parameters.
+        own: Shapes of the adapter's tensors as they were read.
     """
 
     slots: AdapterSlots
@@ -144,7 +145,7 @@ def plan_copy(
 def _check_tensors(
     state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], what: str, base: str
 ) -> None:
-    """Refuse tensors other than A and B of the layers that their configuration names."""
+    """Raise an error unless the tensors are the A and B of the layers in their configuration."""
     for key in sorted({*shapes, *state}):
         tensor = state.get(key)
         # Torch does not compute in floats of 8 bits.
@@ -171,7 +172,7 @@ def fit_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> None:
 
 
 def padded(value: Tensor, fresh: Tensor) -> Tensor:
-    """Return `fresh` with a smaller `value` in its top-left corner, else `value` itself."""
+    """Return `value`, or `fresh` with `value` in its top-left corner if `value` is smaller."""
     fits = value.ndim == fresh.ndim and all(
         a <= b for a, b in zip(value.shape, fresh.shape, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Changes rank, alpha and layers of adapters, keeping what was learned; averages adapters.
+"""Changes rank, alpha and layers of adapters, keeping their outputs; averages adapters.
 
 An adapter adds s B A to a layer, where s is lora_alpha / r, or lora_alpha / sqrt(r) with rslora.
 
@@ -40,7 +40,7 @@ class Resized:
 
     Attributes:
         error: Relative error of the cut, in the Frobenius norm over all layers; None without a cut.
-        factors: Factor on each tensor kept from before, perhaps grown, by PEFT's file keys.
+        factors: Factor applied to each kept or grown tensor, by PEFT's file keys.
     """
 
     error: float | None
@@ -50,9 +50,9 @@ class Resized:
 def with_rank(
     config: LoraConfig, run: LoraConfig, r: int | None, alpha: float | None
 ) -> LoraConfig:
-    """Return a configuration with rank `r` and `alpha`; None keeps the rank.
+    """Return a configuration with rank `r` and `alpha`; `r` None keeps the rank.
 
-    Without `alpha`, it follows from the configuration `run` of the run: in proportion to the rank,
+    With `alpha` None, alpha is that of the run's configuration `run`, times the ratio of the ranks,
     so that the scale alpha / r is the same for all ranks. With rslora it is the alpha of the run.
     """
     changed = copy.deepcopy(config)
@@ -116,11 +116,11 @@ def grown(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cut(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the nearest product of a smaller rank, and the singular values of B A, sorted.
+    """Return A and B of a smaller rank, nearest to B A, and the sorted singular values of B A.
 
     A is (R, in), B (out, R), and `fresh` an initial A (R', in), R' <= R, in the dtype of the
-    result. A rank beyond that of the product gets an initial row of A and a zero column of B: two
-    zeros would never learn.
+    result. If R' exceeds the rank of B A, the remaining rows of A are initial rows and the columns
+    of B zero: if both were zero, neither would have a gradient.
     """
     # The R singular values of the product are those of a small matrix (R, R).
     left, upper = torch.linalg.qr(b.double())
@@ -140,7 +140,7 @@ def cut(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def layer_keys(state: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Return the keys of A and B of each layer, by PEFT's file keys."""
+    """Return the pair of PEFT's file keys of A and B for each layer."""
     return [(key, key.replace(".lora_A.", ".lora_B.")) for key in state if ".lora_A." in key]
 
 
@@ -170,9 +170,9 @@ def mix_products(slots: AdapterSlots, sources: Sequence[str], target: str) -> No
     """Write the mean of the products s B A of two or more slots to another slot.
 
     The mean of A and of B (`mix_slots`) depends on how the products are factored. The target gets
-    the configuration of the source with the largest rank, and the modules of all. The mean, whose
-    rank is the sum of all, is cut to that rank. A source without a module adds zero there. The
-    decompositions run on the CPU in float64.
+    the configuration of the source with the largest rank, and the modules of all sources. The mean,
+    whose rank is the sum of their ranks, is cut to the largest rank. In a module that a source does
+    not adapt, its product is zero. The decompositions run on the CPU in float64.
     """
     widest = max(sources, key=lambda name: slots.lora_config(name).r)
     states = [slots.state(name) for name in sources]
@@ -198,9 +198,9 @@ def mix_products(slots: AdapterSlots, sources: Sequence[str], target: str) -> No
 
 
 def _balance(a: Tensor, b: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale A to about the size of `like`, and B inversely, so that the product stays.
+    """Scale A to about the size of `like`, and B by the inverse, so that B A is unchanged.
 
-    The size of A sets the product's pace under AdamW. The factor is a power of two, so exact.
+    The size of A determines how fast AdamW changes B A. The factor is a power of two.
     """
     size, target_size = float(a.norm()), float(like.norm())
     if not (size > 0 and target_size > 0 and math.isfinite(size / target_size)):

@@ -100,7 +100,7 @@ class AdapterSlots:
         self._begin(name)
 
     def _begin(self, name: str) -> None:
-        """Register a slot with its present parameters."""
+        """Register a slot with its current parameters."""
         self.mark_changed(name)
         self.derived.clear()
         for parameter in self._params[name].values():
@@ -149,7 +149,7 @@ class AdapterSlots:
         return next((kind for kind in self._kinds if kind.makes(settings)), None)
 
     def _slot_like(self, settings: LoraConfig) -> str | None:
-        """Return a slot of these settings, rank and alpha aside; None without one."""
+        """Return a slot whose settings differ at most in rank and alpha; None if there is none."""
         kind = self._kind_of(settings)
         usable = (n for n in (kind.slots if kind else ()) if n not in self.reserved)
         return next(usable, None)
@@ -185,7 +185,7 @@ class AdapterSlots:
     def _set_rank(self, name: str, settings: LoraConfig) -> None:
         """Give a slot new matrices of another rank and alpha, layer by layer, as PEFT draws them.
 
-        Removing and adding the slot would walk over the whole model several times.
+        Removing and adding the slot through PEFT would visit all modules several times.
         """
         config = copy.deepcopy(self.lora_config(name))
         config.r, config.lora_alpha, config.inference_mode = settings.r, settings.lora_alpha, False
@@ -355,11 +355,11 @@ class AdapterSlots:
 
 @dataclass
 class _Kind:
-    """The slots of one configuration, rank and alpha aside.
+    """The slots whose configurations differ at most in rank and alpha.
 
     Attributes:
         config: The configuration of its first slot.
-        written: That configuration as PEFT stores it, with names in place of `all-linear`.
+        written: `config` as PEFT stores it, with names in place of `all-linear`.
         state: The initial tensors of the first slot by PEFT's file keys, on the CPU.
         slots: The existing slots.
     """

@@ -1,4 +1,4 @@
-"""The layers of a base that can carry adapters: those of "all-linear", and sets of them by name.
+"""Finds the layers of a base that can have adapters, and resolves named sets of layers.
 
 A layer must receive the rows of a batch in a known order, since they belong to different agents
 (see `probing.watch_linear_inputs`). Also, PEFT must be able to load what it saves: transformers 5
@@ -117,12 +117,12 @@ def checked_modules(
 
 
 def _unserved(base: SharedBase) -> dict[str, str]:
-    """Return the layers that do not receive rows in a known order, with the layout they get."""
+    """Return the layers whose inputs do not have the rows in a known order, and their layouts."""
     return {n: kind for n, kind in base.linear_inputs.items() if kind not in ("rows", "flat")}
 
 
 def _peft_takes(base: SharedBase, config: LoraConfig, name: str) -> bool:
-    """Return whether PEFT adapts a layer; it refuses a Mamba's output, which is not called."""
+    """Return whether PEFT adapts a layer; it refuses a Mamba's output layer."""
     check = getattr(tuners_utils, "_check_lora_target_modules_mamba", None)
     try:
         if check is not None:
@@ -148,7 +148,7 @@ def _leaves(names: Collection[str]) -> list[str]:
 
 
 def expert_modules(base: SharedBase) -> frozenset[str]:
-    """Return the names of modules that hold experts' weights themselves, found by their class."""
+    """Return the names of modules whose own parameters are experts' weights, by their class."""
     inside = {id(module) for module in base.trunk.modules()}
     return frozenset(
         name
@@ -196,7 +196,8 @@ class TargetSets:
     ) -> LoraConfig:
         """Return a configuration with the layers of a set.
 
-        It is returned unchanged if `present`, the full names of its layers, are already those.
+        The configuration is returned unchanged if `present`, the full names of its layers, are
+        those of the set.
         """
         if present is not None and self.modules(name) == frozenset(present):
             return config

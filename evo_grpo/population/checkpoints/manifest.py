@@ -1,4 +1,4 @@
-"""The parts of a checkpoint beside the adapter: attributes.json and AdamW's moments."""
+"""Reads and writes the attributes.json and AdamW's moments of a checkpoint."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ _OWN = (ATTRIBUTES, OPTIMIZER, CONFIG, WEIGHTS, "actor", "reference", "base")
 class _Attributes:
     """The content of attributes.json.
 
-    `files`: the SHA-256 of every other file except those of a saved base, by path in the folder.
-    `reference`: "own", "start" (the adapter that the agents started from) or "base".
+    `files` has the SHA-256 of every other file except those of a saved base, by path in the folder.
+    `reference` is "own", "start" (the adapter that the agents started from) or "base".
     """
 
     format: int
@@ -123,7 +123,7 @@ _SCHEMA = TypeAdapter(_Attributes)
 
 
 def refuse_foreign_files(folder: Path) -> None:
-    """Refuse a folder with a link, a pipe or a device as a file; the folder may be a link."""
+    """Raise an error for a link, pipe or device in a folder, which may itself be a link."""
     try:
         for name in _OWN:
             refuse_links(folder / name, MAX_JSON_BYTES)
@@ -132,7 +132,7 @@ def refuse_foreign_files(folder: Path) -> None:
 
 
 def peft_folder(folder: Path) -> Path | None:
-    """Return the adapter folder of a PEFT folder, itself or its actor/; None for a checkpoint.
+    """Return the folder of a plain PEFT adapter: `folder` or its actor/; None for a checkpoint.
 
     A folder with other parts of a checkpoint counts as a checkpoint without its attributes.
     """

@@ -41,7 +41,7 @@ def load_agent(
 ) -> dict[str, Any]:
     """Load an agent into a slot; return its attributes, empty for a PEFT folder.
 
-    The folder was written by `save_agent`, or is a plain PEFT folder (itself or its actor/), whose
+    The folder was written by `save_agent`, or it or its actor/ is a plain PEFT folder, whose
     weights become the actor and the reference. All files are read and checked before the slot
     changes. `load_optimizer` loads AdamW's moments; `overwrite_reference_adapter` uses the actor as
     the reference in any case; `merge_lora_configs` accepts another LoRA configuration.
@@ -99,7 +99,7 @@ def load_agent(
 
 
 def _config(cohort: Cohort, state: AgentState, hparams: Hparams, actor: Path) -> LoraConfig:
-    """Return the configuration that a checkpoint's hyperparameters give the adapter."""
+    """Return an adapter's configuration, given the hyperparameters of a checkpoint."""
     config = adapter_config(cohort.slots, hparams, state.adapter)
     searched = f"{LORA}target_modules" in cohort.hp_config.names()
     if searched and hparams.lora_target_modules is None:
@@ -109,7 +109,7 @@ def _config(cohort: Cohort, state: AgentState, hparams: Hparams, actor: Path) ->
 
 
 def _with_its_own(cohort: Cohort, slot: int) -> Hparams:
-    """Return an agent's hyperparameters with the present rank, alpha and layers of its adapter."""
+    """Return an agent's hyperparameters with the current rank, alpha and layers of its adapter."""
     state = cohort.agents[slot]
     config, hparams = cohort.slots.lora_config(state.adapter), state.hparams
     if hparams.lora_r is not None:
@@ -146,7 +146,7 @@ def _about_reference(
 
 
 def _check_one_adapter(cohort: Cohort, actor: AdapterPlan) -> None:
-    """Refuse other LoRA ranks or modules if all agents train through one DeepSpeed adapter."""
+    """Raise an error for other LoRA ranks or modules if agents share one DeepSpeed adapter."""
     if cohort.together and actor.config is not None:
         raise ConfigError(
             f"checkpoint {actor.origin}: expected the ranks and modules of this population's "

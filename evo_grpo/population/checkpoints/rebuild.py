@@ -51,7 +51,7 @@ _KEYWORDS: dict[str, Rule] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """The parts from which an agent is built.
+    """The settings and objects from which an agent is built.
 
     `settings.model` is None if `model`, the base as an object, is given. `padding` are the
     arguments of the base's `set_padding`, None if it was not called.
@@ -74,9 +74,9 @@ def recipe(
 ) -> Recipe:
     """Return the recipe for a checkpoint's agent; warn of parts that were not saved.
 
-    `trust_remote_code` alone decides whether Python code of the base may run; the checkpoint's own
-    value is ignored. `kind` is the algorithm to build: grpo, gspo or cispo. `zero` is the DeepSpeed
-    stage with which the agent continues, None for stock AdamW.
+    `trust_remote_code` alone decides whether Python code of the base may run; the value in the
+    checkpoint is ignored. `kind` is the algorithm to build: grpo, gspo or cispo. `zero` is the
+    DeepSpeed stage with which the agent continues, None for stock AdamW.
     """
     flag().check("trust_remote_code", trust_remote_code)
     settings = _settings(attributes, folder)
@@ -131,7 +131,7 @@ def _settings(attributes: Mapping[str, Any], folder: Path) -> AgentSettings:
 
 
 def _check_keywords(config: Mapping[str, Any], folder: Path) -> None:
-    """Refuse keywords for `from_pretrained` that are not in `_KEYWORDS`."""
+    """Raise an error for keywords of `from_pretrained` that are not in `_KEYWORDS`."""
     for name, value in config.items():
         rule = _KEYWORDS.get(name)
         if rule is None or not rule.good(value):

@@ -33,8 +33,9 @@ ACTOR_WEIGHTS = f"actor/{WEIGHTS}"
 class Snapshot:
     """The state of an agent at one moment, copied to the CPU so that training can continue.
 
-    `reference` is the frozen reference slot, if the checkpoint contains one; `optimizer` AdamW's
-    moments by file key, empty to omit them; `attributes` attributes.json without the digests.
+    `reference` is the frozen reference slot, if the checkpoint contains one. `optimizer` has
+    AdamW's moments by file key; it is empty to omit them. `attributes` is attributes.json without
+    the digests.
     """
 
     actor: AdapterCopy
@@ -48,7 +49,7 @@ class Snapshot:
         return replace(self, attributes=attributes)
 
     def to_send(self) -> Snapshot:
-        """Return a copy to pickle; pickling views of one buffer would repeat the whole buffer."""
+        """Return a copy for pickling, since pickled views would each contain the whole buffer."""
 
         def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {name: tensor.clone() for name, tensor in tensors.items()}
@@ -122,7 +123,7 @@ def save_agent(
 
 
 def snapshot_again(cohort: Cohort, slot: int, earlier: Snapshot | None) -> Snapshot:
-    """Return an earlier copy with present scores, or a new copy; weights must not have changed."""
+    """Return `earlier` with current scores, or a new copy; weights must not have changed."""
     if earlier is None:
         return snapshot_agent(cohort, slot)
     return earlier.with_history(cohort.agents[slot].history)

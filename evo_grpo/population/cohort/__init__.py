@@ -1,1 +1,1 @@
-"""N agents over one base: the parts that they share, and the state of each agent."""
+"""N agents over one base: their shared parts, and the state of each agent."""

@@ -1,4 +1,4 @@
-"""Copies of agents that play no rounds: the archive, their mean, the state between rounds."""
+"""Makes copies of agents that do not train: the archive, means, the state between rounds."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from evo_grpo.types import Score, Slot
 class LastWholeRound:
     """Keeps the population of a cohort as it was after its latest finished round.
 
-    The copies on the CPU take 12 bytes per parameter of an adapter, 16 with its own reference.
-    Nothing is kept if several processes train, since an error in one ends all of them, or with
-    DeepSpeed, whose state in the middle of a step is unknown. `slots`, without the archive, and the
-    number of finished `rounds` are those of the last call of `keep`.
+    The copies on the CPU take 12 bytes per parameter of an adapter, 16 with its own reference. With
+    several processes nothing is kept, since an error in one ends all of them; nor with DeepSpeed,
+    whose state in the middle of a step is unknown. `slots`, without the archive, and the number of
+    finished `rounds` are those of the last call of `keep`.
     """
 
     def __init__(self, cohort: Cohort) -> None:
@@ -82,7 +82,7 @@ def _restore(cohort: Cohort, before: AgentState, hparams: Hparams, tensors: Pack
 
 
 def add_spare_like(cohort: Cohort, slot: int) -> Slot:
-    """Add a slot that plays no rounds, as a copy of an agent; return the slot."""
+    """Add a slot that does not train, as a copy of an agent; return the slot."""
     state = cohort.agents[slot]
     spare = cohort.add_spare(state.member, state.hparams, state.rank)
     cohort.copy(slot, spare.slot)
@@ -106,8 +106,8 @@ def may_mix(cohort: Cohort, first: int, second: int) -> bool:
     """Return whether the mean of two agents can be taken.
 
     Their adapters must have equal shapes, or the rank or the modules must be searched. On several
-    ranks no agent has loaded an adapter with other modules, so the named sets are sufficient, also
-    for agents whose weights are on other ranks.
+    ranks, agents cannot load adapters with other modules, so comparing the named sets is sufficient
+    for agents on other ranks too.
     """
     if f"{LORA}target_modules" in cohort.hp_config.names():
         return True
@@ -122,9 +122,10 @@ def may_mix(cohort: Cohort, first: int, second: int) -> bool:
 def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
     """Write the mean of the adapters of agents of this rank, `sources`, to the slot `target`.
 
-    The mean is taken of A and of B. If the rank, alpha or modules are searched, the bases of A and
-    B may differ between agents; then it is taken of the products B A, with the largest rank and the
-    modules of all agents. Modules that are no named set get no name.
+    The mean is taken of A and of B. If the rank, alpha or modules are searched, A and B of
+    different agents may not correspond; then the mean is taken of the products B A, with the
+    largest rank and the modules of all agents. `lora_target_modules` is None if the modules are no
+    named set.
     """
     states = [cohort.agents[slot] for slot in sources]
     names, into = [state.adapter for state in states], cohort.agents[target]

@@ -1,6 +1,6 @@
 """Defines the cohort: the parts that the agents of a population share, and the agents' states.
 
-The classes of the API (GRPO, Population) are handles on a cohort; the round loop uses it directly.
+The classes of the API (GRPO, Population) refer to a cohort; the round loop uses it directly.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from evo_grpo.types import CompletionGroup, Member, Prompt, Slot
 
 
 class Cohort:
-    """N agents over one base.
+    """N agents over one base, with the parts that they share.
 
-    `objects` names the parts given as objects instead of settings: model, tokenizer, lora.
-    `engine` creates the rollout engine at its first use. The agents are divided among the ranks of
-    `team`. `accelerator` is the user's, with the DeepSpeed stage of the settings.
+    `objects` names the parts given as objects instead of settings: model, tokenizer, lora. `engine`
+    creates the rollout engine at its first use. The agents are divided among the ranks of `team`.
+    `accelerator` is the user's Accelerator, with the DeepSpeed stage of the settings.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Cohort:
         return parts
 
     def place(self, slots: Sequence[Slot], *, weights: bool = True) -> None:
-        """Distribute the agents of the next round among shards, and move each to its rank.
+        """Distribute the agents of the next round among shards, and move each to its shard's rank.
 
         All ranks make the same call. Without `weights`, moved agents lose their weights.
         """
@@ -152,7 +152,7 @@ class Cohort:
 
     @property
     def max_output_tokens(self) -> int:
-        """Largest limit of completion tokens in force for any agent."""
+        """Largest limit of completion tokens of any agent."""
         longest = self.settings.algorithm.longest_output(self.hp_config)
         return longest or self._hint or DEFAULT_OUTPUT_TOKENS
 
@@ -162,7 +162,7 @@ class Cohort:
 
     @property
     def engine(self) -> RolloutEngine:
-        """The rollout engine, awake."""
+        """The rollout engine, after `wake`."""
         engine = self.open_engine()
         engine.wake()
         return engine
@@ -182,7 +182,7 @@ class Cohort:
             engine.close()
 
     def reduced(self) -> dict[str, int]:
-        """Return the bounds that were lowered to save memory, with their present values."""
+        """Return engine settings that were lowered to save memory, with their current values."""
         decoded: int | None = getattr(self._engine, "reduced", None)
         bounds = {
             "max_tokens_per_microbatch": self.learner.reduced,
@@ -199,15 +199,15 @@ class Cohort:
 
     @property
     def context_length(self) -> int | None:
-        """Longest prompt plus completion, None if neither the model nor the settings limit it."""
+        """Maximum tokens of prompt plus completion; None if neither model nor settings limit it."""
         lengths = [self.settings.algorithm.max_model_len, self.base.context_length]
         return min((length for length in lengths if length), default=None)
 
     def adapt_to(self, env: Environment[Any]) -> None:
         """Adopt the defaults of an environment, check its prompts, and load its reward models.
 
-        The environment provides the tokenizer if the base has none, the completion length, and the
-        searched weights and names that an agent lacks.
+        These are the tokenizer if the base has none, the completion length, and the searched
+        weights and names that an agent lacks.
         """
         self.overlap.takes_turns(env)
         check_prompts(env, self.hp_config)
@@ -227,12 +227,12 @@ class Cohort:
             env.prepare_rewards(str(self.base.device))
 
     def next_call(self) -> int:
-        """Count calls that are not part of a round, so that each has a separate random stream."""
+        """Return a number that gives a call outside of rounds a separate random stream."""
         self.calls += 1
         return self.calls
 
     def add(self, hparams: Hparams, shard: int = 0) -> AgentState:
-        """Add an agent with the policy of the base, on the rank that computes a shard."""
+        """Add an agent with the policy of the base, on the rank of a shard."""
         member = Member(id=self.next_member, agent=Slot(self.next_slot))
         self.next_member += 1
         state = self.add_spare(member, hparams, shard % self.team.size)
@@ -240,7 +240,7 @@ class Cohort:
         return state
 
     def add_spare(self, member: Member, hparams: Hparams, rank: int = 0) -> AgentState:
-        """Add a slot that plays no rounds, for weights that are kept or compared."""
+        """Add a slot that does not train, for weights that are kept or compared."""
         slot = Slot(self.next_slot)
         self.next_slot += 1
         hparams = hparams.with_weights(self._reward_weights)
@@ -256,7 +256,7 @@ class Cohort:
         return self.agents[slot]
 
     def remove(self, slot: int) -> None:
-        """Drop an agent and free its slot's memory."""
+        """Remove an agent and free its slot's memory."""
         if len(self.agents) == 1:
             raise ConfigError(f"agent {slot}: is the only one; add another before removing it")
         state = self.agents.pop(slot)
@@ -278,7 +278,7 @@ class Cohort:
             state.has_reference = True
 
     def freeze_reference(self, slot: int) -> None:
-        """Make the present policy of an agent its reference."""
+        """Make the current policy of an agent its reference."""
         self.add_reference(slot)
         state = self.agents[slot]
         copy_slot(self.slots, state.adapter, state.reference)
@@ -304,7 +304,7 @@ class Cohort:
     def set_hparams(self, slot: int, hparams: Hparams) -> None:
         """Set an agent's hyperparameters, after `check_hparams`; resize its adapter if necessary.
 
-        The optimizer gets the new lr, and keeps moments as `resize` says.
+        The optimizer gets the new lr; for its moments see `resize`.
         """
         self.check_hparams(hparams)
         state = self.agents[slot]
@@ -405,7 +405,8 @@ class Cohort:
     ) -> list[list[CompletionGroup]]:
         """Sample the same prompts for many agents in one call; return their groups, one per prompt.
 
-        The slot is appended to `stream`. `samples` and `sampling` of None are those of each agent.
+        The slot is appended to `stream`. If `samples` or `sampling` is None, each agent uses its
+        own values.
         """
         requests = [self.request(slot, stream, samples, sampling) for slot in slots]
         return self.rollout([replace(request, prompts=prompts) for request in requests])

@@ -1,8 +1,8 @@
 """Keeps agents that do not compute in host memory, with `engine.offload_adapters`.
 
-Agents compute part by part (see `deal`). The weights, references and AdamW's moments of the
-present part are on the device, and those of the next part are copied there meanwhile. All other
-agents are in host memory, pinned on CUDA.
+Agents compute part by part (see `deal`). The weights, references and AdamW's moments of the current
+part are on the device, and those of the next part are copied there meanwhile. All other agents are
+in host memory, pinned on CUDA.
 
 A slot is never divided between device and host. Its parameters stay the same objects, and only
 their `data` changes, so copies, checkpoints and changes of rank work wherever the slot is.
@@ -34,7 +34,7 @@ _ALIGNED = 16
 class _Prefetched:
     """A prefetched slot: copied to the device, while the slot itself is still in host memory.
 
-    `version` and `moments` are those of the slot when it was copied, `tensors` the copies.
+    `version` and `moments` are the slot's when it was copied; `tensors` are the copies.
     """
 
     version: int
@@ -46,7 +46,7 @@ class _Prefetched:
 class Offload:
     """Moves agents between a device and host memory; new slots begin in host memory.
 
-    `agents` is a live mapping, which includes later agents. `order` has the parts of the agents of
+    `agents` is a mapping to which later agents are added. `order` has the parts of the agents of
     this process, in the order in which they compute.
     """
 
@@ -66,7 +66,8 @@ class Offload:
     def bring(self, agents: Iterable[int]) -> None:
         """Bring agents, and the rest of their part, to the device; prefetch the next part.
 
-        All other agents return to host memory. Slot -1, the base without an adapter, needs nothing.
+        All other agents return to host memory. Slot -1 is the base without an adapter; nothing is
+        copied for it.
         """
         computing = set(agents)
         numbers = [i for i, part in enumerate(self.order) if not computing.isdisjoint(part)]
@@ -186,7 +187,7 @@ class Offload:
         return dict.fromkeys(names)
 
     def _at(self, name: str) -> set[torch.device]:
-        """Return the devices that hold a slot: one, or both if Ctrl-C interrupted a move."""
+        """Return the devices that have tensors of a slot: both if Ctrl-C interrupted a move."""
         return {tensor.device for tensor in self._tensors(name)}
 
     @contextmanager

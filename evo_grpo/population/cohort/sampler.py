@@ -16,7 +16,7 @@ from evo_grpo.types import CompletionGroup
 
 @final
 class PopulationSampler:
-    """Samples for N policies, agents or the bare base, with one request each."""
+    """Samples from N policies, each an agent or the base alone, with one request each."""
 
     def __init__(self, cohort: Cohort, requests: Sequence[RolloutRequest]) -> None:
         self._cohort = cohort
@@ -44,8 +44,9 @@ class PopulationSampler:
     ) -> PopulationSampler:
         """Return a sampler for comparisons, in which all policies sample with the same draws.
 
-        A slot of None is the base model without an adapter. Sampling uses no top-k or top-p; each
-        agent has its own longest completion, the base that of the run. `stream` is shared.
+        A slot of None is the base model without an adapter. Sampling uses no top-k or top-p. Each
+        agent has its own limit of completion tokens, the base that of the run. All policies use the
+        same `stream`.
         """
         sampling = Sampling(
             temperature=temperature,

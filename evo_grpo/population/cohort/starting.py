@@ -1,4 +1,4 @@
-"""Checks that precede the creation of agents over a base, and the adapters agents start from."""
+"""Checks a base and settings before agents are created, and loads the start adapter."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_adapters(cohort: Cohort) -> None:
 def check_widths(cohort: Cohort, *, given: bool) -> None:
     """Check that no LoRA rank is above the width of a layer; requires agents.
 
-    `given` says whether the agents start from an adapter, which brings its own rank.
+    `given` says whether the agents start from an adapter, which determines their rank.
     """
     layer = narrowest(cohort.slots)
     if layer is None:
@@ -86,7 +86,7 @@ def start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> Non
 
 
 def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> None:
-    """Refuse ranks with different bases or start adapters; all ranks call this before dividing."""
+    """Raise an error if bases or start adapters differ among ranks; all ranks call this."""
     if team.size == 1:
         return
     adapter = None if start is None else hashlib.sha256(save(start.state) + start.config_json())
@@ -107,7 +107,7 @@ def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> 
 
 
 def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
-    """Determine whether the base can be run, and by which path; all ranks use the same path.
+    """Choose how to run the base, the same way on all ranks; raise an error if it cannot run.
 
     Call this before the base is divided among ranks: an operation that the model lacks would
     interrupt a pass. vLLM reads the model's files and ignores changes to the object.

@@ -38,7 +38,8 @@ COUNTERS = ("steps", "dead_steps", "reference_updates")
 class Packed:
     """The parts of an agent that are sent between ranks; fields are as in `AgentState`.
 
-    `reference` is None for an agent without its own; `moments` are by parameter position.
+    `reference` is None for an agent without its own reference. The keys of `moments` are parameter
+    positions.
     """
 
     actor: AdapterCopy
@@ -53,18 +54,19 @@ class AgentState:
 
     Attributes:
         slot: Index within the cohort, >= 0, never reused.
-        optimizer: AdamW over its slot only, without parameters for an agent of another rank.
-            `initial_lr` of its group, torch's name, is the only place that stores an agent's lr.
-        history: Scores of the present member, latest last.
+        optimizer: AdamW over its slot only, without parameters for an agent of another rank. An
+            agent's lr is stored only as `initial_lr` of its parameter group.
+        history: Scores of the current member, latest last.
         steps: GRPO steps taken by this slot.
         dead_steps: Latest steps in a row in which all its groups had equal rewards.
-        rank_error: Relative error of the cut of its LoRA rank before this round; None without a
-            cut, and in processes that do not have the agent.
+        rank_error: Relative error of reducing its LoRA rank before this round; None if it was not
+            reduced, and on ranks without the agent's weights.
         last: Metrics of the last learn call.
         reference_updates: Argument of the last call of `set_reference_policy`.
         has_reference: Whether it has its own frozen reference slot.
         hooks: Called after a mutation of one of its hyperparameters.
-        rank: The process that has its weights and trains it; all have the rest of its state.
+        rank: The process that has its weights and trains it; all processes have the rest of its
+            state.
         shard: Agents of one shard generate and learn in one batch.
     """
 
@@ -85,7 +87,7 @@ class AgentState:
 
     @property
     def hparams(self) -> Hparams:
-        """Its hyperparameters. The lr is that of the optimizer, which `update_lr` may have set."""
+        """The agent's hyperparameters, with the optimizer's lr, which `update_lr` may have set."""
         lr = self.optimizer.param_groups[0]["initial_lr"]
         if lr != self._hparams.lr:
             self._hparams = self._hparams.replace(lr=lr)
@@ -114,7 +116,7 @@ class AgentState:
         return lr_factor(schedule, self.steps, self.hparams.warmup_proportion)
 
     def prepare_step(self, schedule: LRSchedule | None) -> None:
-        """Give the optimizer the agent's values for its next step; its moments stay."""
+        """Set lr, betas and weight decay of the optimizer for its next step; keep its moments."""
         hparams, factor = self.hparams, self.lr_factor(schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = hparams.lr * factor
@@ -122,7 +124,7 @@ class AgentState:
             group["betas"] = hparams.adam_betas
 
     def standing(self) -> Standing:
-        """Return the standing of the agent, the view of it that evolution uses."""
+        """Return the agent's standing, which has what evolution needs."""
         return Standing(self.slot, self.member, self.hparams, self.history)
 
     @property
@@ -176,7 +178,7 @@ def inherit(parent: torch.optim.Optimizer, child: torch.optim.Optimizer) -> None
 def packed(slots: AdapterSlots, state: AgentState, *, moments: bool) -> Packed:
     """Copy an agent's tensors to the CPU, with or without AdamW's moments.
 
-    They take 4 bytes per parameter, 12 with moments, 16 with moments and a reference.
+    The copies take 4 bytes per parameter, 12 with moments, 16 with moments and a reference.
     """
     reference = slots.snapshot(state.reference) if state.has_reference else None
     states = state.optimizer.state_dict()["state"] if moments else {}
@@ -233,7 +235,7 @@ def check_rank(slots: AdapterSlots, hparams: Hparams) -> None:
 def adapter_config(slots: AdapterSlots, hparams: Hparams, adapter: str | None = None) -> LoraConfig:
     """Return the configuration of an agent's adapter, changed by its hyperparameters.
 
-    `adapter` is its slot; None stands for a new adapter with the run's configuration.
+    `adapter` is the agent's slot; None means a new adapter with the run's configuration.
     """
     run, targets = slots.config, hparams.lora_target_modules
     config = run if adapter is None else slots.lora_config(adapter)
@@ -248,7 +250,7 @@ def adapter_config(slots: AdapterSlots, hparams: Hparams, adapter: str | None = 
 def with_choices(hparams: Hparams, space: HyperparameterConfig) -> Hparams:
     """Return an agent's hyperparameters with the first choice for each name that has no value.
 
-    Layers that are no named set stay without a name.
+    `lora_target_modules` is returned unchanged; it is None for layers that match no named set.
     """
     targets = hparams.lora_target_modules
     return with_first_choices(hparams, space).replace(lora_target_modules=targets)
@@ -262,7 +264,7 @@ def resize(
 ) -> None:
     """Give an agent's adapter the rank, alpha and layers of new hyperparameters.
 
-    A larger rank gets moments of 0; AdamW starts afresh after a cut and in added layers.
+    Moments of added ranks are 0. For reduced ranks and added layers, AdamW starts without moments.
     """
     if (hparams.lora_r, hparams.lora_alpha, hparams.lora_target_modules) == (None, None, None):
         return
@@ -290,7 +292,7 @@ def _resized(
     shapes: Mapping[str, torch.Size],
     factors: Mapping[str, float],
 ) -> dict[int, dict[str, Tensor]]:
-    """Return AdamW's moments by parameter position, for parameters that were scaled and have grown.
+    """Return AdamW's moments by parameter position, for parameters that were scaled or grown.
 
     `moments` are by PEFT's file keys. The gradient of c B is that of B divided by c.
     """

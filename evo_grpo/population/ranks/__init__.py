@@ -1,1 +1,1 @@
-"""Ranks: the processes of a run, among which its agents are divided."""
+"""Ranks, which are the processes of a run, among which its agents are divided."""

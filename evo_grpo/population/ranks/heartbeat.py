@@ -1,8 +1,8 @@
 """Detects lost ranks by heartbeats.
 
-A waiting rank cannot tell whether another is slow or dead: a round may take hours, and a stopped
-process keeps its connections. Therefore a thread of each rank writes a sign, a number that grows,
-into the store of torch.distributed about every second, and reads the signs of all other ranks.
+A waiting rank cannot tell whether another rank is slow or dead: a round may take hours, and a
+stopped process keeps its connections. Therefore a thread of each rank increments a number, its
+sign, in the store of torch.distributed about every second, and reads the signs of all other ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ THREAD = "heartbeat"
 class Heartbeat:
     """Writes the signs of one rank into a shared store, and reads those of the other ranks.
 
-    A rank counts as lost after `limit` seconds of silence; `every` is the time between two looks.
+    A rank counts as lost if its sign does not change for `limit` seconds; signs are read every
+    `every` seconds.
     """
 
     def __init__(self, rank: int, size: int, store: Any, limit: float) -> None:  # noqa: ANN401 -- torch exports no Store
@@ -66,8 +67,8 @@ class Heartbeat:
     def wait(self, done: Callable[[float], bool]) -> str:
         """Wait without a time limit for other ranks; return why the wait cannot end, or "".
 
-        `done` waits up to a number of seconds, and returns whether the exchange is over. The reason
-        has no full stop.
+        `done` waits up to a number of seconds, and returns whether the exchange is over. The
+        returned reason has no full stop.
         """
         looks, stalled = self._looks, 0
         while not done(self.every):
@@ -89,7 +90,7 @@ class Heartbeat:
         return self._named(silent=not self._cut_off)
 
     def closed(self) -> str:
-        """Return, after a connection was closed, a clause that names the ended rank, or ""."""
+        """Return a clause that names the rank whose end closed a connection, or ""."""
         for looks in range(_LOOKS_AFTER_END):
             # Name the rank that was silent first: ranks that noticed it may have ended since, and
             # on a busy machine another rank may be late.
@@ -101,7 +102,7 @@ class Heartbeat:
         return ""
 
     def _named(self, *, silent: bool) -> str:
-        """Return a clause that names the most silent rank, else rank 0, which keeps the store."""
+        """Return a clause that names the rank silent for longest, or rank 0, the store's host."""
         most = max(self._missed)
         rank = self._missed.index(most) if most >= _LOOKS_TO_MISS else 0
         time.sleep(

@@ -2,8 +2,8 @@
 
 Messages, of kilobytes, go over a gloo group on the CPU, independent of the devices' backend: gloo
 detects at once that a process has ended. A thread waits for each message, so that the rank can stop
-when `evo_grpo.population.ranks.heartbeat` reports a lost rank. Tensors are sent beside the pickle
-of a value: pickling an adapter takes longer than sending it over 10 Gbit/s, and copies it often.
+when `evo_grpo.population.ranks.heartbeat` reports a lost rank. Tensors are sent separately from the
+pickle of a value, since pickling an adapter takes longer than sending it over 10 Gbit/s.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _AT_ONCE = 1000
 
 @final
 class Ranks(Team):
-    """The ranks of a run in several processes, which communicate over a gloo group; see `Team`."""
+    """The ranks of a run with several processes, connected by a gloo group; see `Team`."""
 
     def __init__(self, rank: int, size: int, group: Any, heartbeat: Heartbeat) -> None:  # noqa: ANN401 -- torch's group
         self.rank = rank
@@ -214,7 +214,7 @@ class Ranks(Team):
     def _finish_passes(self, error: BaseException | None) -> None:
         """Take part in the remaining passes of other ranks before an exchange.
 
-        After an error in the middle of a pass this rank ends instead, and the others detect it.
+        After an error in the middle of a pass, this rank ends instead, which other ranks detect.
         """
         broken = self._broken or (self._lockstep is not None and self._lockstep.broken)
         if error is not None and broken:
@@ -223,7 +223,7 @@ class Ranks(Team):
             self._lockstep.idle()
 
     def check_for_lost_ranks(self) -> None:
-        """Raise an error if a rank is lost for which this one may wait."""
+        """Raise an error if a rank is lost for which this rank may wait."""
         if why := self._heartbeat.lost():
             raise self._lost(why)
 
@@ -250,7 +250,7 @@ class Ranks(Team):
 
 @final
 class _Board:
-    """A `Board` in the store over which the ranks met."""
+    """A `Board` in the store by which the ranks connected."""
 
     def __init__(self, store: Any, ranks: Ranks) -> None:  # noqa: ANN401 -- torch exports no Store
         self._store = store
@@ -313,7 +313,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _wait(begun: Iterable[dist.Work | None]) -> None:
-    """Begin all transfers, then wait for them: one by one, each would cost a round trip."""
+    """Begin all transfers, then wait for them, since one by one each would cost a round trip."""
     for work in list(begun):
         if work is not None:
             work.wait()
@@ -329,7 +329,8 @@ def _of_exchange(error: BaseException) -> bool:
 def end_process(code: int) -> None:
     """End this process now with an exit code, although a thread may still wait for other ranks.
 
-    A wait that returns while Python shuts down would abort the process without the exit code.
+    If the wait returned while Python shuts down, the process would be aborted without the exit
+    code.
     """
     if _is_waiting():
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] -- os._exit leaves them out
@@ -428,7 +429,7 @@ def _join(to_meet: timedelta) -> None:
 def _loopback_store(to_meet: timedelta) -> Any:  # noqa: ANN401 -- torch exports no Store
     """Return a store that listens on the loopback alone, if the ranks meet there; else None.
 
-    torch's own accepts connections on all interfaces. A launcher's store is not replaced.
+    torch's store accepts connections on all interfaces. The store of a launcher is not replaced.
     """
     try:
         address = socket.gethostbyname(os.environ["MASTER_ADDR"])

@@ -1,4 +1,4 @@
-"""The team of ranks of a run: its exchanges, its agents, and passes that all ranks make together.
+"""The team of ranks of a run: exchanges, division of agents, and passes of all ranks.
 
 This module does not import torch, so that the command line can call `is_one_of_several`.
 """
@@ -34,7 +34,7 @@ def is_silent_rank() -> bool:
 
 
 class Team:
-    """The ranks of a run: this class for a single process, `Ranks` for several.
+    """The ranks of a run. This class is for a single process; `Ranks` is for several.
 
     All ranks make the same exchanges in the same order. Between two exchanges each rank works
     independently, and may run any number of passes over a divided base. `rank` is the number of
@@ -72,7 +72,7 @@ class Team:
     def sharing_errors(self) -> AbstractContextManager[None]:
         """Return a context that sends an error of this rank to the others before it is raised.
 
-        The others raise `OtherRankError` at their next exchange.
+        Other ranks raise `OtherRankError` at their next exchange.
         """
         return nullcontext()
 
@@ -87,7 +87,7 @@ class Team:
     def board(self) -> Board | None:
         """Return a new board for small texts of all ranks, None for one process.
 
-        All ranks call this equally often. A rank may use a board at any time, in any thread.
+        All ranks make the same number of calls. A board may be used at any time, in any thread.
         """
         return None
 
@@ -110,11 +110,11 @@ class Team:
 
 
 def deal(agents: Sequence[T], shards: int) -> tuple[tuple[T, ...], ...]:
-    """Distribute agents among S >= 1 shards: neighbours together, as evenly as possible.
+    """Distribute agents among S >= 1 shards, in order and as evenly as possible.
 
-    The agents of a shard generate and learn in one batch, which affects how sums are rounded; so
-    the number of shards is fixed for a run, and any number of ranks gives the same result. The
-    first shards are larger; with fewer agents than shards, the last shards are empty.
+    The agents of a shard generate and learn in one batch, which affects how sums are rounded. The
+    number of shards is fixed for a run, so any number of ranks gives the same result. The first
+    shards are larger; with fewer agents than shards, the last shards are empty.
     """
     least, remainder = divmod(len(agents), shards)
     ends = accumulate((least + (number < remainder) for number in range(shards)), initial=0)
@@ -125,9 +125,9 @@ def side_by_side(transfers: Iterable[T], ends: Callable[[T], tuple[int, int]]) -
     """Order transfers between ranks so that many run at the same time.
 
     Every rank goes through the transfers in this order, and waits in each of its transfers for the
-    other rank. So transfers are divided into consecutive groups in which no rank has two; each
-    joins the earliest group with room. `ends` returns the two ranks of a transfer; a transfer
-    within a rank never waits.
+    other rank. So transfers are divided into consecutive groups in which no rank has two transfers;
+    each transfer is put into the earliest possible group. `ends` returns the two ranks of a
+    transfer; a transfer within a rank never waits.
     """
     groups: list[set[int]] = []
     numbered: list[tuple[int, T]] = []
@@ -144,9 +144,9 @@ def side_by_side(transfers: Iterable[T], ends: Callable[[T], tuple[int, int]]) -
 
 
 class Pass(IntEnum):
-    """The kinds of passes; if ranks request different kinds, the higher one runs first.
+    """The kinds of passes. If ranks request different kinds, the higher kind runs first.
 
-    So a rank with many forwards joins the others in the costly backward. IDLE requests no pass.
+    So all ranks run the costly backward together. IDLE requests no pass.
     """
 
     IDLE = 0
@@ -161,9 +161,9 @@ class Lockstep:
     A divided base is assembled layer by layer in every pass, which requires all ranks. Ranks have
     different numbers of passes, because completions differ in length and rows in number, and a
     single rank may evaluate alone. So before a pass the ranks agree on its kind. Ranks that
-    requested this kind compute; the others only provide their part of the base.
+    requested this kind compute; other ranks only provide their part of the base.
 
-    `highest` sends a number to all ranks, and returns the highest number of all ranks.
+    `highest` sends a number to all ranks, and returns the highest that any rank sent.
     `join_forward` and `join_backward` take part in a pass of other ranks without computing
     anything. `broken` says whether this rank left in the middle of a pass, after which no exchange
     is possible.
@@ -194,7 +194,7 @@ class Lockstep:
 
     @contextmanager
     def _pass(self, kind: Pass) -> Generator[None]:
-        """Record an error in the middle of a pass: the others wait for this rank's part."""
+        """Set `broken` after an error in a pass, in which other ranks wait for this rank's part."""
         if self.broken:
             raise RunFailedError(
                 "engine.base: expected every pass over the sharded base to be finished by all "

@@ -1,1 +1,1 @@
-"""Trains with DeepSpeed's ZeRO through accelerate: one engine, on which agents take turns."""
+"""Trains by DeepSpeed's ZeRO through accelerate, with one engine that agents use in turn."""

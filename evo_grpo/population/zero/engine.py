@@ -5,8 +5,8 @@ and moments into the engine, and ends by copying both back. So agents are added,
 without DeepSpeed, whose engines do not support this; the memory of an agent is its adapter and its
 part of the moments.
 
-The engine's adapter has the largest rank and all layers of any agent. Where an agent has less, A
-and B are zero, and so is their gradient, so they stay zero.
+The engine's adapter has the largest rank and all layers of any agent. In ranks and layers that an
+agent lacks, A and B are zero, and so is their gradient, so they stay zero.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TURN = "turn"
 
 
 class _Parts(nn.Module):
-    """The modules with parameters, which DeepSpeed divides; a call runs the trunk."""
+    """The modules whose parameters DeepSpeed divides; calling it runs the trunk."""
 
     def __init__(self, parts: Sequence[nn.Module], run: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -120,8 +120,8 @@ class ZeroEngine:
     def begin(self, weights_of: str, moments: LocalMoments, group: dict[str, Any]) -> None:
         """Begin an agent's turn; the engine holds its moments until `end`.
 
-        `weights_of` is the agent's slot. Of its AdamW `group`, only lr, betas and weight_decay are
-        used.
+        `weights_of` is the agent's slot, `group` its AdamW's group, of which lr, betas and
+        weight_decay are used.
         """
         with self._writing(), torch.no_grad():
             own = _named(self.slots, weights_of)
@@ -163,14 +163,14 @@ class ZeroEngine:
         self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
 
     def step(self, most: float | None) -> None:
-        """Take a step of AdamW, the gradient clipped to norm `most`; None does not clip."""
+        """Clip the gradient to norm `most` (None for no clipping), and take a step of AdamW."""
         self.engine.optimizer.clip_grad = most or 0.0
         self.engine.step()
         self._make_whole()
 
     @property
     def flats(self) -> list[Tensor]:
-        """The flat tensors that AdamW steps: this process's parts of the adapter."""
+        """The flat tensors that AdamW updates: this process's parts of the adapter."""
         zero = self.engine.optimizer
         return list(
             zero.fp32_partitioned_groups_flat
@@ -252,7 +252,7 @@ class ZeroEngine:
         return self._deepspeed.zero.GatheredParameters(self.parameters, modifier_rank=0)
 
     def _make_whole(self) -> None:
-        """Gather the engine's adapter, because it is read without calling its modules."""
+        """Gather the engine's adapter, which is then read without calling its modules."""
         if self.stage == 3:
             parameter: Any = self.parameters[0]
             parameter.all_gather(self.parameters)

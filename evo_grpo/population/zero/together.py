@@ -41,9 +41,10 @@ from evo_grpo.types import CompletionGroup
 
 @final
 class ZeroOptimizer(torch.optim.Optimizer):
-    """AdamW of one agent: its lr and this process's part of its moments; the engine takes steps.
+    """AdamW of one agent: its lr and this process's part of its moments.
 
-    Its group has lr, betas and weight_decay; moments are padded with zeros to the engine's shapes.
+    The engine takes the steps. The parameter group has lr, betas and weight_decay; moments are
+    padded with zeros to the engine's shapes.
     """
 
     def __init__(self, group: dict[str, Any], engine: ZeroEngine, adapter: str) -> None:
@@ -69,7 +70,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load moments in the format of torch's AdamW; lr and other options are not loaded.
 
-        Parameters without moments get zeros, at the step count that all share in the engine.
+        Parameters without moments get zeros, and the step count that all parameters share in the
+        engine.
         """
         keys = [*self.engine.slots.shapes(self.adapter)]
         by_key = {keys[place]: values for place, values in state_dict["state"].items()}
@@ -158,7 +160,8 @@ def make_zero_training(
 ) -> ZeroTraining:
     """Build the engine of a cohort that has an agent; all processes call this.
 
-    `accelerator` is the user's, with DeepSpeed's plugin for the stage; None creates one.
+    `accelerator` is the user's Accelerator, with DeepSpeed's plugin for the stage; None creates
+    one.
     """
     stage, device = settings.engine.zero, pick_device(settings.engine.device)
     assert stage is not None, "engine.zero"
@@ -196,7 +199,7 @@ def check_equal(team: Team, digest: str, call: str) -> None:
 
 @final
 class _EngineSteps:
-    """Steps of the engine's adapter; see `Updates`."""
+    """Takes optimizer steps on the engine's adapter; see `Updates`."""
 
     def __init__(self, engine: ZeroEngine, team: Team) -> None:
         self.engine, self.team = engine, team
@@ -251,7 +254,7 @@ def _merged(
     merge: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Merge the sums of all processes; a process without counted rows has summed nothing."""
+    """Merge the sums of all processes; a process without counted rows has none."""
     names = dict.fromkeys(name for part in parts for name in part)
     sums = {name: [part[name] for part in parts if name in part] for name in names}
     return {name: reduce(merge, values).to(device) for name, values in sums.items()}
@@ -296,7 +299,7 @@ class DividedSampling(RolloutEngine):
         self.engine.close()
 
     def _first(self, number: int, rank: int) -> int:
-        """Return the first prompt of a request that a rank samples; ranks alternate at prompt 0."""
+        """Return a rank's first prompt in a request; prompt 0 goes to each rank in turn."""
         return (rank + number) % self.team.size
 
     def _mine(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
@@ -315,7 +318,7 @@ class DividedSampling(RolloutEngine):
 
 @final
 class FirstRankPlay:
-    """A play that runs on the first rank, which sends its requests and experiences; see `Play`.
+    """A play on the first rank, which sends requests and experiences to the others; see `Play`.
 
     The user's rewards and environments may be nondeterministic, but ranks that train an agent
     together need equal results. All ranks make the same calls; only the first calls `begin`.

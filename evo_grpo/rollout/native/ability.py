@@ -1,4 +1,4 @@
-"""Probes how a model can be decoded, with two short prompts, once per base.
+"""Finds out how a base can be decoded, by a probe with two short prompts.
 
 Prompts of several lengths in one batch need a model that takes positions and a mask as arguments.
 Some models count the columns of the cache instead, including padding (MPT, the decoders of Bart and
@@ -82,9 +82,9 @@ def ability_of(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
 
 
 def window_of(base: SharedBase) -> int:
-    """Return the reach of a model's shortest local attention in tokens; 0 if it has none.
+    """Return a model's smallest window of local attention in tokens; 0 if it has none.
 
-    In shorter rows a local layer acts as a global one.
+    In rows up to that length, local attention equals global attention.
     """
     config = _text_config(base)
     windows = [
@@ -102,7 +102,7 @@ def window_of(base: SharedBase) -> int:
 
 
 def cached_layers(base: SharedBase) -> int:
-    """Return the number of layers with keys and values."""
+    """Return the number of layers that cache keys and values."""
     config = _text_config(base)
     layers = getattr(config, "num_hidden_layers", None) or getattr(config, "decoder_layers", 0)
     return int(layers or 0)
@@ -145,7 +145,7 @@ def _probed(base: SharedBase, adapted: dict[str, LoraLayer], *, altered: bool) -
 
 
 def _known_problem(base: SharedBase) -> str:
-    """Return why a model would be decoded wrongly where a probe may not show it, or ""."""
+    """Return why a model would be decoded wrongly though a probe may not show it, or ""."""
     for path, module in base.trunk.named_modules():
         # State-space layers of Zamba2 and Nemotron-H of transformers 5 clamp in a forward alone.
         bounds: Any = getattr(module, "time_step_limit", None)
@@ -166,7 +166,7 @@ def _known_problem(base: SharedBase) -> str:
 
 
 def _problem(base: SharedBase, ability: Ability, ids: Tensor) -> str | None:
-    """Return why decoding and one forward differ, or None if they agree."""
+    """Return how decoding and one forward differ, or None if they agree."""
     equal = ability is Ability.EQUAL_LENGTHS
     try:
         try:

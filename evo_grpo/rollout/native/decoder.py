@@ -1,9 +1,9 @@
-"""Decoders: the model and cache behind the decode loop.
+"""Decoders, which run the model and hold the cache for the decode loop.
 
 `ModuleDecoder` runs a transformers model through its modules, with prompts of all lengths in one
 batch. `EqualLengthDecoder` runs models that padding would mislead, one prompt length at a time.
 `LlamaDecoder` (in evo_grpo/model/llama/decode.py) computes the same for the Llama family with a
-third of the operations. One test suite covers all three.
+third of the operations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Decoder(Protocol):
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return the final hidden states (NP, H) at the last token of each prompt.
 
-        Prompts (NP, Tp) int64 are padded on the right; `lengths` (NP,) are without padding.
+        Prompts `ids` (NP, Tp) int64 are padded on the right; `lengths` (NP,) exclude padding.
         """
         ...
 
@@ -44,7 +44,8 @@ class Decoder(Protocol):
     def reserve(self, columns: int) -> int | None:
         """Prepare for steps that use at most `columns` columns of the cache.
 
-        Returns a number that is equal while one CUDA graph can serve the steps; None if none can.
+        Returns a number that stays the same as long as one CUDA graph can be used; None without
+        graphs.
         """
         ...
 
@@ -63,7 +64,8 @@ class RefillDecoder(Decoder, Protocol):
     def refill(self, arrived: Self | None, moves: Refill) -> int:
         """Add the rows of prompts from `beside`, and remove columns to which no row attends.
 
-        `arrived` is used up; it is None if no row joins. Returns the number of columns then in use.
+        `arrived` must not be used afterwards; it is None if no row joins. Returns the number of
+        columns then in use.
         """
         ...
 
@@ -117,7 +119,7 @@ class _Layer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """The cache of a rollout: a row per (agent, prompt), expanded to G; shrinks as rows finish."""
+    """The cache of a rollout: a row per (agent, prompt), later one per completion not finished."""
 
     def __init__(self, layers: int, columns: int) -> None:
         """Create the cache without memory; the first write determines the shapes."""
@@ -132,7 +134,7 @@ class RowCache(Cache):
 
 @final
 class ModuleDecoder:
-    """Decodes any model through its own forward."""
+    """Decodes any model through the forward of its modules."""
 
     def __init__(self, base: SharedBase, layers: int) -> None:
         self.base = base
@@ -178,9 +180,9 @@ class ModuleDecoder:
 
 @final
 class EqualLengthDecoder:
-    """Decodes any model as its `generate` does: rows of one length, with the model's own cache.
+    """Decodes any model as its `generate` does, in rows of one length, with the cache it makes.
 
-    Without padding no model needs a mask or positions, whatever its attention or state.
+    Without padding, no model needs a mask or positions.
     """
 
     def __init__(self, base: SharedBase) -> None:
@@ -222,7 +224,7 @@ def attention_of(base: SharedBase) -> str:
 
 
 def check_attention(base: SharedBase) -> None:
-    """Refuse attention implementations of transformers that take no mask per row.
+    """Raise an error for attention implementations of transformers without a mask per row.
 
     `ModuleDecoder` needs the mask. `EqualLengthDecoder` runs attention that the user registered.
     """

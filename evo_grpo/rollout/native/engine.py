@@ -56,8 +56,8 @@ _DECODES_BY: Mapping[type, str] = {KernelDecoder: "kernels", LlamaDecoder: "laye
 class NativeEngine(RolloutEngine):
     """Samples for all agents at once with the shared base and the current adapters.
 
-    `settings` bound the context and the rows and prompts decoded at once; None takes the defaults.
-    A larger request is split by prompts, so that each piece holds all agents.
+    `settings` limit the context and the rows and prompts decoded at once; None takes the defaults.
+    More prompts are split into pieces, each of which has all agents.
     """
 
     exact = True
@@ -82,7 +82,7 @@ class NativeEngine(RolloutEngine):
         self._choose_path()
 
     def _choose_path(self) -> None:
-        """Choose the joined layers if the model matches its type; otherwise probe its modules.
+        """Choose the joined layers if the model matches its type, else how to decode by modules.
 
         The model's code may change between calls; each change is probed once.
         """
@@ -136,7 +136,7 @@ class NativeEngine(RolloutEngine):
     def _sampled(
         self, requests: Sequence[RolloutRequest], *, equal: bool = False
     ) -> list[list[CompletionGroup]]:
-        """Sample in pieces that hold all agents, larger ones if waiting rows take over places."""
+        """Sample in pieces with all agents; pieces are larger where waiting rows can join."""
         groups: list[list[CompletionGroup]] = [[] for _ in requests]
         refills = self._specialized and not self.max_prompts and refills_rows(self.base.device)
         per_prompt = sum(r.samples for r in requests)
@@ -181,13 +181,13 @@ class NativeEngine(RolloutEngine):
 
     @property
     def reduced(self) -> int | None:
-        """Rows decoded at once if lack of memory has reduced them below the setting; else None."""
+        """Number of rows decoded at once, if lack of memory has reduced it; else None."""
         return self.max_rows if self.max_rows < self._wanted_rows else None
 
     def _completed(
         self, requests: Sequence[RolloutRequest], places: int | None, *, equal: bool
     ) -> list[list[CompletionGroup]]:
-        """Sample; use torch's operations if a kernel cannot be compiled or launched."""
+        """Sample; sample again by torch's operations if a kernel cannot be compiled or launched."""
         try:
             return self._rollout(requests, places, equal=equal)
         except KernelError as error:
@@ -256,7 +256,7 @@ class NativeEngine(RolloutEngine):
         output: Output,
         stopped: Mapping[int, int],
     ) -> list[list[CompletionGroup]]:
-        """Return the groups of all requests; `stopped` has the lengths of rows at stop strings."""
+        """Return the groups of all requests; `stopped` has the lengths of rows cut by a stop."""
         tokens = output.tokens.t().cpu()
         counts: list[int] = (tokens >= 0).sum(1).tolist()
         for row, length in stopped.items():  # more may be drawn in the block that has the string

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, which one launch replays."""
+"""Captures decode steps as CUDA graphs, each replayed by one launch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _WORTH = 4
 
 @final
 class StepGraphs:
-    """Runs a step once without a graph, captures it, and replays it while its memory is the same.
+    """Runs a step once without a graph, then captures it and replays it on the same memory.
 
-    All captures share one memory pool, since only the latest is ever replayed. It keeps the pool
-    between rollouts, so that later captures allocate nothing. If a capture fails, all later steps
-    run without graphs, and a warning gives the reason.
+    All captures share one memory pool, since only the latest is replayed. The pool is kept between
+    rollouts, so that later captures allocate nothing. If a capture fails, all later steps run
+    without graphs, and a warning gives the reason.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class StepGraphs:
         self.work = True
 
     def forget(self) -> None:
-        """Drop the earlier capture: the next step reads other memory."""
+        """Drop the capture, since the next step reads other memory."""
         self._memory = None
 
     def run(self, step: Callable[[], None], memory: object, count: int) -> None:
@@ -59,7 +59,7 @@ class StepGraphs:
                     graph.replay()
 
     def _beside(self, call: Callable[[], None]) -> None:
-        """Call on the stream of captures, in order with all other work."""
+        """Call a function on the stream of captures, in order with work on the current stream."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         try:
@@ -69,7 +69,7 @@ class StepGraphs:
             current.wait_stream(self._stream)
 
     def _capture(self, step: Callable[[], None]) -> None:
-        """Capture a step with the memory of the pool."""
+        """Capture a step with memory from the pool."""
         error = self._tried(step)
         if error is not None and is_out_of_memory(error):
             # A capture, unlike a plain step, does not take back what the allocator has cached.

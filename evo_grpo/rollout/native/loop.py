@@ -1,7 +1,7 @@
-"""The decode loop: the rows that are decoded at once, and their steps until each has ended.
+"""The decode loop, which runs steps until all rows have ended.
 
 A step keeps its state in tensors on the device and needs nothing from the host, so that a CUDA
-graph can hold it. Between blocks of steps the host finds out which rows have ended, and gives
+graph can capture it. Between blocks of steps the host finds out which rows have ended, and gives
 their places to waiting rows. Tokens drawn past a row's end are ignored.
 """
 
@@ -40,13 +40,13 @@ _KERNEL_BYTES = 16 * DRAWN_LOGITS
 
 @final
 class Batch:
-    """Rows with their last tokens.
+    """The rows decoded at once, with their last tokens.
 
-    `drawn` int64 is the number of tokens that rows have drawn: (1,) of all rows if they are
-    `alike`, else (B,). `vocabulary` is V, and `element` the bytes of a logit.
+    `drawn` int64 is the number of tokens that rows have drawn: (1,) if it is the same for all rows
+    (`alike`), else (B,). `vocabulary` is V, and `element` the bytes of a logit.
 
     Attributes:
-        before: (B,) int64, the position before that of each row's first token.
+        before: (B,) int64, position of each row's last prompt token.
         tokens: (B,) int64, the last token of each row.
         finished: (B,) bool.
     """
@@ -102,7 +102,7 @@ class Batch:
     ) -> None:
         """Draw a token of each row from final hidden states (B, H), by two kernels; see `draw`.
 
-        This works only for sampling without filters and penalties.
+        No row may have a filter or a penalty.
         """
         rows, scale, cap = self.rows, base.logit_scale, base.softcap
         for part, sampling in self._large_parts:
@@ -128,10 +128,10 @@ class Batch:
 
 @final
 class StopStrings:
-    """Finds the rows of a decode loop whose text has a stop string, between blocks of steps.
+    """Finds rows whose text has a stop string, between blocks of decode steps.
 
-    `ends` says where completions end, `rows` is the number of rows of the call, and `lengths` has
-    the tokens of the completion of each row that a stop string ended.
+    `ends` says where completions end, and `rows` is the number of rows of the call. `lengths` has
+    the number of tokens of each completion that a stop string ended.
     """
 
     def __init__(self, ends: StopRules, rows: int) -> None:
@@ -179,7 +179,7 @@ _REFILL_SHARE, _REFILL_SHARE_OF_GRAPHS = 0.125, 0.25
 
 @final
 class DecodeLoop:
-    """Decodes rows from an empty cache; `graphs` holds steps as CUDA graphs, None for plain steps.
+    """Decodes rows from an empty cache, with `graphs` by CUDA graphs, with None without them.
 
     The decoder is a `RefillDecoder` if not all rows are decoded at once.
     """
@@ -265,7 +265,7 @@ class DecodeLoop:
         self._left -= count
 
     def _step(self) -> None:
-        """Run the last tokens, and draw the next ones."""
+        """Run the last token of each row, and draw the next."""
         batch = self.batch
         # A finished row that is still in the batch may be at the model's last position.
         positions = (batch.before + batch.drawn).clamp_(max=self._last)
@@ -329,7 +329,7 @@ class DecodeLoop:
         return self.base.logits(decoder.prefill(prompts.ids, prompts.lengths))
 
     def _begun(self, rows: Rows, logits: Tensor, source: Tensor) -> Batch:
-        """Return rows with their first tokens; row b continues the prompt `source[b]`."""
+        """Return a batch of rows with first tokens drawn; row b continues prompt `source[b]`."""
         batch = self._undrawn(rows)
         batch.draw(lambda part: logits.index_select(0, source[part]), self._ends, self.output)
         return batch
@@ -353,12 +353,13 @@ class DecodeLoop:
 def refills_rows(device: torch.device) -> bool:
     """Return whether waiting rows take the places of rows that have ended.
 
-    On a CPU the time of a step is proportional to its rows, so the few rows at the end of a piece
-    cost little: refilling takes 1.15 to 1.19 times as long as pieces (`experiments/bench/tail.py`).
+    On a CPU the time of a step is proportional to its rows, so steps with few rows at the end of a
+    piece cost little: refilling takes 1.15 to 1.19 times as long as decoding pieces
+    (`experiments/bench/tail.py`).
     """
     return device.type != "cpu"
 
 
 def block_of(device: torch.device) -> int:
-    """Return the number of steps between two looks of the host, which wait for the device."""
+    """Return the number of steps after which the host waits for the device, to find ended rows."""
     return 1 if device.type == "cpu" else 8

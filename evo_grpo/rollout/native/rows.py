@@ -1,4 +1,4 @@
-"""The rows of a decode loop in their order, their output, and the conditions that end them."""
+"""The rows of a decode loop, their output, and the conditions that end them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from evo_grpo.rollout.sampling import RowSampling, key_tensor, uniform
 class Rows:
     """The rows that are still decoded, aligned with the rows of the cache.
 
-    `origin` (B,) is the index of each row in the output, `draws` (steps, B) float64 in [0, 1) has
-    one per token of the longest completion, one more where rows wait. `lengths` (B,) are those of
-    the prompts, `seen` (B, V) bool the tokens of prompt and completion so far, None without a
-    penalty. `layout` has the adapters with rows, and the number of rows of each.
+    `origin` (B,) is the index of each row in the output. `draws` (steps, B) float64 in [0, 1) has
+    one draw per token of the longest completion, and one more if rows wait. `lengths` (B,) are the
+    prompts' lengths. `seen` (B, V) bool has the tokens of prompt and completion so far; None
+    without a penalty. `layout` has the adapters with rows, and the number of rows of each.
     """
 
     origin: Tensor
@@ -64,9 +64,9 @@ def expand_rows(
 ) -> tuple[Rows, Tensor]:
     """Expand (agent, prompt) rows to (agent, prompt, completion) rows.
 
-    `lengths` (NP,) are those of the prompts `ids` (NP, longest prompt), padded on the right. Draws
-    are made for `steps` tokens of the longest completion; `context` bounds prompt plus completion.
-    Returns the rows, without `seen`, and the (agent, prompt) row of each (B,).
+    `ids` (NP, longest prompt) are the prompts, padded on the right, and `lengths` (NP,) their
+    lengths. `steps` is the number of draws per row; `context` bounds prompt plus completion.
+    Returns the rows, without `seen`, and (B,) the index of each row's (agent, prompt) row.
     """
     device = lengths.device
     repeats = torch.tensor([r.samples for r in requests for _ in r.prompts])
@@ -103,7 +103,7 @@ def prompt_mask(lengths: Tensor, prompt: int, columns: int) -> Tensor:
 class Output:
     """Tokens (C, B) int64 and log-probs (C, B) fp32 of all rows, including those that have ended.
 
-    C is the longest completion; tokens after a row's end are -1.
+    C is the length of the longest completion; tokens after a row's end are -1.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -115,7 +115,7 @@ class Output:
     def write(
         self, drawn: Tensor, rows: Rows, tokens: Tensor, logprobs: Tensor, finished: Tensor
     ) -> None:
-        """Write the tokens number `drawn` (1,) or (B,) of the rows that are not finished."""
+        """Write the tokens with index `drawn` (1,) or (B,) of the rows that are not finished."""
         places = torch.add(rows.origin, drawn, alpha=self.tokens.shape[1])
         self.tokens.view(-1).index_copy_(0, places, tokens.masked_fill(finished, -1))
         self.logprobs.view(-1).index_copy_(0, places, logprobs)
@@ -124,7 +124,7 @@ class Output:
 class StopConditions:
     """End tokens and length limits of the rows in the batch.
 
-    `possible` uses what the host knows: with fixed lengths, no row ends before the last step.
+    `possible` reads nothing from the device: no row ends before the least minimum length.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class StopConditions:
     def forbidden(self, drawn: Tensor, sampling: RowSampling) -> Tensor | None:
         """Return the tokens that some rows cannot draw after `drawn` (1,) or (B,) others.
 
-        bool, (1, V) for all rows or (B, V); None if no row has a least length.
+        Returns bool (1, V) for all rows or (B, V); None if no row has a minimum length.
         """
         minimum = sampling.minimum
         if minimum is None:
@@ -160,7 +160,8 @@ class StopConditions:
 class Prompts(NamedTuple):
     """The prompts `ids` (NP, longest prompt) of some rows, padded on the right.
 
-    `lengths` are (NP,), `layout` has the adapters, and `source` (B,) is the prompt of each row.
+    `lengths` (NP,) exclude padding, `layout` has the adapters, and `source` (B,) is the index of
+    each row's prompt.
     """
 
     ids: Tensor
@@ -171,12 +172,13 @@ class Prompts(NamedTuple):
 
 @final
 class RowQueue:
-    """The rows of a call, of which at most `places` are decoded at once; None for all.
+    """The rows of a call, of which at most `places` (None for all) are decoded at once.
 
-    Rows wait by prompt, then by agent, so that all agents are at about the same prompt. `requests`
-    are one per agent, each with prompts, whose `ids` (NP, longest prompt) are padded on the right
-    and have `lengths` (NP,). `steps` are the tokens of the longest completion, and `columns` those
-    of the longest prompt. Other decoders than a `RefillDecoder` take all rows at once.
+    Rows wait by prompt, then by agent, so that all agents are at about the same prompt. There is
+    one of `requests` per agent. The prompts `ids` (NP, longest prompt) are padded on the right, and
+    `lengths` (NP,) are their lengths. `steps` is the length of the longest completion, and
+    `columns` that of the longest prompt. Decoders other than `RefillDecoder` decode all rows at
+    once.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The vLLM engine: one call for all agents, each with its own adapter."""
+"""The vLLM engine, which samples for all agents and their adapters in one call."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class VLLMEngine(RolloutEngine):
 
     vLLM computes with other kernels, so its log-probs differ from the trainer's: the learner
     corrects for the difference and reports it. The request's seed determines the draws of each row,
-    but logits, and so tokens, may be rounded differently in another batch. `link` is the connection
-    to a vLLM that has started; None starts one as `engine.vllm` says.
+    but logits may be rounded differently in another batch, so tokens may differ. `link` is the
+    connection to a running vLLM; None starts vLLM with the settings `engine.vllm`.
     """
 
     exact = False
@@ -209,9 +209,9 @@ class VLLMEngine(RolloutEngine):
 
 @dataclass(frozen=True)
 class _Part:
-    """A request for vLLM.
+    """The request of one agent, as it is sent to vLLM.
 
-    Its `adapter` is None for the base. For an agent whose weights are not `finite` the base samples
+    `adapter` is None for the base. If an agent's weights are not `finite`, the base samples
     instead, and the log-probs are NaN. `exact` says whether vLLM's log-probs are those of the
     policy; see `means_policy`.
     """
@@ -225,8 +225,9 @@ class _Part:
 def means_policy(sampling: Sampling, vocabulary: int, settings: VLLMSettings) -> bool:
     """Return whether vLLM's log-probs are `log_softmax(logits / temperature)`.
 
-    vLLM reports those of the distribution that it draws from, so filters and penalties change them:
-    top_p 0.9 by 0.1 nats, a repetition penalty of 1.3 by 1.4, min_output_tokens by 8.
+    vLLM reports log-probs of the distribution that it draws from, so filters and penalties change
+    them: top_p 0.9 by 0.1 nats, a repetition penalty of 1.3 by 1.4 nats, min_output_tokens by 8
+    nats.
     """
     return (
         sampling.temperature >= LEAST_TEMPERATURE
@@ -272,8 +273,8 @@ _IDS = count(1)
 class Published:
     """One version of an adapter, as it is sent to vLLM.
 
-    The `id` and the `folder`, in PEFT's format, whose path is also its name for vLLM, are used
-    once. An adapter that is not `finite` is not written.
+    `folder` is in PEFT's format; its path is also the adapter's name for vLLM. No `id` or `folder`
+    is used twice. An adapter that is not `finite` is not written.
     """
 
     version: int
@@ -286,8 +287,8 @@ class Published:
 class PublishedAdapters:
     """Writes an adapter when it is first needed, and removes its old versions.
 
-    vLLM has separate caches keyed by an adapter's name, path and id: an old id with a new path
-    returns the old weights, and an old name the old keys and values. So all three are used once.
+    vLLM has separate caches by an adapter's name, path and id: an old id with a new path gives the
+    old weights, and an old name the old keys and values. So all three are new for each version.
     """
 
     def __init__(self, slots: AdapterSlots, folder: Path) -> None:
@@ -339,8 +340,8 @@ class PublishedAdapters:
 def folded(slots: AdapterSlots, name: str) -> dict[str, Tensor]:
     """Return an adapter's weights by PEFT's keys, with one LoRA rank and scale 1 in all layers.
 
-    B includes the scale of its layer, and smaller ranks are padded with zeros, for a vLLM without
-    per-layer ranks and scales.
+    vLLM has no ranks and scales per layer, so B includes its layer's scale, and smaller ranks are
+    padded with zeros.
     """
     rank = rank_of(slots, name)
     state = slots.state(name)

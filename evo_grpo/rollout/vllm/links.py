@@ -37,12 +37,12 @@ _SECONDS_TO_END = 5.0
 
 @final
 class Child:
-    """vLLM in a child process.
+    """Runs vLLM in a child process, and exchanges messages with it.
 
     The child has its own session, so Ctrl-C reaches only this process, which then ends the child.
-    Its output goes to a temporary log file, which is kept if it fails. `python` runs vLLM in
-    `environment`. The child removes `folders` if this process is killed. After `timeout` seconds
-    without progress it counts as hung; None waits forever.
+    The child's output goes to a temporary log file, which is kept after a failure. `python` runs
+    vLLM in `environment`. If this process is killed, the child removes `folders`. After `timeout`
+    seconds without progress, vLLM counts as hung; None waits forever.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Child:
     def _failed(self, operation: str, what: str) -> NoReturn:
         """End the process and raise an error, with the last lines of the log as notes.
 
-        A failed `start` is an input error, since no round has been played.
+        A failed `start` raises an input error, since no round has been trained.
         """
         lines = last_lines(self.log)
         # Keep the log, which the error names.

@@ -67,8 +67,8 @@ def _unpacked(values: dict[str, Any]) -> Any:  # noqa: ANN401 -- an array, or wh
 class Row(NamedTuple):
     """One completion to sample.
 
-    The `adapter` is name, id and path for vLLM, or None for the base; `prompt` has token ids;
-    `sampling` has keywords of `vllm.SamplingParams`.
+    `adapter` is (name, id, path) for vLLM, or None for the base; `prompt` has token ids; `sampling`
+    has keyword arguments of `vllm.SamplingParams`.
     """
 
     adapter: tuple[str, int, str] | None
@@ -79,8 +79,9 @@ class Row(NamedTuple):
 def rows_of(message: Mapping[str, Any]) -> list[Row]:
     """Return the completions that a message requests, ordered by request, prompt, completion.
 
-    It has `requests`, each with `adapter`, `sampling`, `prompts` (P) and `samples` (G). Its arrays
-    hold the prompts of all requests (`ids`, `lengths`, `limits`), and a seed per completion.
+    The message has `requests`, each with `adapter`, `sampling`, `prompts` (P) and `samples` (G).
+    Its arrays have the prompts of all requests (`ids`, `lengths`, `limits`), and a seed per
+    completion.
     """
     ids, lengths = message["ids"], message["lengths"]
     limits, seeds = message["limits"], iter(message["seeds"])
@@ -101,7 +102,7 @@ def rows_of(message: Mapping[str, Any]) -> list[Row]:
 
 
 class Session:
-    """Serves `start`, `generate`, `sleep` and `wake`; each answers a message."""
+    """Runs the operations `start`, `generate`, `sleep` and `wake`, each for a message."""
 
     def __init__(self) -> None:
         self._vllm: Any = None
@@ -125,7 +126,8 @@ class Session:
     def start(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Load vLLM and the base, and sample once.
 
-        `llm` holds the keywords of `vllm.LLM`, `level` that of later sleep; see also `generate`.
+        `llm` has the keyword arguments of `vllm.LLM`, `level` is the sleep level; see also
+        `generate`.
         """
         self._vllm = importlib.import_module("vllm")
         if message["level"] == 2 and not reloads_with_adapters():
@@ -202,7 +204,7 @@ class Session:
         engine.step = counted
 
     def _isolated(self, rows: list[Row]) -> list[Any]:
-        """Return the completion of every row; NaN of one agent does not reach the others.
+        """Return the completion of every row, so that NaN of one agent does not affect the others.
 
         An agent whose activations overflow leaves NaN in the cache of keys and values. A later row
         that reuses this memory multiplies it by 0, which is NaN again. Rows with NaN are therefore

@@ -1,4 +1,4 @@
-"""The arguments of vLLM: its Python, its environment, the base, the keywords of `vllm.LLM`."""
+"""Chooses vLLM's Python, environment and base, and the keyword arguments of `vllm.LLM`."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ def llm_keywords(
 ) -> dict[str, Any]:
     """Return the keywords of `vllm.LLM`.
 
-    `folder` is the folder or hub id of the base, `context` the most tokens of prompt plus
-    completion.
+    `folder` is the folder or hub id of the base, `context` the maximum number of tokens of prompt
+    plus completion.
     """
     base, engine, vllm = slots.base, settings.engine, settings.engine.vllm
     on_cpu = base.device.type == "cpu"

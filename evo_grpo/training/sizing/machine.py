@@ -188,7 +188,7 @@ def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
 
 
 def propose(config: RunConfig, setup: Setup) -> Fit | None:
-    """Return a run with the first of five changes that fits; None if none does."""
+    """Return the run with the first of `_proposals` that fits in memory; None if none does."""
     for changes in _proposals(config, setup):
         if (fit := _tried(config, setup, changes)) is None:
             continue

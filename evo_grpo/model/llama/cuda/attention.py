@@ -56,7 +56,7 @@ class Segments:
         self.over = queries, keys, max(prefix.rows) * rest_columns, max(prefix.lengths), False
 
     def attend(self, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, list[Tensor]]:
-        """Return outputs (M, heads, D) and what `gradients` needs; `kv` is (2, M, kv heads, D)."""
+        """Return outputs (M, heads, D) and tensors for `gradients`; `kv` is (2, M, kv heads, D)."""
         out, sums, *state = flash_forward(q, kv[0], kv[1], *self.alone, scale)
         if self.over is None:
             return out, [sums, *state]
@@ -70,9 +70,10 @@ class Segments:
     def gradients(
         self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, kept: list[Tensor], scale: float
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return dq, dk and dv of `alone`; then those of `over`, empty without prefixes.
+        """Return dq, dk and dv of the attention `alone` and of `over`, empty without prefixes.
 
-        The second dq are of the rests, the second dk and dv of the prefixes' real tokens.
+        In the second list, dq has the tokens of the rests; dk and dv have the prefixes' real
+        tokens.
         """
         alone_grads = self._backward(grad, out, *kept[:3], q, *kv, *self.alone, scale)
         if self.over is None:
@@ -92,7 +93,7 @@ class Segments:
 
 
 class WindowSegments(Segments):
-    """`Segments` of a layer whose window is shorter than rows.
+    """`Segments` for a layer whose window is shorter than some rows.
 
     In one call, each rest attends to itself and to a copy of the last keys of its prefix, which the
     window reaches. A second call handles the prefixes, or whole rows.
@@ -178,7 +179,7 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return outputs (M, heads, D), log-sum-exps (heads, M) fp32, and the state for the backward.
 
-    The last query of a segment is aligned with its last key; a window of 0 is none.
+    The last query of a segment is aligned with its last key; window 0 is no window.
     """
     return torch.ops.aten._flash_attention_forward(
         q, k, v, queries, keys, longest_query, longest_key, 0.0, causal, False, scale=scale,
@@ -200,5 +201,5 @@ def flash_backward(
 
 
 def _reach(window: int) -> dict[str, int]:
-    """Return the reach of a query as keywords of torch's operators."""
+    """Return a window as keyword arguments of torch's operators."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}

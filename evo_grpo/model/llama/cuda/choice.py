@@ -1,6 +1,7 @@
-"""The choice between kernels and torch's operations, with which the kernels are compared.
+"""Chooses between kernels and torch's operations.
 
-Compilers, drivers and torch's private flash attention vary, and wrong gradients raise no error.
+Kernels are first compared with torch: compilers, drivers and torch's private flash-attention API
+vary, and a wrong gradient raises no error.
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ def open_learner(
 
 
 def serves_head(base: SharedBase) -> bool:
-    """Return whether a kernel serves the head of a base; see `logprobs`."""
+    """Return whether a kernel supports the head of a base; see `logprobs`."""
     return _expected(base, base.dtype, base.kernels) and _refusal(base) is None
 
 
 def give_up_kernels(base: SharedBase, error: KernelError) -> None:
-    """Compute by torch's operations from now on: a kernel could not be compiled or launched."""
+    """Use torch's operations from now on, after a kernel could not be compiled or launched."""
     base.derived[FAILED] = True
     base.head_kernels = False
     _warn(base, f"computes by torch's operations: a kernel failed ({error})")
@@ -146,7 +147,7 @@ def _unsupported_learning(weights: LlamaWeights) -> str | None:
 def differs(slots: AdapterSlots, adapters: Sequence[str | None]) -> str | None:
     """Return how gradients by kernels differ from torch's, or how they fail; None if they agree.
 
-    They are compared once for a base, on up to two of the adapters.
+    The gradients are compared once per base, on at most two of the adapters.
     """
     base = slots.base
     names = [name for name in adapters if name is not None][:2]
@@ -190,7 +191,7 @@ def _largest_difference(slots: AdapterSlots, names: Sequence[str]) -> float:
 
 
 def _gradients(kind: type[LlamaForward], slots: AdapterSlots, names: Sequence[str]) -> list[Tensor]:
-    """Return the fp32 gradients of a batch of two rows, with one prompt, per adapter."""
+    """Return the fp32 gradients of a batch that has two rows with one prompt for each adapter."""
     base, rows = slots.base, 2 * len(names)
     ids = probe_ids(base.vocabulary, rows, min(_COLUMNS, base.context_length or _COLUMNS)).numpy()
     prompt = min(_PROMPT, ids.shape[1] // 2)

@@ -1,11 +1,10 @@
-"""Prompts and decode steps by kernels, with a number of launches independent of rows and ranks.
+"""Runs prompts and decode steps by kernels; more rows or ranks need no more launches.
 
-A token's column of the cache is its position, so that a row attends to its first columns and needs
-no mask.
+A token's column in the cache is its position, so a row attends to its first columns without a mask.
 
-The A of all agents are further rows of the weight, so that one product gives a linear layer and the
-low columns of every agent; their B lie in one buffer. A and B are copied once per rollout, since
-agents learn in between. No rank is padded to that of another agent.
+The A of all agents are appended to the rows of the weight, so that one product gives x W^T and, in
+the "low" columns, x A^T of every agent. The B of all agents are in one buffer. A and B are copied
+once per rollout. No rank is padded to another agent's.
 """
 
 from __future__ import annotations
@@ -68,20 +67,20 @@ class AdaptedLinear:
     rank: int
 
     def products(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the product z with x (B, in), read up to column `width`, and `low`."""
+        """Return z, whose first `width` columns are x W^T, and `low`, x A^T, for x (B, in)."""
         z = nn.functional.linear(x, self.weight)
         return z, z[:, self.width :] if self.a is None else nn.functional.linear(x, self.a)
 
     def of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int, Tensor | None]:
-        """Return the first arguments of the operators that finish the layer's product with x."""
+        """Return the first arguments of the operators that add adapters and bias to x W^T."""
         return *self.products(x), self.b, self.table, self.rank, self.bias
 
 
 @dataclass(frozen=True)
 class RowTables:
-    """The `owners` (B,) int64, the agent of each row, and `tiles` (T, 3) int64 of rows.
+    """Tables of rows: `owners` (B,) int64 has each row's agent; `tiles` (T, 3) int64.
 
-    A tile is its first row, its number of rows and their agent.
+    A tile has its first row, its number of rows and their agent.
     """
 
     owners: Tensor
@@ -125,7 +124,7 @@ def adapted_layers(weights: LlamaWeights, fused: FusedForward) -> list[list[Adap
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where the adapters of a joined layer, the `base`, are copied to.
+    """How the adapters of a joined layer, `base`, are laid out in the buffers.
 
     Attributes:
         stacks: The adapters of each part; None where no agent adapts it.
@@ -244,7 +243,7 @@ class LayerParts:
 
 
 def turns_of(weights: LlamaWeights, columns: int) -> dict[str | None, Turn]:
-    """Return cos and sin (columns, D / 2) of each table; None for none."""
+    """Return cos and sin (columns, D / 2) of each rotary table; key None means no rotation."""
     d = weights.description
     like = weights.embed(torch.zeros(1, 1, dtype=torch.long, device=weights.base.device))
     half = d.head_dim // 2

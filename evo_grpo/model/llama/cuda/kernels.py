@@ -1,11 +1,11 @@
-"""The kernels of a forward, in Triton; `operators` launches each of them by one operator.
+"""The Triton kernels of a forward pass; each is launched by an operator of `operators`.
 
-Rows are sorted by agent. A tile is up to 16 rows of one agent, (first row, rows, agent) in
-the table `tiles`. The table `adapters` holds, for each agent and each part of a joined layer, its
-first column in `low`, its rank, and where its B (rank, outputs) begins in `b`; B has rows of a
-multiple of 16 numbers. No program reads numbers of another agent, and the result for a row does not
-depend on neighbouring rows. Sums are in fp32. `EXACT` multiplies in fp32 too, for weights in fp32,
-and in the interpreter, which has no product of bf16.
+Rows are sorted by agent. A tile is up to 16 rows of one agent, (first row, rows, agent) in the
+table `tiles`. The table `adapters` holds, for each agent and each part of a joined layer, its first
+column in `low`, its rank, and where its B (rank, outputs) begins in `b`; B has rows of a multiple
+of 16 numbers. No program reads numbers of another agent, and the result for a row does not depend
+on neighbouring rows. Sums are in fp32. With `EXACT`, products are in fp32 too: for fp32 weights,
+and in the interpreter, which cannot multiply bf16.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -63,14 +63,14 @@ def embed_norm(
 
 @triton.jit
 def _halves(pointer, i, half):
-    """Return both halves of the numbers of a head, in fp32."""
+    """Load both halves of a head's features, in fp32."""
     x1 = tl.load(pointer + i, i < half, 0.0).to(tl.float32)
     return x1, tl.load(pointer + half + i, i < half, 0.0).to(tl.float32)
 
 
 @triton.jit
 def _store_halves(pointers, one, two, half, full):
-    """Write both halves of the numbers of a head for each row of a tile."""
+    """Write both halves of a head's features for each row of a tile."""
     kind = pointers.dtype.element_ty
     tl.store(pointers, one.to(kind), full)
     tl.store(pointers + half, two.to(kind), full)
@@ -84,10 +84,10 @@ def qkv(
     BIAS: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, CACHED: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Finish one head of a tile: adapter, bias, norm, rotary positions; write q, or k or v.
+    """Apply adapter, bias, norm and rotary positions to a head of a tile; write q, k or v.
 
-    A row of the cache gets `columns` rows of the tiles: one in a step, a prompt's in a prefill.
-    If not CACHED, keys and values are written like q.
+    Each row of the cache receives `columns` tokens: one in a decode step, a whole prompt in a
+    prefill. If not CACHED, keys and values are written like q.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     first_row = tl.load(tiles + 3 * tile).to(tl.int64)
@@ -239,7 +239,7 @@ def add_norm(
     H: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
     BIAS: tl.constexpr, POST: tl.constexpr,
 ):  # fmt: skip
-    """Finish a row of a linear layer, add it to the residual, and normalize the sum."""
+    """Add adapter and bias to a row of a linear layer, add the residual, normalize the sum."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, COLUMNS)
     inside = c < H
@@ -278,7 +278,7 @@ def gate_up(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, BIAS: tl.constexpr,
     GELU: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Finish some columns of a tile's gate and up, and multiply the activated gate by up."""
+    """Add adapter and bias to columns of gate and up, and multiply the activated gate by up."""
     tile = tl.program_id(0)
     first_row = tl.load(tiles + 3 * tile).to(tl.int64)
     count, agent = tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
@@ -333,7 +333,7 @@ def weigh_blocks(
     logits, temperatures, drawn, minimum, ends, out, stride, V, scale, cap,
     BLOCK: tl.constexpr, MINIMUM: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Write maximum and sum of a block of a row's logits, and those without forbidden tokens."""
+    """Write a logit block's maximum and sum of exponentials, with and without forbidden tokens."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = block * BLOCK + tl.arange(0, BLOCK)
     raw = tl.load(logits + row * stride + c, c < V, float("-inf"))
@@ -352,7 +352,7 @@ def weigh_blocks(
 
 @triton.jit
 def _place(weights, sums, target, places, end):
-    """Return the first place with a sum beyond the target, or the last with weight."""
+    """Return the first index whose sum exceeds the target, else the last with weight > 0."""
     last_place = tl.max(tl.where(weights > 0, places, 0), 0)
     first_place = tl.min(tl.where((sums > target) & (weights > 0), places, end), 0)
     return tl.minimum(first_place, last_place)
@@ -367,7 +367,8 @@ def draw_token(
 ):  # fmt: skip
     """Draw a row's token; write it, and whether the row has ended.
 
-    The sums of blocks select the block, and only its logits are read.
+    A block of the vocabulary is drawn from the blocks' sums; then only that block's logits are
+    read.
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCKS)
@@ -425,9 +426,9 @@ def head_slopes(
 ):  # fmt: skip
     """Write a row's log-prob of its target, entropy, and two factors to out (M, 4).
 
-    With SLOPES, exp(z - top) of the other tokens replaces the logits; times the first factor these
-    are probabilities. With two SLOPES, `above` gets the same times (log-prob + entropy), divided by
-    the second factor, so that float16 holds it; 0 at the target.
+    With SLOPES, the logits are overwritten with exp(z - top), 0 at the target; multiplied by the
+    first factor, these are probabilities. With two SLOPES, `above` gets these numbers times
+    (log-prob + entropy), divided by the second factor so that they fit float16.
     """
     row = tl.program_id(0).to(tl.int64)
     target, per_temperature = tl.load(targets + row), tl.load(inverse + row)

@@ -1,8 +1,8 @@
-"""The learn pass by kernels, with a number of launches independent of agents, ranks and prefixes.
+"""Runs the learn pass by kernels; more agents, ranks or prefixes need no more launches.
 
-All layers are one function of autograd. A `_Kept` is what a layer saves for its backward; it is
-freed after the gradient has passed. The tokens of all prefixes come first, then those of all rests;
-a tile has tokens of one agent. The gradients of all A and B of a layer lie in one buffer.
+All layers are one autograd function. A `_Kept` has the tensors that a layer saves for its backward;
+it is freed after that layer's backward. The tokens of all prefixes come first, then those of all
+rests; a tile has tokens of one agent. The gradients of all A and B of a layer are in one buffer.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _Linear:
         adapters: The leaves of A and B; None without adapters.
         a: (N, R, in), the A of all parts along the rank, in the dtype of the weight.
         b: (N, R, out), the block-diagonal B.
-        scale: (N, R).
-        offset: Start of the gradients of A and B in those of the layer.
+        scale: (N, R) LoRA scaling.
+        offset: Index of the first gradient of A and B in the layer's buffer of gradients.
     """
 
     weight: Tensor
@@ -55,7 +55,7 @@ class _Linear:
     @classmethod
     @torch.no_grad()
     def of(cls, base: JoinedLinear, adapters: JoinedAdapters | None, offset: int) -> _Linear:
-        """Return a layer with copies of its adapters."""
+        """Return a joined layer with copies of its adapters."""
         weight = base.weight.detach()
         if adapters is None:
             none = weight.new_empty(0)
@@ -80,7 +80,7 @@ class _Linear:
         return y, low
 
     def gradients(self, grad: Tensor, tiles: Tensor, *, of_x: bool = True) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x, a placeholder if not `of_x`, and of the low columns."""
+        """Return the gradients of x and of the low columns; that of x is unused if not `of_x`."""
         dx = torch.mm(grad, self.weight) if of_x else grad
         if self.adapters is None:
             return dx, grad
@@ -90,7 +90,7 @@ class _Linear:
         return dx, d_low
 
     def put_gradients(self, numbers: Tensor) -> None:
-        """Add the gradients in a layer's buffer to those of the leaves."""
+        """Add the gradients in a layer's buffer to the gradients of the leaves."""
         if self.adapters is None:
             return
         linear_grads = numbers[self.offset : self.offset + self.numbers]
@@ -130,15 +130,15 @@ class _Layer:
 
 @dataclass
 class _Kept:
-    """What the backward of a layer needs.
+    """The tensors that the backward of a layer needs.
 
     Attributes:
-        x: Input of the layer (M, H); `normed` is its norm.
+        x: Input of the layer (M, H); `normed` is the normalized input.
         joined: Concatenated q, k and v before their norms; None without norms.
         heads: q, keys and values, and the outputs of the heads.
         attention: What `Segments.gradients` needs.
-        middle: Input of the MLP half (M, H); `middle_normed` is its norm.
-        added: Inputs (M, H) of the norms after attention and MLP; empty without them.
+        middle: Input of the MLP half (M, H); `middle_normed` is the normalized input.
+        added: Inputs (M, H) of the norms after attention and MLP; empty if there are no such norms.
         both: Gate and up (M, 2 I).
         lows: The low columns of the four linear layers.
     """
@@ -156,9 +156,9 @@ class _Kept:
 
 
 class KernelForward(LlamaForward):
-    """A `LlamaForward` by kernels, which leaves unsupported micro-batches to its base class.
+    """Runs `LlamaForward` by kernels; micro-batches without support use the base class.
 
-    With `recompute`, only the input of each layer and its norm are kept.
+    With `recompute`, only the input of each layer, plain and normalized, is kept.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class KernelForward(LlamaForward):
 
 
 class _Layers(torch.autograd.Function):
-    """The layers of a batch; the anchor makes autograd call the backward."""
+    """Runs the layers of a batch; `anchor` requires a gradient so that backward is called."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, batch: _Batch, where: Tensor, keeps: bool) -> Tensor:  # noqa: ANN401 -- as torch calls it
@@ -234,7 +234,7 @@ class _Layers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # noqa: ANN401 -- as above
-        """Add the gradients of the adapters to those of the layers."""
+        """Add the gradients of the adapters to the buffers of the layers."""
         (where,) = ctx.saved_tensors
         batch: _Batch = ctx.batch
         whole = grads[0].new_zeros(len(batch.tokens), grads[0].shape[1])
@@ -245,7 +245,7 @@ class _Layers(torch.autograd.Function):
 
 
 class _Batch:
-    """A micro-batch: its tokens, their agents, and what the layers keep for the backward."""
+    """A micro-batch: tokens, their agents, and the tensors kept for the backward."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class _Batch:
             grad = self._layer_backward(number, grad, state)
 
     def _layer(self, number: int, x: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, _Kept]:
-        """Run a layer; return its output, the norm of it, and what the backward needs."""
+        """Run a layer; return its output, the normalized output, and tensors for the backward."""
         d, parts, tiles = self.run.weights.description, self.run.parts[number], self.tiles
         qkv, out, gate_up, down = self.run.layers[number].linears
         joined, low_qkv = qkv.forward(normed, tiles)
@@ -354,7 +354,7 @@ class _Batch:
                 operators.outer(d_low, x, low, grad, tiles, self.firsts, linear.offset, splits)
 
         def gradient_of_update(grad: Tensor, half: int) -> Tensor:
-            """Return the gradient of what a half of the layer adds, before the norm after it."""
+            """Return the gradient of the attention's or MLP's output, before the norm after it."""
             if d.residual_multiplier != 1.0:
                 grad = grad * d.residual_multiplier
             post, eps, _, _ = parts.norms[half]
@@ -395,12 +395,12 @@ class _Batch:
 
 
 def _finished(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int, None]:
-    """Return the first arguments of an operator for a product without adapters."""
+    """Return an operator's first arguments for a product z without adapters."""
     return z, z, z, z, 0, None
 
 
 def _places(prefix: SharedPrefix, segments: Segments) -> Tensor:
-    """Return the index of each token of the prefixes among the real ones, -1 for padding."""
+    """Return the index of each prefix token among the prefixes' real tokens, -1 for padding."""
     count, real = prefix.ids.numel(), segments.real
     if real is None:
         return torch.arange(count, device=prefix.ids.device)

@@ -1,4 +1,4 @@
-"""The kernels of a learn layer that a forward lacks, in Triton; `operators` launches them.
+"""The Triton kernels that only the learn pass needs; `operators` launches them.
 
 A tile is up to ROWS tokens of one agent, (first token, tokens, agent) in the table `tiles`. A
 joined layer has the matrices A (N, R, in) and B (N, R, out) of N agents, and `low` (M, R) for M
@@ -15,7 +15,7 @@ from evo_grpo.model.llama.cuda.kernels import _halves, _store_halves
 
 @triton.jit
 def _tile(tiles, number, ROWS: tl.constexpr):
-    """Return the tokens of a tile, which of them exist, and the agent."""
+    """Return a tile's token indices, a mask of those that exist, and its agent."""
     at = tl.arange(0, ROWS)
     rows = tl.load(tiles + 3 * number) + at
     return rows, at < tl.load(tiles + 3 * number + 1), tl.load(tiles + 3 * number + 2)
@@ -79,7 +79,7 @@ def _outer(
     R: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     RANKS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of left^T right over every SPLITS-th of an agent's tiles."""
+    """Write a block of left^T right, summed over every SPLITS-th tile of an agent."""
     total = tl.zeros([RANKS, BLOCK], tl.float32)
     inside = (c < SIZE)[None, :]
     for tile in range(first + tl.program_id(2), last, SPLITS):
@@ -100,7 +100,7 @@ def outer(
     R: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     RANKS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Write a split of a block of the gradients of an agent's A, d_low^T x, or B, low^T grad."""
+    """Write a split of a block of the gradient of A, d_low^T x, or of B, low^T grad."""
     chunks: tl.constexpr = (R + RANKS - 1) // RANKS
     agent = tl.program_id(0).to(tl.int64) // chunks
     r = tl.program_id(0) % chunks * RANKS + tl.arange(0, RANKS)
@@ -125,7 +125,7 @@ def outer(
 def norm_backward(
     more, grad, x, weight, out, eps, H: tl.constexpr, COLUMNS: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a row of x from that of its norm, and add `more`."""
+    """Write the gradient of a row of x from that of the normalized row, and add `more`."""
     c = tl.arange(0, COLUMNS)
     offsets, inside = tl.program_id(0).to(tl.int64) * H + c, c < H
     g = tl.load(grad + offsets, inside, 0.0).to(tl.float32)
@@ -164,7 +164,7 @@ def glu_backward(both, grad, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.c
 
 @triton.jit
 def _add_halves(one, two, pointers, half, full):
-    """Return both halves of the numbers of a head plus those at pointers."""
+    """Add the numbers at pointers to both halves of a head's features."""
     one += tl.load(pointers, full, 0.0).to(tl.float32)
     return one, two + tl.load(pointers + half, full, 0.0).to(tl.float32)
 
@@ -179,7 +179,7 @@ def qkv_backward(
     """Write the gradient of one head of 16 tokens of concatenated q, k and v.
 
     With MORE, `more_q` is added at tokens from `start` on, and `more_k` and `more_v` at earlier
-    ones, by their `places` unless negative.
+    tokens, from the row that `places` gives unless it is negative.
     """
     head = tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16)

@@ -1,6 +1,6 @@
-"""The operators: each launches one kernel, on CUDA or in Triton's interpreter.
+"""Operators of torch that each launch one kernel, on CUDA or in Triton's interpreter.
 
-Arguments are those of `kernels`. An operator returns new tensors, or writes its last arguments.
+Arguments are described in `kernels`. An operator returns new tensors or writes its last arguments.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FAILED = "kernels failed"
 
 
 class KernelError(RuntimeError):
-    """A kernel could not be compiled or launched, for a reason that the compiler gives."""
+    """A kernel could not be compiled or launched; the message has the compiler's reason."""
 
 
 _Launch = TypeVar("_Launch", bound=Callable[..., Any])
@@ -45,7 +45,7 @@ LAUNCHES: dict[str, Callable[..., Any]] = {}
 
 
 def operator(*written: str) -> Callable[[_Launch], _Launch]:
-    """Register a launch as the operator of its name, which writes into the arguments `written`."""
+    """Register a function as the operator of its name; it writes to the arguments `written`."""
 
     def made(launch: _Launch) -> _Launch:
         name = launch.__name__
@@ -116,7 +116,7 @@ def _norm_warps(columns: int) -> int:
 def embed_norm(
     tokens: Tensor, table: Tensor, weight: Tensor, factor: float, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return embeddings of tokens (M,) and their norm, (M, H), given the table (V, H)."""
+    """Return embeddings (M, H) of tokens (M,), plain and normalized, given the table (V, H)."""
     rows, size = tokens.shape[0], table.shape[1]
     x, normed = table.new_empty(rows, size), table.new_empty(rows, size)
     columns = _power(size)
@@ -163,7 +163,7 @@ def _attend(
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int
 ) -> Tensor:
-    """Return the outputs (B, heads * D) of q (B, heads, D); window 0 is none."""
+    """Return the outputs (B, heads * D) of q (B, heads, D); window 0 is no window."""
     out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
     _attend(q, keys, values, positions, scale, window, out, out, 1)
     return out
@@ -184,7 +184,7 @@ def attend_splits(
 
 @operator()
 def join_splits(mixed: Tensor, sums: Tensor, q: Tensor) -> Tensor:
-    """Return the outputs (B, heads * D) of what `attend_splits` returns."""
+    """Join the results of `attend_splits`; return the outputs (B, heads * D)."""
     rows, heads, splits, size = mixed.shape
     out = q.new_empty(rows, heads * size)
     _kernels().join_splits[(rows * heads,)](
@@ -200,7 +200,7 @@ def add_norm(
     owners: Tensor, x: Tensor, post: Tensor | None, post_eps: float, weight: Tensor, eps: float,
     factor: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the residual x (M, H) plus a finished layer, and its norm."""
+    """Return the residual x (M, H) plus a layer's output, plain and normalized."""
     rows, size = x.shape
     out, normed = torch.empty_like(x), torch.empty_like(x)
     columns = _power(size)
@@ -285,7 +285,7 @@ def head_slopes(
 
 
 def _ranks(rank: int) -> tuple[int, int]:
-    """Return the ranks in a block of a joined layer in learning, and the number of blocks."""
+    """Return the number of ranks in a block of the learn kernels, and the number of blocks."""
     block = min(LEARN_TILE, _power(rank, 16))
     return block, -(-rank // block)
 
@@ -321,7 +321,8 @@ def outer(
 ) -> None:  # fmt: skip
     """Write the gradients of A (N, R, in) and B (N, R, out) to splits (S, numbers) fp32.
 
-    They start at `offset` in each split, A before B; `firsts` (N + 1,) are the agents' first tiles.
+    The gradients start at `offset` in each split, A before B. `firsts` (N + 1,) has the index of
+    each agent's first tile.
     """
     agents, (_, rank) = firsts.shape[0] - 1, low.shape
     inputs, outputs, splits = x.shape[1], grad.shape[1], out.shape[0]
@@ -339,7 +340,7 @@ def outer(
 def norm_backward(
     more: Tensor | None, grad: Tensor, x: Tensor, weight: Tensor, eps: float
 ) -> Tensor:
-    """Return the gradient (M, H) of x from that of its norm, plus `more`."""
+    """Return the gradient (M, H) of x, given that of the normalized x, plus `more`."""
     rows, size = x.shape
     out, columns = torch.empty_like(x), _power(size)
     _learn_kernels().norm_backward[(rows,)](
@@ -367,8 +368,9 @@ def qkv_backward(
 ) -> Tensor:  # fmt: skip
     """Return the gradient (M, (heads + 2 kv) D) of concatenated q, k and v.
 
-    `more` are gradients to add: of the last tokens' queries, and of keys and values, indexed by the
-    `places` (M',) of the first tokens, -1 for none. `joined` is the input of the norms of q and k.
+    `more` are gradients to add: those of the last tokens' queries, and those of keys and values, at
+    the rows that `places` (M',) gives for the first tokens, -1 for none. `joined` is the input of
+    the norms of q and k.
     """
     (tokens, heads, size), kv = dq.shape, dk.shape[1]
     out = dq.new_empty(tokens, (heads + 2 * kv) * size)
@@ -389,7 +391,8 @@ def qkv_backward(
 def join_parts(more: Tensor, out: Tensor, sums: Tensor, more_sums: Tensor) -> None:
     """Join outputs (M', heads, D) of the last tokens into out (M, heads, D).
 
-    The log-sum-exps `sums` (heads, M) and `more_sums` (heads, M') fp32 get the joined ones.
+    The log-sum-exps `sums` (heads, M) and `more_sums` (heads, M') fp32 are overwritten with the
+    joined log-sum-exps.
     """
     rows, heads, size = more.shape
     _learn_kernels().join_parts[(-(-rows // 16), heads)](
