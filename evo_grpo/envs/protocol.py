@@ -1,4 +1,4 @@
-"""The interface between a round and an environment, of one turn or of many.
+"""The interface between a round and an environment of one or many turns.
 
 As in Optuna, `ask` returns the prompts of the next turn, the caller samples completions for all
 agents in one call, and `tell` takes them, until `ask` returns None. A single turn asks once, an
@@ -74,7 +74,7 @@ class Ask:
 def starts_under(
     env: Environment[StartT], prompt: str | None, starts: Sequence[StartT]
 ) -> Sequence[StartT]:
-    """Return the same starts under a prompt in `env.prompts`; None is the default prompt."""
+    """Return the starts with the prompt `prompt` of `env.prompts`; None is the default prompt."""
     if prompt is None:
         return starts
     under = getattr(env, "under", None)

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv (package openenv-core): sessions on a server, by its address."""
+"""Environments of OpenEnv (package openenv-core): sessions on a server with a given address."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class OpenEnv:
         return self._text(result.observation), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Play one turn; a turn without a reward has 0."""
+        """Play one turn; its reward is 0 if the server sends none."""
         result = self._session.step({self._action: action})
         done = check_flag(self._place, "done", result.done)
         reward = check_reward(self._place, result.reward or 0.0)

@@ -1,4 +1,4 @@
-"""Games of TextArena: the agent plays one side, fixed opponents play the others."""
+"""Games of TextArena, in which the agent plays one side and fixed opponents play the others."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def build(
 
 
 class TextArenaEnv:
-    """One side of a game; an observation holds the messages since the agent's last turn.
+    """An agent's side of a game; observations hold the messages since its last turn.
 
     The game gives the reward at the end. If an opponent loses by an invalid move, the episode is
     truncated with a reward of 0, so that the agent does not learn to wait for such moves.

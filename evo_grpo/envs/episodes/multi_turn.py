@@ -43,7 +43,7 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]
 
 @runtime_checkable
 class MultiTurnEnv(Protocol):
-    """Gymnasium's reset and step on text; `close()` is optional.
+    """Protocol of an environment: Gymnasium's reset and step on text; `close()` is optional.
 
     The same seed gives the same episode, regardless of earlier episodes.
     """
@@ -65,7 +65,7 @@ def close(env: object) -> None:
 
 
 class TokenObservationWrapper:
-    """The episodes of a text environment as token ids, one after another.
+    """Plays episodes of a text environment as token ids, one after another.
 
     The prompt of a turn is the whole episode so far: the tokens that the policy sampled, unchanged,
     and the environment's messages through the tokenizer's chat template. Call `reset` and `step`
@@ -150,7 +150,7 @@ class TokenObservationWrapper:
         self.max_model_len = min(max_context_length, self._own_limit or max_context_length)
 
     def answered_by(self, ends: StopRules, pad_id: int) -> None:
-        """Set the end tokens and the padding token of the agent that answers."""
+        """Set the end tokens and the padding token of the agent that plays."""
         self.end_ids |= ends.ids
         self._ends = ends
         if self.pad_id is None:
