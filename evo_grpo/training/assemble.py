@@ -94,7 +94,7 @@ class Objects:
 
 
 def _nothing(slots: Sequence[Slot], rounds: int) -> None:
-    """Do nothing between two rounds."""
+    """Do nothing; the default of `Prepared.between_rounds`."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Prepared:
     objects: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        """Check that reward functions exist, and that the rounds can be played as set."""
+        """Check the names of reward functions and whether the settings of rounds can be played."""
         evolve, space = self.round_settings.evolve, self.cohort.hp_config
         fitness = evolve.fitness
         stop = self.round_settings.population.stop.rewards
@@ -336,8 +336,8 @@ def round_settings(
 def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
     """Build an environment with the cohort's tokenizer and seed, limited to the model's context.
 
-    `env` is as `Population.train` takes it. A prompt without room for a completion is a
-    PromptTooLongError.
+    `env` has the types of `env` in `Population.train`. Raises PromptTooLongError for a prompt that
+    leaves no room for a completion.
     """
     environment = resolve_environment(
         env,

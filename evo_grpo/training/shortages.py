@@ -34,7 +34,7 @@ def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> 
 def few_prompts(task: Task) -> Iterator[str]:
     """Yield a sentence if a validation split has too few different prompts to tell agents apart.
 
-    Tasks that generate rows, or have one prompt, are left out: their answers vary.
+    Tasks that generate rows or have one prompt are not checked, because their answers vary.
     """
     if any(isinstance(rows, LazyRows) for rows in task.splits.values()):
         return

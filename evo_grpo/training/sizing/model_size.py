@@ -66,7 +66,8 @@ def read_model_size(name: str) -> ModelSize:
 def classifier_parameters(name: str) -> int | None:
     """Return the number of parameters of a sequence classifier; None if it is unknown.
 
-    It comes from the weights, else from the config.json. A missing model is a ModelError.
+    The number comes from the weights, else from the config.json. Raises ModelError for a missing
+    model.
     """
     source = resolve(name)
     file = config_file(source)
