@@ -156,7 +156,7 @@ class RunSteering(Steerer):
 def resumed(
     folder: RunDir, rounds: Sequence[RoundRecord], hp_config: HyperparameterConfig
 ) -> RoundRecord:
-    """Carry out requests made while no process trained in the last round; write nothing.
+    """Return the last round plus the requests made while no process trained; write nothing.
 
     A request to pause or stop an ended process is not carried out.
     """

@@ -1,6 +1,6 @@
-"""The contents of an export, and how they are written.
+"""Collects and writes the contents of an export.
 
-The adapter, its tokenizer, and a base that has no other source; or one merged model.
+They are the adapter, its tokenizer, and a base that has no other source; or one merged model.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def is_export_file(name: str) -> bool:
 
 
 def _files_of(folder: Path) -> list[str]:
-    """Return the paths of the files in a folder, without those that a kill left."""
+    """Return the paths of the files in a folder, without leftovers of a killed process."""
     files = [p.relative_to(folder) for p in folder.rglob("*") if not _is_folder(p)]
     return sorted(file.as_posix() for file in files if not file.parts[0].startswith(_ASIDE))
 
@@ -176,7 +176,7 @@ def _replace(target: Path, aside: Path) -> None:
 
 
 def _order(path: Path) -> int:
-    """Return the place of a file in the order of writing; files that loading needs come last."""
+    """Return a sort key for the order of writing; files that loading needs are written last."""
     return 2 if path.name in LOADED_BY else int(path.name != MANIFEST)
 
 

@@ -1,4 +1,4 @@
-"""evaluate_adapter(adapter, config): mean reward and pass@k of an adapter, and of its base."""
+"""Defines evaluate_adapter, which measures mean reward and pass@k of an adapter and its base."""
 
 from __future__ import annotations
 
@@ -55,15 +55,16 @@ class Judged:
         samples: Completions, or episodes, per prompt.
         own: Mean reward of the adapter, or the probability that at least one of k completions of
             a prompt is correct.
-        base: The same for the base with the same draws, None if it was not evaluated.
+        base: The same value for the base, with the same draws; None if it was not evaluated.
         gain: Adapter minus base, over the prompts that both answered.
-        gain_se: Paired standard error of the gain, NaN from fewer than two prompts.
+        gain_se: Paired standard error of the gain, NaN with fewer than two prompts.
         interval: Interval of the gain with probability `LEVEL`, by Student's t over prompts.
         correct: The least reward of a correct completion, for `passes`.
         k: Completions of pass@k; None for the mean reward.
         passes: pass@k for each requested k.
-        sign: 1 if the adapter is shown to be ahead of the base on these prompts, -1 if it is shown
-            to be behind, else 0, at a level of .05 (`evo_grpo.evolve.claims`); None without a base.
+        sign: 1 if the adapter is significantly ahead of the base on these prompts, -1 if behind,
+            else 0, at a level of .05 (`evo_grpo.evolve.claims`); None if the base was not
+            evaluated.
     """
 
     adapter: str
@@ -112,7 +113,7 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
     code: str | Path | None = None,
     env: object = None,
 ) -> Judged:
-    """Evaluate an adapter on a task as a run evaluates its winner: same prompts, samples and draws.
+    """Evaluate an adapter on a task, with the prompts, samples and draws of a run's final test.
 
     Args:
         adapter: A PEFT folder over the base of the configuration, such as an export; or a run
@@ -211,7 +212,7 @@ def _judged(
 
 
 def _samples(fitness: FitnessConfig, split: JudgedOn, samples: int | None, most: int) -> int:
-    """Return the completions per prompt: `samples` or those of a run; refuse fewer than `most`."""
+    """Return the completions per prompt: `samples`, or a run's number; refuse fewer than `most`."""
     # Validation repeats the draws of the final comparison, and its samples where it has any.
     default = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
     per_prompt = fitness.per_prompt(samples or max(default, most))
