@@ -54,7 +54,7 @@ class AgileRLAgent(Agent, ABC):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Build an agent over its own base; the agents of `population` share one."""
+        """Build an agent over a new base; the agents of `population` share a base."""
         arguments = Arguments.of(args, kwargs)
         self._build(*arguments.translated(self.kind), index=arguments.index)
 
@@ -90,7 +90,7 @@ class AgileRLAgent(Agent, ABC):
         return self.state.reference_updates
 
     def clone(self, index: int | None = None, wrap: bool = True) -> Self:
-        """See `Agent.clone`; `wrap` has no effect: nothing is wrapped here."""
+        """See `Agent.clone`; `wrap` has no effect, because nothing is wrapped."""
         del wrap
         return super().clone(index)
 
@@ -227,9 +227,9 @@ class AgileRLAgent(Agent, ABC):
     def set_reference_policy(self, reference_update_tracker: int) -> None:
         """Make the present policy the reference if the tracker is greater than at the last call.
 
-        An agent whose reference was the base or the common start adapter gets a frozen reference
-        adapter of its own, since an adapter is never merged into the shared base. The tracker is an
-        integer, for example the number of passes over the data.
+        An agent whose reference was the base or the common start adapter gets a separate frozen
+        reference adapter, because an adapter is never merged into the shared base. The tracker is
+        an integer, for example the number of passes over the data.
         """
         whole().check("reference_update_tracker", reference_update_tracker)
         if reference_update_tracker > self.reference_update_tracker:
@@ -343,7 +343,8 @@ def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 -- any nest
 def _space_dim(space: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- any gymnasium space, or TextSpace
     """Return the size of a gymnasium-like space: its shape, or (n,) of a Discrete.
 
-    A Dict, a Tuple or a list has one entry per part, and a text space its vocabulary.
+    The size of a Dict, a Tuple or a list has one entry per part; that of a text space is its
+    vocabulary.
     """
     parts = getattr(space, "spaces", space)
     if isinstance(parts, dict | list | tuple):

@@ -71,7 +71,7 @@ def add_winner(
     error: Value | None = None,
     **more: Any,
 ) -> None:
-    """Draw the lines of the winner's ancestors as broad bands, which end in the point `end`."""
+    """Draw the lines of the winner's ancestors as broad bands; with `end`, all end there."""
     for number, path in enumerate(view.lines):
         line = line_of([path], value, text, error)
         if end is not None:
