@@ -51,16 +51,17 @@ def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
     Returns:
         Rows ordered by round and agent. The columns, all typed:
 
-        - round (0-based), agent, member, parent (missing in the first population) - state ("ok" or
-        "failed"), fitness, fitness_se; after a round without a decision, the fitness comes from few
-        validation prompts, or is the mean training reward of the round - the hyperparameters that
-        the agent trained with, as on the leaderboard - op: the mutation since the round before, as
-        in `types.Mutation`, or "continue" if the same member trains on; mutated: the names of the
-        changed hyperparameters, joined by commas - reward, kl, loss, entropy, zero_variance,
-        clip_fraction, completion_length: means over the round's steps, NaN if an agent has none; kl
-        is NaN where beta is 0 - tokens (sampled in training), wall_seconds - checkpoint (relative
-        to the run folder), reason (of a failure, else empty) - between: whether nothing was decided
-        after the round
+        - round (0-based), agent, member, parent (missing in the first population)
+        - state ("ok" or "failed"), fitness, fitness_se; after a round without a decision, the
+          fitness comes from few validation prompts, or is the mean training reward of the round
+        - the hyperparameters that the agent trained with, as on the leaderboard
+        - op: the mutation since the round before, as in `types.Mutation`, or "continue" if the same
+          member trains on; mutated: the names of the changed hyperparameters, joined by commas
+        - reward, kl, loss, entropy, zero_variance, clip_fraction, completion_length: means over the
+          round's steps, NaN if an agent has none; kl is NaN where beta is 0
+        - tokens (sampled in training), wall_seconds
+        - checkpoint (relative to the run folder), reason (of a failure, else empty)
+        - between: whether nothing was decided after the round
 
     Raises:
         RunNotFoundError: `run` is not a run folder.

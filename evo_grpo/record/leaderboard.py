@@ -53,23 +53,27 @@ def from_records(
         columns, all typed:
 
         - rank (from 1), agent (missing for a mean), member, parent (missing in the first
-        population; for a mean, the better parent), round (0-based, the agent's last one) - left:
-        the round after which the agent left, missing if it did not - fitness and fitness_se: the
-        score on the validation prompts of `round`; fitness_se is NaN from a single sample. In an
-        unfinished run, after a round without a decision, fitness may be the mean training reward of
-        the round. For a mean, fitness is `final` - only in a run with several objectives:
-        objective_NAME and objective_NAME_se, the score in each further objective on the same
-        prompts; front, whether the agent, as it was then, is on the front of the run
-        (`record.family.front`) - tie: whether the first row is not significantly ahead of this row
-        (`ties`); for a finalist, in the final comparison. Missing for the first row, and for agents
-        that were scored on other prompts - final and final_se: the score in the final comparison,
-        on validation prompts with new draws; missing if the agent was not compared - test and
-        test_se: the score of the winner on the test prompts; missing for all others - lr, beta,
-            clip_coef (NaN if it is a pair of bounds), clip_low and clip_high (the bounds, also
-            those of a scalar), group_size, then other hyperparameters that mutate in this run. A
-            mean has the values of its better parent, except the larger rank with its alpha, and no
-            set of layers if these differ - tokens (sampled in training) and wall_seconds: sums over
-            all rounds of the agent; 0 for a mean - checkpoint, relative to the run folder
+          population; for a mean, the better parent), round (0-based, the agent's last one)
+        - left: the round after which the agent left, missing if it did not
+        - fitness and fitness_se: the score on the validation prompts of `round`; fitness_se is NaN
+          from a single sample. In an unfinished run, after a round without a decision, fitness
+          may be the mean training reward of the round. For a mean, fitness is `final`
+        - only in a run with several objectives: objective_NAME and objective_NAME_se, the score in
+          each further objective on the same prompts; front, whether the agent, as it was then, is
+          on the front of the run (`record.family.front`)
+        - tie: whether the first row is not significantly ahead of this row (`ties`); for a
+          finalist, in the final comparison. Missing for the first row, and for agents that were
+          scored on other prompts
+        - final and final_se: the score in the final comparison, on validation prompts with new
+          draws; missing if the agent was not compared
+        - test and test_se: the score of the winner on the test prompts; missing for all others
+        - lr, beta, clip_coef (NaN if it is a pair of bounds), clip_low and clip_high (the bounds,
+          also those of a scalar), group_size, then other hyperparameters that mutate in this run. A
+          mean has the values of its better parent, except the larger rank with its alpha, and no
+          name of a set of layers if the parents' sets differ
+        - tokens (sampled in training) and wall_seconds: sums over all rounds of the agent; 0 for a
+          mean
+        - checkpoint, relative to the run folder
 
         An agent that won as it was after an earlier round has the values of that round. With
         several objectives, the agents of the front follow the winner, each as it was when it

@@ -1,6 +1,6 @@
 """Commands on this installation: fetch, doctor.
 
-A description by `doctor` can be pasted into an issue: it has no paths, no host name, and only the
+The output of `doctor` can be pasted into an issue: it contains no paths and no host name, and only
 environment variables that choose devices, threads and offline modes.
 """
 
@@ -197,7 +197,7 @@ class Requirement(NamedTuple):
 
     @property
     def is_old(self) -> bool:
-        """Whether the installed version is below the least one."""
+        """Whether the installed version is lower than `least`."""
         return self.version is not None and _numbers(self.version) < _numbers(self.least)
 
     def __str__(self) -> str:
@@ -236,7 +236,7 @@ def examine() -> tuple[dict[str, str], list[str]]:
 
 
 def requirements() -> Iterator[Requirement]:
-    """Yield the requirements in the metadata of the package; none in a bare source tree."""
+    """Yield the requirements in the metadata of the package; none if it is not installed."""
     from importlib import metadata
 
     try:
@@ -283,7 +283,7 @@ def _processors() -> str:
 
 
 def _extras(needed: list[Requirement]) -> dict[str, str]:
-    """Return a line with the installed extras, and one with the others."""
+    """Return a line with the installed extras, and a line with all other extras."""
     extras: dict[str, list[Requirement]] = {}
     for need in needed:
         if need.extra and need.extra not in FOR_CONTRIBUTORS:
