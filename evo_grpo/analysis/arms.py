@@ -323,7 +323,7 @@ def replay(
         allow: Your files that may differ from the run's, named as in the error message.
         observer: Gets `note` if no hyperparameter changed on the winner's line, `started`, and
             `stage` before each step and the test. The stage "learn" counts the completions of the
-            whole replay, those of the test by their share of the time.
+            whole replay; completions of the test are weighted by their time.
 
     Raises:
         RunDirError: The run is not finished, its winner trained for a single round, it was recorded

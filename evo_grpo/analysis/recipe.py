@@ -52,7 +52,7 @@ def recipe(
     Args:
         run: Folder of a finished run.
         out: The file to write.
-        model: Name of another model, as in `model.name`; None keeps that of the run.
+        model: Name of another model, as in `model.name`; None keeps the run's model.
         rounds: Number of rounds, >= 1; None takes the number in the winner's line.
         steps: GRPO steps per round, >= 1; None takes the run's number.
         force: Replace an existing file.

@@ -156,7 +156,7 @@ def _watch(heard: int) -> None:
 
 
 def _leave_to_child() -> None:
-    """Restore Python's own handlers in a forked child process."""
+    """Restore Python's signal handlers in a forked child process."""
     try:
         signal.set_wakeup_fd(-1)
         for number, usual in (

@@ -33,7 +33,7 @@ class TaskPrompt:
     Attributes:
         template: Turns a row into a prompt.
         max_output_tokens: Tokens of a usual answer.
-        example: A row of a built-in task; empty for the user's own rows.
+        example: A row of a built-in task; empty for rows of the user.
         hidden: Number of examples in the template whose values are not shown.
     """
 

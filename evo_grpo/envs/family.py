@@ -84,7 +84,7 @@ def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> d
 def check_arguments(
     kind: str, args: Mapping[str, Any], made_by: Callable[..., Any], own: Iterable[str] = ()
 ) -> None:
-    """Refuse arguments that neither the environment's class nor its adapter (`own`) takes.
+    """Refuse arguments that neither the environment's class nor the adapter (`own`) takes.
 
     Several packages ignore unknown arguments, so a misspelt one would have no effect.
     """

@@ -71,7 +71,7 @@ class Template:
 
     @classmethod
     def of_task(cls, task: Task, name: str | None = None) -> Template:
-        """Return the template of a task, or the one of this name in `env.prompts`."""
+        """Return the template of a task; with `name`, the template `name` of `env.prompts`."""
         raw = task.prompts.get(name or "", task.prompt or task.conversation)
         if isinstance(raw, str):
             return cls(raw, None, task.keywords)

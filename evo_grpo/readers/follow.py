@@ -1,7 +1,7 @@
 """`evo-grpo follow` and `evo_grpo.follow`: feed the readers of a run until it has ended.
 
-A run whose settings name readers starts this command as a second process. Each reader has its own
-thread, so that a reader that hangs or waits for its server does not delay the others.
+A run whose settings name readers starts this command as a second process. Each reader runs in a
+separate thread, so that a reader that hangs or waits for its server does not delay other readers.
 """
 
 from __future__ import annotations

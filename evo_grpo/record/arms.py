@@ -51,7 +51,7 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean reward of one arm minus that of another, on the test prompts that both answered.
+    """Difference of the mean rewards of two arms, on the test prompts that both answered.
 
     Attributes:
         error: Standard error of the difference, paired over the prompts; includes the spread

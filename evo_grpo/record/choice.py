@@ -40,7 +40,7 @@ class ChosenAgent:
 
     @property
     def is_winner(self) -> bool:
-        """Whether the agent is the one that was scored on the test prompts."""
+        """Whether the agent is the winner, which was scored on the test prompts."""
         winner = self.view.winner
         if self.view.summary is None or winner is None:
             return False

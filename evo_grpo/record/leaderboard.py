@@ -235,9 +235,9 @@ def ties(
 ) -> dict[tuple[int, int], bool]:
     """Return, by (agent, round), whether the winner is not significantly ahead of the agent.
 
-    The agents are those of the winner's round with a finite fitness; none if the winner is a mean.
-    The level is `TIE_LEVEL`, corrected for all pairs of agents because the winner was chosen as the
-    best, and, if the winner's round was chosen too, for the number of rounds.
+    Only agents of the winner's round with a finite fitness are included; none if the winner is a
+    mean. The level is `TIE_LEVEL`, corrected for all pairs of agents because the winner was chosen
+    as the best, and, if the winner's round was chosen too, for the number of rounds.
     """
     if winner is None or winner.fitness is None:
         return {}

@@ -34,13 +34,14 @@ class Lineage:
     The parameters are lr, beta, clip_coef, group_size and all other hyperparameters that may
     mutate, a clip pair as clip_low and clip_high. The values are the fitness and the further
     objectives. A failed agent has state FAIL and no value. After a round without a decision the
-    state is PRUNED, so that a fitness from few prompts is never Optuna's best. The intermediate values are
-    the mean training rewards by the number of the step in the run. The user attributes are:
+    state is PRUNED, so that a fitness from few prompts is never Optuna's best. The intermediate
+    values are the mean training rewards by the number of the step in the run. The user attributes
+    are:
 
     - those of the agent's record: agent, round, member, parent (a member id), seed, hparams,
       reason, adapter_sha256, checkpoint; fitness_se, and NAME_se of each further objective
-    - parent_trial: the number of the parent trial, None in the first round. If the
-      member played the previous round, this is its trial of that round, else the parent's trial.
+    - parent_trial: the number of the parent trial, None in the first round. If the member
+      played the previous round, this is its trial of that round, else the parent's trial.
     - op, mutated {name: [old, new]}: the change since the parent trial, as in `types.Mutation`;
       op is "continue" for a member that trains on
     - train/reward, train/kl, ...: the metrics of the round's training
@@ -312,7 +313,7 @@ def _finished(
     *,
     between: bool = False,
 ) -> FrozenTrial:
-    """Return a finished trial: FAIL if `values` is None, PRUNED for a round in between.
+    """Return a finished trial: FAIL if `values` is None, PRUNED for a round without a decision.
 
     `times` are start and end in seconds since 1970; if either is None, the current time is used for
     both.

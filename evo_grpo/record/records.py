@@ -117,9 +117,9 @@ class RoundRecord:
         stopped: Rules of population.stop that ended the run after this round.
         went_on: Whether the run was extended after a stop rule had ended it.
         plan: The agents of the next round if the run is extended; None if a round follows anyway.
-        between: Whether the round lies between two decisions, so that its scores rest on few
-            validation prompts or on the rewards of its training.
-        archived: (round, member) of the agent that the archive holds after the round, if any.
+        between: Whether nothing was decided after the round, so that its scores are from few
+            validation prompts or from the rewards of its training.
+        archived: (round, member) of the agent in the archive after the round, if any.
         fresh: Scores of the archive and of the best agent on draws that selected neither, if any.
     """
 
@@ -203,7 +203,7 @@ class Amendment:
     """Changes to the last recorded round, by requests or by an extension of the run.
 
     It is a line of rounds.jsonl below the line of round `amends` (0-based). All other fields
-    replace those of the round's record.
+    replace the fields of the round's record.
     """
 
     amends: int
@@ -230,8 +230,8 @@ class Amendment:
 def outline(record: RoundRecord) -> RoundRecord:
     """Return a record without most metrics, rewards by prompt, decisions and digests.
 
-    A long run keeps outlines of all rounds but the last one in memory. The one metric that the
-    rules of population.stop read is kept.
+    A long run keeps outlines of all rounds but the last one in memory. The metric that the rules of
+    population.stop read is kept.
     """
     agents = tuple(
         replace(

@@ -55,7 +55,7 @@ class PendingRequests:
 
 
 def write_request(folder: Path, request: Request) -> Request:
-    """Write a request and return it with its id, which sorts after those of pending requests.
+    """Write a request and return it with its id, which is greater than all pending ids.
 
     Raises:
         RunDirError: The folder of requests is a link or a file.

@@ -184,7 +184,7 @@ def open_study(
 ) -> Study:
     """Return the study of a run in a storage, created if missing, with these user attributes.
 
-    `further` are the objectives beside fitness, each with its own direction.
+    `further` are the objectives beside fitness, each with its direction.
     """
     import optuna
 

@@ -128,7 +128,7 @@ _SCHEMA = TypeAdapter(_Summary)
 def read_summary(path: str | Path) -> dict[str, Any] | None:
     """Return the content of summary.json, or None before the end of the run.
 
-    The keys are those of `_Summary`, which `training.judge` and `training.writer` write.
+    `_Summary` has the keys, which `training.judge` and `training.writer` write.
     """
     return read_summary_of(Path(path) / SUMMARY)
 
@@ -209,7 +209,7 @@ class SelectedAgent:
 
     @property
     def record(self) -> AgentRecord:
-        """The agent's record in the round of the choice; for a mean, that of the better parent."""
+        """The agent's record in the round of the choice; for a mean, the better parent's record."""
         return self.lines[0][-1]
 
     @property
@@ -308,7 +308,7 @@ def winner_files(
 ) -> dict[str, str]:
     """Return the SHA-256 of the winner's files by path below its checkpoint.
 
-    `files` are those of summary.json, which records the files of a mean.
+    `files` is the entry of summary.json, which has the files of a mean.
     """
     if best["kind"] == "mean":
         below = f"{best['checkpoint']}/"

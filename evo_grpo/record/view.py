@@ -119,7 +119,7 @@ class RunView:
 
     @cached_property
     def loss(self) -> str:
-        """How far the winner is shown to be behind the base model on the test prompts, else ""."""
+        """The gain over the base model on test prompts if it is significantly below 0, else ""."""
         summary = self.summary
         if summary is None or gain_sign(summary) >= 0:
             return ""

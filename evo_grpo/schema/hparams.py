@@ -350,7 +350,7 @@ class Hparams(AgentFields):
         return self.replace(reward_weights=dict(weights) | self.reward_weights)
 
     def with_value(self, name: str, value: Value) -> "Hparams":
-        """Return a copy with one hyperparameter set; the names are those of `get`."""
+        """Return a copy with one hyperparameter set; `get` describes the names."""
         if name.startswith(REWARD_WEIGHT):
             weight = {name.removeprefix(REWARD_WEIGHT): value}
             return self.replace(reward_weights=self.reward_weights | weight)

@@ -148,7 +148,7 @@ class KnownSettings:
     def ratio_is_one(self) -> bool:
         """Whether every optimizer step starts from the policy that computed the old log-probs.
 
-        False while the environment is not known, since rows may be passed by hand.
+        False while the environment is not known, because rows may be passed by hand.
         """
         if self.prompts is None or self.bounds("update_epochs")[1] > 1:
             return False

@@ -248,7 +248,7 @@ def check_same_run(
 
 
 def check_same_files(team: Team, config: RunConfig) -> None:
-    """Refuse ranks whose data or code differs from that of the first."""
+    """Refuse ranks whose data or code differs from the first rank's."""
     if team.size > 1:
         _check_ranks(team.gather(_compared_files(inputs_of(config))))
 

@@ -211,7 +211,7 @@ def compare_inputs(
 ) -> Changed:
     """Compare the recorded inputs of a run with its present inputs.
 
-    The settings are those of population.yaml, where only `rounds` replaces population.rounds.
+    The settings are read from population.yaml; only population.rounds is replaced, by `rounds`.
     Files, and parts of Python objects, named in `allow` may have changed; before the first round is
     finished, all files may. Nothing is written, unless the run has no record of inputs yet.
 

@@ -18,7 +18,7 @@ def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> 
     """Yield one sentence for each setting that exceeds the rows of its split.
 
     `rows` has the number of rows by split; a missing split is unlimited, as episode seeds are.
-    `prompts` are those of a GRPO step.
+    `prompts` is the number of prompts of a GRPO step.
     """
     for key, split, asked_for in (
         ("algorithm.prompts_per_step", "train", prompts),

@@ -163,7 +163,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _replace(target: Path, aside: Path) -> None:
-    """Replace the contents of `target` by those of `aside`."""
+    """Move the contents of `aside` to `target`, after removing the contents of `target`."""
     for path in sorted(target.iterdir(), key=_order, reverse=True):
         if path == aside:
             continue

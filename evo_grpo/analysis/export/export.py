@@ -91,7 +91,7 @@ class ExampleCode:
         pushed: str | None = None,
         own: Hparams | None = None,
     ) -> ExampleCode:
-        """Return the values from the run's settings and the agent's own hyperparameters."""
+        """Return the values from the run's settings and the agent's hyperparameters."""
         own = own or Hparams()
         try:
             question = asking(config.env, config.seed, own.prompt, show_rows=False)
@@ -237,7 +237,7 @@ def _plain(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Return a string from outside as a code span, also if it contains backticks."""
+    """Return a string from outside as a code span, even if it contains backticks."""
     text = printable(text)
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence, space = "`" * (longest + 1), " " if longest or not text else ""

@@ -74,8 +74,8 @@ def loaded(
 ) -> Generator[Policy]:
     """Load the base and the adapter of a configuration and, `with_env`, its task; yield all.
 
-    The adapter's LoRA settings replace those of the configuration. `task` is the single-turn task
-    of the configuration, if it is already built; `env` replaces it. The argument
+    The adapter's LoRA settings replace `model.lora` of the configuration. `task` is the single-turn
+    task of the configuration, if it is already built; `env` replaces it. The argument
     `max_output_tokens` is used if the configuration has none. Of the agent's hyperparameters,
     `own`, only `max_output_tokens` and `prompt` are used.
     """
@@ -253,7 +253,8 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
         best_ever: See `agent`.
         prefer: See `agent`.
         n: Answers to each prompt, >= 1; greedy decoding gives one, because all would be equal.
-        temperature: Sampling temperature, 0 for greedy decoding; None takes that of evaluations.
+        temperature: Sampling temperature, 0 for greedy decoding; None takes the temperature of
+            evaluations.
         base: Whether to sample the base model too.
         seed: Seed of the draws.
         raw: Send prompts as they are, without the template.

@@ -122,10 +122,11 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
             mapping as in such a file. None takes the configuration of the run.
         split: "test" repeats the test at the end of a run, "validation" the comparison of its
             finalists.
-        prompts: Number of prompts; None takes that of the run.
-        samples: Completions per prompt; None takes that of the run, or more if `pass_at` needs it.
+        prompts: Number of prompts; None takes the run's number.
+        samples: Completions per prompt; None takes the run's number, or more if `pass_at` needs
+            more.
         temperature: Sampling temperature; 0 decodes greedily, with one completion per prompt. None
-            takes that of the run's evaluations.
+            takes the temperature of the run's evaluations.
         pass_at: One k or several, for which pass@k is estimated; see
             `evo_grpo.population.evaluate.pass_at`.
         correct: The least weighted sum of rewards of a completion that counts as correct in
@@ -189,7 +190,7 @@ def _judged(
     passes: Sequence[int],
     correct: float,
 ) -> Judged:
-    """Return the result of evaluations, of which that of the base comes first."""
+    """Return the result of evaluations; if the base was evaluated, its evaluation is the first."""
     name, base = about[0], len(evaluations) > 1
     for who, result in zip(["the base", name] if base else [name], evaluations, strict=True):
         _check_finite(who, result)
@@ -293,7 +294,7 @@ def _adapter_and_task(
 
 
 def show_judged(console: Console, judged: Judged) -> None:
-    """Print the mean reward of an adapter, that of its base, and the difference."""
+    """Print the mean rewards of an adapter and of its base, and the difference."""
     samples = count(judged.samples, "sample")
     prompts = f"{count(judged.own.n, judged.split + ' prompt')} of {judged.task}"
     decoding = f"{samples} each at temperature {judged.temperature:g}"

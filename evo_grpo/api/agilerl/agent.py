@@ -258,7 +258,8 @@ class AgileRLAgent(Agent, ABC):
         it from the next step on, with the factor of the agent's schedule.
 
         Args:
-            optimizer: Any optimizer, or that of an agent (`evolvable_attributes()["optimizer"]`).
+            optimizer: Any optimizer, or an agent's optimizer
+                (`evolvable_attributes()["optimizer"]`).
             lr: The new rate, > 0.
             accelerator: Returned unchanged.
             scheduler_config: Configuration of a scheduler for your own training loop; `learn`

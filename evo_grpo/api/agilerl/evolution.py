@@ -31,7 +31,7 @@ class TournamentSelection:
     Args:
         tournament_size: Agents per tournament, at most all; 1 draws parents at random.
         elitism: Whether the best agent always keeps its place.
-        population_size: Not used; the number of agents is that of the population.
+        population_size: Not used; the population determines the number of agents.
         eval_loop: Number of latest scores of a member to average; at most 100 are kept.
         rand_seed: Seed of the draws of `select`; None is 0. `plan` gets a generator instead.
     """

@@ -197,7 +197,7 @@ class Requirement(NamedTuple):
 
     @property
     def is_old(self) -> bool:
-        """Whether the installed version is lower than `least`."""
+        """Whether the installed version is lower than the minimum version."""
         return self.version is not None and _numbers(self.version) < _numbers(self.least)
 
     def __str__(self) -> str:

@@ -138,7 +138,7 @@ class TextArenaEnv:
         return text, {"player": self._player, "players": self._players}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Make the agent's move, then those of the opponents until the agent's next turn."""
+        """Make the agent's move, then the opponents' moves until the agent's next turn."""
         text, in_time = "", True
         with self._generators.swapped_in(), quiet():
             if not self._done:

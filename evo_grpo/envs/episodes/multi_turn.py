@@ -85,7 +85,7 @@ class TokenObservationWrapper:
             user message.
         chat_template_kwargs: Keyword arguments of the chat template.
         end_ids: Further tokens that end a completion, besides the tokenizer's. `get_action` adds
-            those of its model when it gets the observation.
+            its model's end tokens when it gets the observation.
 
     Raises:
         ConfigError: A number is out of range, or the tokenizer has no chat template to use.

@@ -98,7 +98,7 @@ class Client:
         return key
 
     def ask(self, bodies: Mapping[str, Body], keep: Keep) -> dict[str, Unanswered]:
-        """Send requests, `concurrency` at a time, together with those of other threads.
+        """Send requests, at most `concurrency` at a time in all threads together.
 
         Inside a running event loop, as in a notebook, another thread sends them. `bodies` has the
         JSON body of each request, by its key; `keep` gets key and JSON of each reply as it comes.

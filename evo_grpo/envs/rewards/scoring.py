@@ -158,7 +158,8 @@ def reward_of_each(names: Sequence[str], rewards: Floats) -> dict[str, float]:
     """Return `reward/<name>` -> mean reward of each function, without weights.
 
     `rewards` is (B, K), NaN where a function abstained. A function that always abstained is left
-    out. With fewer than two functions the result is empty, since the metric `reward` is the mean.
+    out. With fewer than two functions the result is empty, because the metric `reward` has the
+    mean.
     """
     if len(names) < 2:
         return {}

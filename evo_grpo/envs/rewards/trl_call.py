@@ -24,7 +24,7 @@ class TrainerState:
     """The supported part of TRL's `trainer_state`.
 
     Attributes:
-        global_step: Training prompts before those of the call, divided by the prompts of a step; 0
+        global_step: Number of training prompts before the call, divided by the prompts of a step; 0
             in evaluations and outside a run.
     """
 

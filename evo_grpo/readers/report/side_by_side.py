@@ -64,7 +64,7 @@ _NAMES = ("name", "record")
 
 @dataclass(frozen=True)
 class RunDifference(Difference):
-    """Test result of a run minus that of the first run, NaN before both are tested.
+    """A run's test result minus the first run's, NaN before both are tested.
 
     Attributes:
         why: Why the difference is not paired, so that it has no interval; empty if it is paired.

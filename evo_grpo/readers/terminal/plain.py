@@ -107,7 +107,7 @@ class PlainLines:
     def start(
         self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
     ) -> None:
-        """Print the title; the arguments are those of `LiveTable.start`."""
+        """Print the title; see `LiveTable.start` for the arguments."""
         self.rounds = rounds
         self.names = shown_names(hyperparameters)
         self.pace.start(rounds, first_round)

@@ -54,7 +54,7 @@ class Work:
         specialised: Whether the joined layers of the Llama family run instead of the modules.
         shards: Processes that divide the base's weights; 1 if each process has all of them.
         group: Completions of one prompt, which the joined layers compute once for all of them.
-        least_rows: Completions that cannot be decoded in several parts: those of one prompt of
+        least_rows: Completions that have to be decoded together: all completions of one prompt of
             every agent.
         head_norms: Whether queries and keys are normalised per head.
         kernels: Whether kernels of evo-grpo learn on a GPU in half precision; see `engine.kernels`.

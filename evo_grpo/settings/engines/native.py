@@ -1,4 +1,4 @@
-"""The built-in rollout engine. Its settings are those of the group `engine` itself."""
+"""The built-in rollout engine, whose settings are in the group `engine` itself."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 

@@ -174,7 +174,7 @@ def total(parts: tuple[Part, ...]) -> int:
 def base_bytes(size: ModelSize, dtype: str, quantization: str | None = None) -> int | None:
     """Return the bytes of a base's weights; None if its layers are unknown.
 
-    `dtype` is that of weights that are not quantised.
+    `dtype` is the dtype of weights that are not quantised.
     """
     if size.parameters is None:
         return None
@@ -249,7 +249,7 @@ def predict(
 def _held(
     size: ModelSize, work: Work, engine: EngineConfig, base: int, each: int, device: Device
 ) -> list[Part]:
-    """Return the trainer's memory throughout a run, without that of a rollout engine."""
+    """Return the memory that the trainer, without a rollout engine, holds throughout a run."""
     linears = sum(inputs * outputs for inputs, outputs in size.linears.values())
     largest = max(inputs * outputs for inputs, outputs in size.linears.values())
     sharded = (linears * each) // work.shards + (base - linears * each) if work.shards > 1 else base

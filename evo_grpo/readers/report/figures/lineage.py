@@ -54,8 +54,8 @@ _Life = list[AgentRecord]
 def plot_lineage(run: Run) -> go.Figure:
     """Draw the family tree of a run, with a row for each agent and a node where a member begins.
 
-    An edge leads from the parent's node, in the round before the child's first round, to the child.
-    The label of the edge is the mutation. The winner's line of ancestors is broad.
+    An edge leads from a parent, in the parent's last round before the child begins, to the child.
+    Its label is the mutation. The winner's line of ancestors is broad.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
