@@ -170,14 +170,15 @@ class Member:
 
 @dataclass(frozen=True)
 class Objective:
-    """The value of a goal beside fitness, of one agent in one round.
+    """The value of an objective other than fitness, of one agent in one round.
 
     Attributes:
         name: Name of the measure: a reward function, "tokens" or "fitness".
         minimize: Whether smaller values are better.
         mean: Mean over prompts, in units of the measure.
         se: Standard error of the mean over prompts; NaN for a single sample.
-        per_prompt: Mean of each prompt, ordered as `Score.per_prompt`; NaN where there is none.
+        per_prompt: Mean of each prompt, ordered as `Score.per_prompt`; NaN for a prompt without a
+            value.
     """
 
     name: str
@@ -224,7 +225,7 @@ class Score:
         per_prompt: Mean reward of each prompt, NaN if all reward functions abstained. All agents
             have the same prompts in the same order, so scores can be compared in pairs.
         further: The other objectives of `evolve.fitness.objectives`, of which fitness is the first;
-            empty in a run with one goal.
+            empty in a run with one objective.
         first_look: `per_prompt` of the first evaluation if racing evaluated the agent again, else
             empty.
         steps: Training steps behind the score, 0 for an evaluation. If fitness is the mean reward

@@ -162,8 +162,8 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             out: Run folder for records and checkpoints; None keeps only the records, in memory.
             force: Replace an existing run in `out`.
             observer: An `Observer`, called while the population trains.
-            progress: Show progress and the result: None in a terminal or a notebook, True also in a
-                pipe or a file, False nowhere.
+            progress: Whether to show progress and the result. None shows them in a terminal or a
+                notebook, True also in a pipe or a file, False nowhere.
             **settings: Settings; docs/configuration.md has their meaning, `help` their types.
 
         Returns:

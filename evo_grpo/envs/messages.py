@@ -1,4 +1,4 @@
-"""Parts of messages: the nearest name, lists of names, excerpts of one line."""
+"""Formats parts of messages: the nearest name, lists of names, excerpts of one line."""
 
 from __future__ import annotations
 

@@ -61,8 +61,9 @@ class Ask:
         prompts: N sequences of prompts; an empty one skips the agent.
         samples: N numbers of completions per prompt, each >= 1.
         turn: Turn of the episodes, 0-based, which selects the random draws; None for a single turn.
-        keys: N sequences with one number per prompt, which selects its random draws, so that they
-            do not depend on which other episodes still run. None numbers the prompts 0, 1, ....
+        keys: N sequences with a number per prompt, which selects the prompt's random draws; draws
+            then do not depend on which other episodes still run. None numbers the prompts 0, 1,
+            ....
     """
 
     prompts: Sequence[Sequence[Prompt]]

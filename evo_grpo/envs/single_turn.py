@@ -290,9 +290,9 @@ class ReasoningGym:
     def limit_context(self, max_context_length: int, answer_tokens: int | None = None) -> None:
         """Set the model's context and check that every prompt leaves room for one token.
 
-        `max_context_length` has the tokens of prompt and completion together, >= 2; `answer_tokens`
-        those that `too_long: truncate_left` leaves for a completion, None for the tokens of a usual
-        answer.
+        `max_context_length`, >= 2, is the number of tokens of prompt and completion together.
+        `answer_tokens` is the number that `too_long: truncate_left` leaves for a completion; None
+        leaves the tokens of a usual answer.
 
         Raises:
             PromptTooLongError: For the first prompt that is too long, by its row.
@@ -401,7 +401,7 @@ class ReasoningGym:
 
 
 class Judged(NamedTuple):
-    """The rewards of some groups.
+    """The rewards of the groups that were scored.
 
     Attributes:
         rewards: (B, K) without weights, NaN in groups that are set aside.

@@ -1,8 +1,8 @@
 """Feeds readers with the entries of a run's log, and saves their cursors.
 
-The log is the queue between a run and its readers: a reader that hangs, fails, is slow or is killed
-does not affect the run and later continues from its cursor. The cursor is saved after each flush,
-or when the reader is closed if it cannot flush.
+The log is the queue between a run and its readers. A reader that hangs, fails or is killed does not
+affect the run, and continues from its cursor later. The cursor is saved after each flush, or when
+the reader is closed if it cannot flush.
 """
 
 from __future__ import annotations

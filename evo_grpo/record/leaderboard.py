@@ -237,7 +237,8 @@ def ties(
 
     Only agents of the winner's round with a finite fitness are included; none if the winner is a
     mean. The level is `TIE_LEVEL`, corrected for all pairs of agents because the winner was chosen
-    as the best, and, if the winner's round was chosen too, for the number of rounds.
+    as the best. If the winner's round was chosen too, the level is also corrected for the number of
+    rounds.
     """
     if winner is None or winner.fitness is None:
         return {}

@@ -46,8 +46,8 @@ class Lineage:
       op is "continue" for a member that trains on
     - train/reward, train/kl, ...: the metrics of the round's training
 
-    If the mean of two survivors wins the run, it has a trial too, one round later, with op "mean"
-    and the attribute second_parent, the member id of the other parent.
+    If the mean of two survivors wins the run, the mean has a trial too, one round later, with op
+    "mean". Its attribute second_parent is the member id of the other parent.
     """
 
     def __init__(self, study: Study, hp_config: HyperparameterConfig | None = None) -> None:

@@ -1,7 +1,7 @@
 """Reads the log of a run as a sequence of entries. All readers of a log use `entries`.
 
-The log is a set of files to which the run appends: rounds.jsonl has a line per finished round,
-metrics/ has a file per round with a line per step and agent, notes.jsonl has events that belong to
+The log is a set of files to which the run appends: rounds.jsonl has a line per finished round;
+metrics/ has a file per round, with a line per step and agent. notes.jsonl has events that belong to
 no round, and summary.json has the final result. After a reader was killed or a run was resumed, an
 entry may be read again, with the same position and the same values.
 """

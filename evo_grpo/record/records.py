@@ -51,7 +51,7 @@ class AgentRecord:
 
     Attributes:
         parent: Member id of the parent, or None.
-        state: "ok" or "failed" (its update or its evaluation was not finite).
+        state: "ok", or "failed" if the agent's update or evaluation was not finite.
         score: Fitness after the round, None if the agent failed.
         metrics: Means over the steps of the round, by the names of `record.vocabulary`.
         tokens: Tokens that the agent sampled in training in this round.
@@ -111,8 +111,8 @@ class RoundRecord:
             current values; with several processes, the smallest values.
         decodes_by: The implementation that sampled; another implementation rounds differently.
         started, ended: Times in seconds since 1970 (UTC); None if unknown.
-        steering: Requests of the user between this round and the next one, in order, with their
-            outcomes; they are applied in `members`, `next_hparams` and `decisions`.
+        steering: Requests of the user between this round and the next round, in order, with their
+            outcomes. `members`, `next_hparams` and `decisions` include the outcomes.
         next_member: The next free member id after requests of the user; 0 without requests.
         stopped: Rules of population.stop that ended the run after this round.
         went_on: Whether the run was extended after a stop rule had ended it.

@@ -215,9 +215,9 @@ class Replay:
     def outcome(self) -> Outcome:
         """How the schedule compares with its last values held constant, at equal numbers of rows.
 
-        "ahead" or "behind" if both the interval and the p-value show it; "same" if both trainings
-        had equal values in every step and prompts that differ by at most one; "failed" if a
-        training ended without a finite reward; else "unclear".
+        "ahead" or "behind" if both the interval and the p-value are significant. "same" if both
+        trainings had equal values in every step, and numbers of prompts that differ by at most one.
+        "failed" if a training ended without a finite reward; else "unclear".
         """
         moving, constant = map(self.training, REPLAYED)
         if not math.isfinite(moving.test.mean) or not math.isfinite(constant.test.mean):

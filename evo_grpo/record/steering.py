@@ -239,7 +239,7 @@ def ask(
 
 
 def cancel(run: str | Path) -> int:
-    """Withdraw the waiting requests to a run; return their number."""
+    """Remove the pending requests to a run; return their number."""
     folder = expect_run(run)
     pending = read_requests(folder)
     ids = {request.id for request in pending.requests} | {Path(n).stem for n in pending.unread}

@@ -127,7 +127,7 @@ def _finished(
 def _not_judged(
     rounds: Sequence[RoundRecord], leader: SelectedAgent | None, planned: int
 ) -> Iterator[Sentence]:
-    """Yield the story of a run without a test result: unfinished, or ended before its test."""
+    """Yield the story of a run without a test result, unfinished or ended before the test."""
     if not rounds:
         yield Sentence("missing", "No round is finished yet.")
         return

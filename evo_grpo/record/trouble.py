@@ -59,7 +59,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Trouble:
-    """A problem of a run, and its remedy, in the imperative.
+    """A problem of a run, and a remedy in the imperative.
 
     Attributes:
         kind: "failed", "collapsed", "kl", "ratio_max", "clip_fraction", "sampler_gap",

@@ -1,8 +1,8 @@
 """One view of a run: the facts that every display of it shows, computed once from its log.
 
-Terminal, report, model card, notebook, dashboard and `--json` render a `RunView` and compute no
-facts, so that they show the same numbers under the same names. The winner of a run has up to three
-scores, each from different samples:
+All displays (terminal, report, model card, notebook, dashboard, `--json`) render a `RunView` and
+compute no facts, so that they show the same numbers under the same names. The winner of a run has
+up to three scores, each from different samples:
 
 - *fitness*: validation prompts, in the round after which the winner is taken
 - *final*: validation prompts with new draws, in the final comparison with the other finalists

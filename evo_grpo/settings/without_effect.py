@@ -99,7 +99,7 @@ class KnownSettings:
 
     @property
     def loss_uses(self) -> list[LossUse]:
-        """The `LossUse` of each of these losses."""
+        """The `LossUse` of each loss in `losses`."""
         return [LOSS_USES[cast("LossType", name)] for name in self.losses]
 
     def is_set(self, name: str) -> bool:

@@ -75,8 +75,8 @@ class Objects:
             place; None loads the model that the settings name.
         tokenizer: Replaces the model's tokenizer.
         lora: Replaces `lora` of the settings.
-        padding: Id of the padding token, and the token as a string if the tokenizer has none; None
-            uses the model's padding token.
+        padding: Id of the padding token, and the token as a string, set on a tokenizer that has
+            none; None uses the model's padding token.
         accelerator: An accelerate.Accelerator with the DeepSpeed stage of the settings; None
             creates one.
     """

@@ -96,7 +96,7 @@ def check_ranks(config: RunConfig, team: Team) -> None:
 
 
 def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None:
-    """Return where a run computes; None if the memory there is unknown."""
+    """Return the `Setup` of a run; None if the memory of the device is unknown."""
     device, total = pick_device(config.engine.device), 0
     if device.type not in ("cpu", "cuda"):
         return None

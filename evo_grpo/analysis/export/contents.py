@@ -225,7 +225,7 @@ class BaseModel:
 
     @property
     def shown(self) -> str:
-        """Name of the model in the export; of a local path, only the last part."""
+        """Name of the model in the export; a local path is shortened to its last part."""
         is_path = self.source is not None and self.source.local
         return self.name.rstrip("/").rpartition("/")[2] if is_path else self.name
 

@@ -278,10 +278,10 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
         round: 0-based round after which the agent is taken, by default its last round; without
             `agent` and `member`, the best agent of that round.
         best_ever: Take the agent with the greatest fitness of all rounds, as of its best round.
-        prefer: In a run with several objectives, the agent of the front with the greatest weighted
-            sum, for instance `{"tokens": 0.2}`. Each objective is normalised: its best agent on the
-            front has 1, its worst 0. Weights are from 0 to 1, together at most 1; objectives
-            without one share the rest.
+        prefer: In a run with several objectives, take the agent of the Pareto front with the
+            greatest weighted sum, for instance `{"tokens": 0.2}`. Each objective is normalised on
+            the front: the best agent has 1, the worst 0. Weights are from 0 to 1, together at most
+            1; objectives without a weight share the rest.
         merge: Write one merged model instead of an adapter.
         push: Repository on the Hugging Face Hub, `owner/name`; a new one is private. The token is
             read from HF_TOKEN.

@@ -68,8 +68,8 @@ class AgileRLAgent(Agent, ABC):
             size: N agents, >= 1.
             *args: As for the constructor; two spaces may be followed by `wrapper_cls` and
                 `wrapper_kwargs`.
-            **kwargs: As for the constructor; and `wrapper_cls`, which is called with each agent and
-                `wrapper_kwargs`, and whose results are the members of the population.
+            **kwargs: As for the constructor. `wrapper_cls` is called with each agent and
+                `wrapper_kwargs`; its results are the members of the population.
 
         Returns:
             A sequence of N agents that generate, learn and are tested together.
@@ -254,8 +254,8 @@ class AgileRLAgent(Agent, ABC):
     ) -> tuple[object, LambdaLR | None]:
         """Set an optimizer's learning rate; return the accelerator and a scheduler or None.
 
-        For the optimizer of an agent, this also changes the agent's hyperparameter lr: `learn` uses
-        it from the next step on, with the factor of the agent's schedule.
+        For the optimizer of an agent, this also changes the agent's hyperparameter lr. `learn` uses
+        the new lr, times the factor of the agent's schedule, from the next step on.
 
         Args:
             optimizer: Any optimizer, or an agent's optimizer

@@ -1,4 +1,4 @@
-"""AgileRL's arguments and configurations.
+"""Defines AgileRL's arguments and configurations.
 
 `Arguments` translates arguments to keywords of `evo_grpo.GRPO`, and warns of those without effect.
 """

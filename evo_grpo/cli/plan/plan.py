@@ -169,8 +169,8 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     devices of this machine; with `online`, the config.json of a hub model may be fetched.
 
     Raises:
-        EvoGrpoError: The task's rows, columns or rewards, a user's strategy, or the model is not
-            usable; or the driver of a database or the package of a tracker is not installed.
+        EvoGrpoError: The task's rows, columns or rewards, a user's strategy, or the model cannot be
+            used; or a database driver or a tracker's package is not installed.
     """
     config = _check_first(config)
     task = task_of(config, find_function)

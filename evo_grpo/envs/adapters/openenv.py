@@ -30,9 +30,9 @@ _NOT_TEXT = ("done", "reward", "metadata")
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], OpenEnv]:
     """Return a factory of sessions on the OpenEnv server at the address `name`.
 
-    Of `env.args`, `action` names the field of an action that holds the completion (default: the
-    required field), and `observation` the field of an observation that the agent reads (default:
-    the only field, or all as JSON). All others are arguments of the server's `reset`.
+    In `env.args`, `action` names the field of an action that holds the completion; the default is
+    the required field. `observation` names the field of an observation that the agent reads; the
+    default is the only field, or all as JSON. All others are arguments of the server's `reset`.
     """
     kind, args = env.kind, dict(env.args)
     client = load_package(kind, "openenv.core", PACKAGE, REMEDY).GenericEnvClient

@@ -59,10 +59,10 @@ def build(
 ) -> Callable[[], TextArenaEnv]:
     """Return a factory of the TextArena game with the ID `name`.
 
-    Of `env.args`, `players` is the number of sides (default: 2, else 1, else the fewest that the
-    game allows), `player` the side of the agent (default 0, which usually begins), and `opponent`
-    is "random" or the "module:function" of an `Opponent`, which `load` imports. All others are
-    settings of the game's class.
+    In `env.args`, `players` is the number of sides; the default is 2, else 1, else the fewest that
+    the game allows. `player` is the side of the agent; the default is 0, which usually begins.
+    `opponent` is "random" or the "module:function" of an `Opponent`, which `load` imports. All
+    others are settings of the game's class.
     """
     kind, args = env.kind, env.args
     make_game = _find(kind, name, args)

@@ -126,7 +126,7 @@ class VerifiersEnv:
         return "", reward, True, False, {"metrics": dict(trace.metrics), **trace.info}
 
     def close(self) -> None:
-        """Abandon the episode; further calls do nothing."""
+        """End the current episode; further calls do nothing."""
         if self._play is not None:
             self._play.close()
             self._play = None

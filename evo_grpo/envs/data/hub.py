@@ -1,4 +1,4 @@
-"""Rows of a dataset of the Hugging Face Hub, by the package `datasets`.
+"""Reads rows of a dataset of the Hugging Face Hub with the package `datasets`.
 
 No code of the dataset is run. First, one request with a time limit finds the commit of the
 revision, because `datasets` waits for minutes for a Hub that does not answer.

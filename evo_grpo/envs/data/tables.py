@@ -1,4 +1,4 @@
-"""Rows of a dataset: a datasets.Dataset, dicts, a pandas frame, or a file.
+"""Reads rows of a dataset from a datasets.Dataset, dicts, a pandas frame, or a file.
 
 Files may come from strangers: a small compressed file may need much memory, so reading is limited.
 """

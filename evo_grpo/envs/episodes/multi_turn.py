@@ -1,4 +1,4 @@
-"""Environments of many turns: the protocol, and an episode as token ids."""
+"""Defines the protocol of environments of many turns, and plays an episode as token ids."""
 
 from __future__ import annotations
 

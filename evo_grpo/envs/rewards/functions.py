@@ -47,10 +47,10 @@ class RewardFunction:
     Attributes:
         name: Name in messages and records.
         fn: `fn(completion=..., **columns) -> float | None`, called per row with the columns that
-            its parameters name (with all columns and "prompt" if it takes **kwargs). With a
-            parameter `completions` it is a batch function: `fn(completions=[...], prompts=[...],
-            **columns) -> list[float | None]`, whose columns are lists. Either may be async. None
-            abstains. Keywords that a `functools.partial` binds keep their values.
+            its parameters name; with **kwargs, it gets all columns and "prompt". With a parameter
+            `completions` it is a batch function: `fn(completions=[...], prompts=[...], **columns)
+            -> list[float | None]`, whose columns are lists. Either may be async. None abstains.
+            Keywords that a `functools.partial` binds keep their values.
         weight: Factor of the reward in the sum, from -1e15 to 1e15.
         style: "trl" if `fn` is called as TRL calls it; see `trl_call`.
 

@@ -311,7 +311,7 @@ class Answer:
 
 @final
 class Answers:
-    """Answers by the digest of their question.
+    """The answers of a judge, by the digest of the question.
 
     Each answer is appended to the file at once, in one write, so that a killed process loses none.
 

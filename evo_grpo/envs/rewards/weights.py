@@ -1,4 +1,4 @@
-"""Weights of reward functions by name, for training and for fitness."""
+"""Selects weights of reward functions by name, for training and for fitness."""
 
 from __future__ import annotations
 

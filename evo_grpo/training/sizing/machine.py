@@ -50,7 +50,7 @@ _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_
 
 
 class Setup(NamedTuple):
-    """Where a run computes.
+    """The machine and the device on which a run computes.
 
     Attributes:
         size: The size of the base.
@@ -139,11 +139,11 @@ def _largest(
 
 
 class Fit(NamedTuple):
-    """Whether a run fits where it computes.
+    """Whether a run fits the device on which it computes.
 
     Attributes:
-        setup: Where the run computes.
-        plan: The memory of the run there.
+        setup: The device of the run.
+        plan: The memory of the run on this device.
         chosen: Dotted name of each limit that is null -> the number that a run will record.
         changes: Dotted name -> value, of settings that differ from those given.
         proposal: The fit of a changed run; None if the run fits, or if no change helps.
@@ -176,7 +176,7 @@ class Fit(NamedTuple):
 
 
 def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
-    """Return whether a run fits where it computes, with a proposal if not; None if unknown."""
+    """Return whether a run fits its device, with a proposal if it does not; None if unknown."""
     limits = choose_limits(config, setup)
     plan = setup.plan(config, **limits)
     if plan is None:
@@ -280,7 +280,7 @@ def setup_here(
     longest: int,
     gpu: Gpu | None = None,
 ) -> Setup | None:
-    """Return where a run would compute, without torch; None if the memory there is unknown.
+    """Return the `Setup` of a run, without torch; None if the memory of the device is unknown.
 
     `longest` is the number of tokens of the longest completion. `gpu` is the card to plan for; None
     plans for this machine.

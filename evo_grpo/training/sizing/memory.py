@@ -3,11 +3,11 @@
     peak = process + base + agents + rollout engine + max(sampling, learning) + checkpoints
 
 The memory of the agents is exact: 16 bytes per parameter of an adapter (weight, gradient and the
-two moments of AdamW, in float32), 4 more for a reference, 12 for the archive, and 4 for an adapter
-from which all agents start. `engine.offload_adapters` adds 12 bytes per parameter of the next
-part's agents, and 4 for stacking the weights of the present part. The terms of sampling and
-learning sum the tensors that exist at the same time. Measured peaks (experiments/bench/plan.py)
-agree within 7% of memory in use; glibc keeps up to 15% more on a CPU.
+two moments of AdamW, in float32). A reference takes 4 more, the archive 12, and an adapter from
+which all agents start 4. `engine.offload_adapters` adds 12 bytes per parameter of the next part's
+agents, and 4 for stacking the weights of the present part. The terms of sampling and learning sum
+the tensors that exist at the same time. Measured peaks (experiments/bench/plan.py) agree within 7%
+of memory in use; glibc keeps up to 15% more on a CPU.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ def tick_distance(rounds: int) -> int:
 
 
 class End(NamedTuple):
-    """The end of a line: its name as HTML, and its agent, None for other lines."""
+    """The end of a line: the name of the line as HTML, and the agent, None for other lines."""
 
     x: float
     y: float
