@@ -55,8 +55,8 @@ class Difference:
 
     Attributes:
         error: Standard error of the difference, paired over the prompts; includes the spread
-            between the trainings of an arm if it has several. NaN with fewer than two prompts. low,
-            high: The 95% interval.
+            between the trainings of an arm if it has several. NaN with fewer than two prompts.
+        low, high: The 95% interval.
         p: Two-sided p-value over the prompts (`evo_grpo.evolve.claims.chance`).
         prompts: Number of prompts that both arms answered.
         trainings: Trainings of the arm with more of them. With one training per arm, `low`, `high`

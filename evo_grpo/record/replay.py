@@ -68,12 +68,12 @@ class Schedule:
 
     Attributes:
         kind: "last" (best agent of the last round), "archive" (best of all rounds; the line ends in
-            its round) or "mean" (of two survivors; the line is that of the first). member,
-            checkpoint: Member id and checkpoint of the winner.
+            its round) or "mean" (of two survivors; the line is the first survivor's).
+        member, checkpoint: Member id and checkpoint of the winner.
         steps: GRPO steps per round.
         mutable: Hyperparameters that mutate, then those that the user set.
-        rounds: From first to last, without rounds after the archived agent that a return to it
-            undid. run_rows, run_tokens: Completions of all agents in all rounds, and their tokens.
+        rounds: From first to last, without rounds that a return to the archive undid.
+        run_rows, run_tokens: Completions of all agents in all rounds, and their tokens.
         parents: Member ids of the two survivors of a mean, else empty.
     """
 
