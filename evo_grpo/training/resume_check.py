@@ -289,7 +289,7 @@ def record_changes(folder: RunDir, changed: Changed) -> None:
 
 
 def begun_extension(folder: RunDir) -> int | None:
-    """Return the rounds that a run was extended to; None if a round was played afterwards."""
+    """Return a run's extended number of rounds; None if a round was played afterwards."""
     if not os.path.lexists(folder.path / INPUTS):
         return None
     changes = read_inputs_of(folder.path).changes_of_rounds(len(folder.rounds()))

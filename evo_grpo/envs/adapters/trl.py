@@ -82,8 +82,8 @@ class TrlStyleEnv:
     """Plays episodes of tool calls; a completion without a call is the answer and ends the episode.
 
     As in TRL, one object is reset for each episode, and a call that fails is answered with its
-    error. `get_reward` is called once, at the end. The global generators are seeded with the
-    episode's seed while the object runs.
+    error. `get_reward` is called once, at the end. While the object runs, generators seeded with
+    the episode's seed replace the global ones.
 
     Args:
         make: Returns the object.
