@@ -60,11 +60,12 @@ INTRO = """# Classes and functions
 
 <!-- Written by docs/generate from the docstrings and declarations in evo_grpo. -->
 
-`evo_grpo` exports all names of this page but `Agent`, of which `GRPO`, `GSPO` and `CISPO` are the
-classes: they differ in their loss. Each keyword of theirs is the last part of a key of
-[population.yaml](configuration.md), with the same meaning and default. `tokenizer` takes a
-transformers tokenizer in place of the model's own; `model` also takes a transformers module. For
-AgileRL's names, positions and defaults, use `from evo_grpo.agilerl import GRPO`.
+`evo_grpo` exports the names of this page, except for `Followed`, which `follow` returns, and
+`Agent`, of which `GRPO`, `GSPO` and `CISPO` are the classes: they differ in their loss. Each
+keyword of theirs is the last part of a key of [population.yaml](configuration.md), with the same
+meaning and default. `tokenizer` takes a transformers tokenizer in place of the model's own; `model`
+also takes a transformers module. For AgileRL's names, positions and defaults, use
+`from evo_grpo.agilerl import GRPO`.
 """
 
 STARS: Mapping[griffe.ParameterKind | None, str] = {
@@ -84,7 +85,7 @@ KEYWORDS: Mapping[str, tuple[str, Mapping[str, FieldInfo]]] = {
 # What a call takes beside its settings.
 MORE: Mapping[str, list[str]] = {
     "GRPO.population": ["    **settings,  # and all keywords of GRPO"],
-    "Population.train": ["    out, force, observer, progress,  # as in `run`"],
+    "Population.train": ["    out: str | Path | None = None,  # None keeps the records in memory"],
 }
 
 

@@ -231,10 +231,27 @@ def _check_checkpoints(records: _Records, findings: Findings) -> None:
         findings.compare(folder, expected, f"round {record.round + 1} recorded")
     best = best_ever(rounds)
     apart = records.config.record.keeps_best_apart(archive=records.config.evolve.keeps_archive)
-    # Before the end, a stop may leave it missing or of an earlier round: a resume copies it again.
-    if records.finished and apart and best is not None and best.checkpoint is not None:
-        files = rounds[best.round].files_of(best.checkpoint)
+    if not apart or best is None or best.checkpoint is None:
+        return
+    files = rounds[best.round].files_of(best.checkpoint)
+    # A stop may leave it missing or of an earlier round: a resume then copies it again.
+    if records.finished or not _is_same(folder / best.checkpoint, files) or not _is_behind(records):
         findings.compare(folder / BEST, files, f"round {best.round + 1} recorded")
+
+
+def _is_behind(records: _Records) -> bool:
+    """Return whether checkpoints/best is missing or has the best agent of earlier rounds."""
+    place, rounds = records.folder / BEST, records.rounds
+    bests = filter(None, (best_ever(rounds[:number]) for number in range(len(rounds))))
+    earlier = (rounds[best.round].files_of(str(best.checkpoint)) for best in bests)
+    return not place.exists() or any(_is_same(place, files) for files in earlier)
+
+
+def _is_same(folder: Path, files: Mapping[str, str]) -> bool:
+    """Return whether a folder has these files with their digests."""
+    findings = Findings()
+    findings.compare(folder, files, "")
+    return bool(files) and not findings.damage
 
 
 def _check_answers(records: _Records, findings: Findings) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from evo_grpo.errors import CheckpointError
+from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.load import fit_slot
 from evo_grpo.population.checkpoints.manifest import read_attributes
@@ -82,6 +82,12 @@ def load(
     try:
         saved = Saved(**json.loads(read_plain(file, MAX_LOG_BYTES)))
         slots, rounds = [Slot(slot) for slot in saved.agents], [*map(round_from_json, saved.rounds)]
+    except RunDirError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder}: expected a folder of Population.save, but {POPULATION} is missing"
+        ) from error
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: expected a file of Population.save, but {error}; restore it from a copy"

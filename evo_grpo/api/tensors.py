@@ -76,7 +76,7 @@ def _to_prompt(
         )
     table = torch.as_tensor(item["input_ids"])
     ids = table.reshape(-1)
-    if table.shape[-1:] != ids.shape:
+    if table.dim() not in (1, 2) or (table.dim() == 2 and len(table) != 1):
         raise ShapeError(
             f"get_action: observation {index}: expected input_ids of one prompt, (T,) or (1, T), "
             f"got {tuple(table.shape)}; give a list with one mapping per prompt"

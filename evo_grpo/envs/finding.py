@@ -194,6 +194,8 @@ def _read(name: str, path: str, where: str) -> _Source | None:
             compile(tree, origin, "exec")  # finds errors beyond the grammar: equal argument names
     except CodeOfARunError as error:
         raise ConfigError(f"{where}: {path!r}: {error}") from error
+    except (RecursionError, MemoryError):  # nested too deep for a tree; an import may still work
+        return None
     except (SyntaxError, ValueError, ImportError, OSError) as error:
         raise ConfigError(
             f"{where}: {path!r}: expected Python in {origin}, got {type(error).__name__}: {error}"

@@ -115,21 +115,34 @@ class Classifier:
         Probabilities are the softmax over the labels, or the sigmoid of a single output. A forward
         pass has `batch_size` >= 1 texts of similar length.
         """
-        if self.model.config.get_text_config().pad_token_id is None:
-            batch_size = 1  # transformers cannot pad
         order = sorted(
             range(len(encoded.rows)), key=lambda row: len(encoded.rows[row]["input_ids"])
         )
         scores = [0.0] * len(order)
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
-            logits = self._logits([encoded.rows[number] for number in numbers]).float()
+            logits = self._batched([encoded.rows[number] for number in numbers]).float()
             if probability:
                 single = logits.shape[1] == 1
                 logits = logits.sigmoid() if single else logits.softmax(dim=1)
             for number, score in zip(numbers, logits[:, self.output].tolist(), strict=True):
                 scores[number] = score
         return scores
+
+    def _batched(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> Tensor:
+        """Return `_logits`; without a padding id, one that no text has serves as padding."""
+        config = self.model.config.get_text_config()
+        if config.pad_token_id is not None or len(rows) == 1:
+            return self._logits(rows)
+        used = {token for row in rows for token in row["input_ids"]}
+        unused = next((token for token in range(config.vocab_size) if token not in used), None)
+        if unused is None:
+            return torch.cat([self._logits([row]) for row in rows])
+        config.pad_token_id = unused
+        try:
+            return self._logits(rows)
+        finally:
+            config.pad_token_id = None
 
     def _logits(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> Tensor:
         """Return (B, labels) outputs of texts, padded on the right.

@@ -31,7 +31,15 @@ _COUNTS = (
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_BOUNDS = {**dict.fromkeys(_COUNTS, MOST_REPEATS), **dict.fromkeys(_EXPERTS, MOST_EXPERTS)}
+_WIDTHS = (
+    *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
+_BOUNDS = {
+    **dict.fromkeys(_COUNTS, MOST_REPEATS),
+    **dict.fromkeys(_EXPERTS, MOST_EXPERTS),
+    **dict.fromkeys(_WIDTHS, 1 << 24),
+}
 GGUF_KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -64,7 +72,7 @@ MOST_DEPTH = 4
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raise ValueError, with the key, for more layers, labels or experts than any model has.
+    """Raise ValueError, with the key, for a number of objects or features that no model has.
 
     Configurations inside of the configuration, of any depth, are checked too.
     """

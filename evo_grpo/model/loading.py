@@ -176,9 +176,9 @@ def quiet() -> Generator[None]:
     from transformers import modeling_gguf_pytorch_utils as gguf_files
     from transformers.utils import logging
 
-    # GGUF files use tqdm's own bar, which the switch does not change.
-    enabled, bar = logging.is_progress_bar_enabled(), getattr(gguf_files, "tqdm", None)
-    with loading():
+    with loading():  # what another thread has switched off is on again then
+        # GGUF files use tqdm's own bar, which the switch does not change.
+        enabled, bar = logging.is_progress_bar_enabled(), getattr(gguf_files, "tqdm", None)
         logging.disable_progress_bar()
         if bar is not None:
             setattr(gguf_files, "tqdm", partial(bar, disable=True))  # noqa: B010 -- no name of its types

@@ -75,7 +75,10 @@ def write_request(folder: Path, request: Request) -> Request:
 def ids_of_requests(folder: Path) -> frozenset[str]:
     """Return the ids of the pending requests to a run, including unreadable files."""
     place = folder / STEERING
-    names = os.listdir(place) if is_folder(place) else ()
+    try:
+        names = os.listdir(place) if is_folder(place) else ()
+    except FileNotFoundError:  # a run that begins anew clears it
+        names = ()
     return frozenset(Path(name).stem for name in names if REQUEST.fullmatch(name))
 
 

@@ -126,7 +126,7 @@ class FromPython:
         if by_name:
             text = f"task that the run was begun with, {config.env.kind!r} of population.yaml"
             remedy = "leave env out"
-        got = type(self.env).__name__ if named is None else f"the task {named.kind!r}"
+        got = type(self.env).__name__ if named is None else f"the task {shown(self.env)}"
         raise ConfigError(
             f"env: expected the {text}, got {got}; {remedy}, or start another run with "
             "Population.train"

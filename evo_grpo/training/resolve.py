@@ -16,9 +16,8 @@ from evo_grpo.record.history import resolved_start
 from evo_grpo.rollout.engine import check_engine
 from evo_grpo.settings import DoubtfulSetting, RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
-from evo_grpo.settings.cross_checks import divides_quantized
 from evo_grpo.settings.trackers import check_trackers
-from evo_grpo.training.shortages import warn_of_shortages
+from evo_grpo.training.shortages import check_ranks, warn_of_shortages
 from evo_grpo.training.sizing.hub_files import check_available
 from evo_grpo.training.sizing.machine import (
     MACHINE,
@@ -80,19 +79,6 @@ def checked_task(config: RunConfig, team: Team | None = None) -> Task | None:
 def _with_revisions(config: RunConfig, team: Team) -> RunConfig:
     revisions = team.first(pinned(config.env) if team.rank == 0 else None)
     return config.replace(env=config.env.replace(**revisions)) if revisions else config
-
-
-def check_ranks(config: RunConfig, team: Team) -> None:
-    """Refuse processes without agents, and several processes if the base cannot be split."""
-    if team.size > 1 and (why := divides_quantized(config.engine)):
-        raise ConfigError(why)
-    most = config.most_processes
-    if team.size > most and config.engine.zero is None:
-        raise ConfigError(
-            f"ranks: expected at most {most} processes, one for each of engine.shards and for each "
-            f"agent of the smallest round, got {team.size}; start fewer, or another run with "
-            f"engine.shards and the last of population.sizes of {team.size} or more"
-        )
 
 
 def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None:

@@ -42,7 +42,7 @@ from evo_grpo.training.recorded_inputs import (
     inputs_of,
     read_inputs_of,
 )
-from evo_grpo.training.resolve import check_ranks
+from evo_grpo.training.shortages import check_ranks
 
 _ADJUSTABLE = (
     *("record.completions", "record.metrics", "record.checkpoints"),
@@ -224,7 +224,7 @@ def compare_inputs(
     # The run would continue by other rules than it began with.
     if removed := [name for name in map(".".join, REMOVED) if name in recorded.settings]:
         raise RunDirError(
-            f"{folder.path}: expected a run that this version began, got change of an earlier "
+            f"{folder.path}: expected a run that this version began, got that of an earlier "
             f"version, with {', '.join(removed)}; finish it with evo-grpo "
             f"{recorded.software.get('evo-grpo')}, which began it, or start another run"
         )

@@ -1,4 +1,4 @@
-"""Warns of settings that ask for more rows than the task of a run has."""
+"""Warns of settings that ask for more rows than a task has; refuses processes without agents."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.task import DatasetRow, LazyRows, Task
+from evo_grpo.errors import ConfigError
+from evo_grpo.population.ranks.team import Team
 from evo_grpo.record.wording import count
-from evo_grpo.settings import DoubtfulSetting, FitnessConfig
+from evo_grpo.settings import DoubtfulSetting, FitnessConfig, RunConfig
+from evo_grpo.settings.cross_checks import divides_quantized
 
 FEWEST = 8
 """Different prompts of a validation split below which a run warns."""
@@ -70,3 +73,16 @@ def warn_of_shortages(
     few = () if single_turn is None else few_prompts(single_turn)
     for text in (*shortages(rows, prompts, fitness), *few):
         warnings.warn(text, DoubtfulSetting, stacklevel=4)
+
+
+def check_ranks(config: RunConfig, team: Team) -> None:
+    """Refuse processes without agents, and several processes for a base that cannot be split."""
+    if team.size > 1 and (why := divides_quantized(config.engine)):
+        raise ConfigError(why)
+    most = config.most_processes
+    if team.size > most and config.engine.zero is None:
+        raise ConfigError(
+            f"ranks: expected at most {most} processes, one for each of engine.shards and for each "
+            f"agent of the smallest round, got {team.size}; start fewer, or another run with "
+            f"engine.shards and the last of population.sizes of {team.size} or more"
+        )

@@ -209,7 +209,7 @@ def test_a_population_is_saved_and_loaded(tmp_path):
         assert other.state.member == one.state.member
         assert other.hparams == one.hparams
     assert repr(loaded) == repr(population)
-    with pytest.raises(CheckpointError, match=r"population.json: expected a file of Pop"):
+    with pytest.raises(CheckpointError, match=r"Population.save, but population.json is missing"):
         Population.load(tmp_path)
 
 

@@ -18,7 +18,6 @@ from evo_grpo.cli.output import say, write
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.escaping import printable, shorten
 from evo_grpo.places import expanded
-from evo_grpo.record.wording import count
 
 if TYPE_CHECKING:
     from evo_grpo.record.view import RunView
@@ -153,6 +152,7 @@ def compare(
 def verify(folder: Run, debug: Debug = False) -> None:
     """Check that every file of a run is as it was written."""
     from evo_grpo.analysis.verify import verify as look
+    from evo_grpo.record.wording import count
 
     result = look(folder)
     for text in result.notes:
@@ -213,6 +213,7 @@ def _feed_readers(
     failed: list[EvoGrpoError] = []
 
     from evo_grpo.readers.follow import follow_all
+    from evo_grpo.record.wording import count
 
     try:
         readers = follow_all(folder, to, storage=storage, outside=outside, warn=print_line)

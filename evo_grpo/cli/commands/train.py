@@ -209,6 +209,7 @@ def _parse_request(request: Sequence[str]) -> tuple[str, list[int], dict[str, An
     agents, values = rest[: _AGENTS.get(op, 0)], rest[_AGENTS.get(op, 0) :]
     pairs = [(name, text) for name, _, text in (value.partition("=") for value in values)]
     complete = len(agents) == _AGENTS.get(op, 0) and bool(pairs) == (op == "set")
+    complete = complete and len(dict(pairs)) == len(pairs)  # each hyperparameter once
     numbers = all(agent.isascii() and agent.isdigit() and len(agent) < 10 for agent in agents)
     if not (complete and numbers and all(name and text.strip() for name, text in pairs)):
         raise ConfigError(

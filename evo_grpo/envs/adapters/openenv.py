@@ -6,7 +6,8 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from evo_grpo.envs.episodes.multi_turn import check_flag, check_reward
 from evo_grpo.envs.family import Family
@@ -23,8 +24,12 @@ REMEDY = "pip install openenv-core"
 
 MOST_MIB = 1.0
 """Size of the longest message that a server may send."""
+_PART, MOST_PARTS = 2**16, 16
+"""Bytes of a part of a schema, and the number of parts that are read."""
 _SEEDS = 2**32  # as numpy takes them on a server
 _NOT_TEXT = ("done", "reward", "metadata")
+
+_Fields: TypeAlias = dict[str, bool]
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], OpenEnv]:
@@ -37,12 +42,11 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], OpenEnv]:
     kind, args = env.kind, dict(env.args)
     client = load_package(kind, "openenv.core", PACKAGE, REMEDY).GenericEnvClient
     schema = _schema(kind, name)
-    required = schema["action"].get("required", ())
-    action = _field("action", args.pop("action", None), required, schema)
-    fields = [field for field in schema["observation"]["properties"] if field not in _NOT_TEXT]
-    observation = args.pop("observation", None)
-    if observation is not None or len(fields) == 1:
-        observation = _field("observation", observation, fields, schema)
+    required = [name for name, is_required in schema["action"].items() if is_required]
+    action = _field("action", args.pop("action", None), required, schema["action"])
+    observation, shown = args.pop("observation", None), schema["observation"]
+    if observation is not None or len(shown) == 1:
+        observation = _field("observation", observation, [*shown], shown)
 
     connect = partial(client, base_url=name, max_message_size_mb=MOST_MIB)
     make = partial(OpenEnv, connect, kind, action, observation, args, seed)
@@ -100,26 +104,43 @@ class OpenEnv:
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
-def _schema(kind: str, url: str) -> dict[str, dict[str, Any]]:
-    """Ask a server for the JSON schemas of its actions and observations."""
+def _schema(kind: str, url: str) -> dict[str, _Fields]:
+    """Ask a server for the fields of its actions and observations."""
     httpx = load_package(kind, "httpx", PACKAGE, REMEDY)
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/schema", timeout=10).raise_for_status().json()
-        return {part: {"properties": {}} | answer[part] for part in ("action", "observation")}
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        with httpx.stream("GET", f"{url.rstrip('/')}/schema", timeout=10) as answer:
+            # What is longer is cut, and then no JSON.
+            parts = islice(answer.raise_for_status().iter_bytes(_PART), MOST_PARTS)
+            schema = json.loads(b"".join(parts))
+        return {part: _fields(schema[part]) for part in ("action", "observation")}
+    except (
+        httpx.HTTPError,
+        httpx.InvalidURL,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise EngineUnavailable(
             f'env.kind: "{kind}" needs an OpenEnv server at {url}, which did not answer with its '
             f"schema ({type(error).__name__}: {error}): start it, or give the address of another"
         ) from error
 
 
-def _field(
-    part: str, chosen: object, candidates: Sequence[str], schema: Mapping[str, Mapping[str, Any]]
-) -> str:
-    """Return the text field of an action or observation, or raise ConfigError."""
+def _fields(schema: Mapping[str, Any]) -> _Fields:
+    """Return the fields of a JSON schema that hold text, each with whether it is required."""
+    required = schema.get("required", ())
+    return {
+        name: name in required
+        for name, field in schema["properties"].items()
+        if name not in _NOT_TEXT and field.get("type", "string") == "string"
+    }
+
+
+def _field(part: str, chosen: object, candidates: Sequence[str], fields: _Fields) -> str:
+    """Return the field of an action or observation that holds text, or refuse the choice."""
     if chosen is None and len(candidates) == 1:
         return candidates[0]
-    fields = schema[part]["properties"]
     if not isinstance(chosen, str) or chosen not in fields:
         raise ConfigError(
             f"env.args.{part}: expected the field of the server's {part}s that holds text, one of "

@@ -116,7 +116,7 @@ def _create(dataset: str, settings: dict[str, Any]) -> ProceduralDataset:
     from reasoning_gym.factory import DATASETS
 
     check_name(kind, PACKAGE, dataset, DATASETS)
-    fields = {*DATASETS[dataset][1].__dataclass_fields__} - {"size", "seed"}
+    fields = sorted({*DATASETS[dataset][1].__dataclass_fields__} - {"size", "seed"})
     names = [name for name in settings if name not in ("size", "seed")]
     check_names(kind, names, [*fields, *(f"{split}_size" for split in SPLITS)])
     try:

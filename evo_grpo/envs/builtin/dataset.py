@@ -22,6 +22,7 @@ from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.seeding import generator
 from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
+from evo_grpo.settings.keywords import unknown_keyword
 from evo_grpo.settings.objects import by_splits
 from evo_grpo.settings.rewards import JudgeReward, ModelReward
 
@@ -35,6 +36,8 @@ HELD_OUT = 0.1
 """Share of the prompts of train that each missing split takes."""
 FEWEST_TO_DIVIDE = 10
 """Fewest different prompts in train of which a tenth can be held out."""
+
+_OF_OTHER_KINDS = {"kind", "args", "max_turns"}
 
 
 @final
@@ -82,6 +85,9 @@ class DatasetEnv:
         name: str = "dataset",
         **settings: Any,
     ) -> None:
+        for keyword in _OF_OTHER_KINDS & settings.keys():
+            known = {key: None for key in EnvConfig.model_fields if key not in _OF_OTHER_KINDS}
+            raise unknown_keyword("DatasetEnv", keyword, known)
         self.name = name
         sources = by_splits({"train": train, "validation": validation, "test": test})
         most = settings.get("max_data_gb", MAX_GIGABYTES)

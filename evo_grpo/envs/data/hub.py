@@ -23,6 +23,7 @@ TIMEOUT = 10.0
 """Seconds that the Hub may take to answer."""
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MEDIA = re.compile(r"\b(Image|Audio|Video)\(")
+_NAMES = re.compile(r"'[^']*'|\"[^\"]*\"")  # of columns and classes
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SPLITS = ("train", "validation", "test")
 
@@ -150,7 +151,7 @@ def check_text_only(dataset: object, name: str) -> None:
     """Refuse a datasets.Dataset with a column of images or other media, before decoding any."""
     features: Mapping[str, object] = getattr(dataset, "features", None) or {}
     for column, feature in features.items():
-        if media := _MEDIA.search(repr(feature)):  # also in lists and mappings
+        if media := _MEDIA.search(_NAMES.sub("", repr(feature))):  # also in lists and mappings
             raise DataError(
                 f'{name}: expected columns of text and numbers, got "{column}" of the type '
                 f"{media[1]}, and the models here read text; leave it out by .remove_columns, or "

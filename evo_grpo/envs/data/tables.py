@@ -200,8 +200,10 @@ def _file_rows(path: Path, name: str, gigabytes: float) -> _Rows:
         raise _too_deep(file.place) from error
     except (OSError, ValueError, csv.Error) as error:  # JSON and UTF-8 raise ValueErrors
         kind = place.suffix.lstrip(".").upper()
+        # Text is decoded in blocks: the row that was read last is not that of the byte.
+        where = file.name if isinstance(error, UnicodeError) else file.place
         raise DataError(
-            f"{file.place}: cannot be read as {kind} in UTF-8: {shorten(str(error))}"
+            f"{where}: cannot be read as {kind} in UTF-8: {shorten(str(error))}"
         ) from error
 
 

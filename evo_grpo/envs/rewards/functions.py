@@ -164,19 +164,22 @@ def as_rewards(
         name = f"{reward.name}#{twins + 1}" if twins else reward.name  # distinguishes two lambdas
         rewards.append(replace(reward, name=name, style=reward.style or fn_style))
     names = [reward.name for reward in rewards]
-    by_name = (
-        weights if isinstance(weights, Mapping) else dict(zip(names, weights or (), strict=False))
-    )
+    by_name = weights if isinstance(weights, Mapping) else {}
+    row = [by_name.get(reward.name, reward.weight) for reward in rewards]
+    if weights is not None and not isinstance(weights, Mapping):
+        row = list(weights)
     problem = ""
     if unknown := [name for name in by_name if name not in names]:
         problem = unknown_reward(unknown[0], names)
-    elif weights is not None and not isinstance(weights, Mapping) and len(weights) != len(names):
-        problem = f"expected one per reward function, that is {len(names)}, got {len(weights)}"
-    elif not any(by_name.get(reward.name, reward.weight) for reward in rewards):
+    elif len(row) != len(names):
+        problem = f"expected one per reward function, that is {len(names)}, got {len(row)}"
+    elif not any(row):
         problem = f"expected one that is not 0, got 0 for each of {listed(names)}"
     if problem:
         raise ConfigError(f"reward_weights: {problem}")
-    return tuple(replace(one, weight=by_name.get(one.name, one.weight)) for one in rewards)
+    return tuple(
+        replace(reward, weight=weight) for reward, weight in zip(rewards, row, strict=True)
+    )
 
 
 def required_columns(rewards: Sequence[RewardFunction], thinking: object) -> dict[str, str]:

@@ -326,7 +326,8 @@ def reward_weights(values: Floats, weights: Weights) -> Floats | None:
     if weights is None:
         return np.ones(functions, dtype=values.dtype) if functions else None
     coefficients, _ = to_numpy(weights, "weights")
-    if coefficients.shape != (functions,) or not (np.abs(coefficients) <= LARGEST).all():
+    fits = functions > 0 and coefficients.shape == (functions,)
+    if not fits or not (np.abs(coefficients) <= LARGEST).all():
         raise ShapeError(
             f"weights: expected a number from -{LARGEST:g} to {LARGEST:g} for each column of "
             f"rewards (B, K), and None with rewards (B,), got {coefficients.tolist()!r:.200} with "

@@ -234,13 +234,14 @@ class AdapterViews:
 
     def collect_gradients(self, adapters: Sequence[str | None]) -> None:
         """Move the gradients to the parameters of the adapters."""
+        learning = set(adapters)
         for joined, part, b in self._each():
             if joined.a.grad is None or b.grad is None:
                 continue
             layer = self._layers[part.name]
             grads_a = joined.a.grad[:, part.rows].unbind()
             for name, grad_a, grad_b in zip(self.adapters, grads_a, b.grad.unbind(), strict=True):
-                if name is None or name not in adapters or name not in layer.lora_A:
+                if name is None or name not in learning or name not in layer.lora_A:
                     continue
                 weight_a, weight_b = adapter_weights(layer, name)
                 whole = len(weight_a) == part.rank

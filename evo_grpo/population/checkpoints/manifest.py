@@ -26,8 +26,8 @@ from evo_grpo.schema.validation import short_integer
 from evo_grpo.types import Score
 
 OPTIMIZER = "optimizer.safetensors"
-#: AdamW's state of a parameter.
-_MOMENTS = {"exp_avg", "exp_avg_sq", "step"}
+#: AdamW's state of a parameter, in the order in which all ranks exchange it.
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def copy_moments(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -59,7 +59,7 @@ def read_moments(folder: Path, plan: AdapterPlan) -> dict[int, dict[str, torch.T
     for place, (parameter, shape) in enumerate(plan.shapes.items()):
         keys = {name: f"{parameter}.{name}" for name in _MOMENTS}
         values = {name: tensors[key] for name, key in keys.items() if key in tensors}
-        if values.keys() == _MOMENTS and _fit(values, plan.own.get(parameter)):
+        if len(values) == len(_MOMENTS) and _fit(values, plan.own.get(parameter)):
             for key in keys.values():
                 del tensors[key]
             wide = {n: v if n == "step" else v.new_zeros(shape) for n, v in values.items()}

@@ -1,10 +1,12 @@
 """OpenEnv's environments: on a server in `make test-outside`, and by a double of its client."""
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -58,16 +60,19 @@ def double(monkeypatch):
     """The schema that the double answers with, for changes."""
     schema = {part: {**SCHEMA[part]} for part in SCHEMA}
 
-    def get(url, timeout):
+    @contextmanager
+    def stream(method, url, timeout):
         if url != f"{DOUBLE}/schema":
             raise NoServer("connection refused")
-        return SimpleNamespace(raise_for_status=lambda: SimpleNamespace(json=lambda: schema))
+        text = json.dumps(schema).encode()
+        parts = lambda size: (text[at : at + size] for at in range(0, len(text), size))  # noqa: E731
+        yield SimpleNamespace(raise_for_status=lambda: SimpleNamespace(iter_bytes=parts))
 
     client = type("Client", (Client,), {})
     modules = {
         "openenv": ModuleType("openenv"),
         "openenv.core": SimpleNamespace(GenericEnvClient=client),
-        "httpx": SimpleNamespace(get=get, HTTPError=NoServer, InvalidURL=NoServer),
+        "httpx": SimpleNamespace(stream=stream, HTTPError=NoServer, InvalidURL=NoServer),
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -121,7 +126,8 @@ def test_an_episode_has_the_texts_and_rewards_of_the_server(there):
 
 
 def test_the_fields_of_actions_and_observations_are_found_or_named(double):
-    double.schema["action"] = {"properties": {"text": {}, "why": {}}, "required": ["text", "why"]}
+    properties = {"text": {}, "why": {}, "id": {"type": "integer"}}
+    double.schema["action"] = {"properties": properties, "required": [*properties]}
     double.schema["observation"] = {"properties": {"prompt": {}, "board": {}}}
     with pytest.raises(ConfigError, match=r"env.args.action: expected .* text, why, got None"):
         build(double.url)
@@ -136,6 +142,12 @@ def test_the_fields_of_actions_and_observations_are_found_or_named(double):
 def test_a_server_that_does_not_answer_is_named(double):
     with pytest.raises(EngineUnavailable, match=r"http://127.0.0.1:1, which did not answer"):
         build("http://127.0.0.1:1")
+    double.schema["observation"]["text"] = "x" * 2**20
+    with pytest.raises(EngineUnavailable, match=r"its schema \(JSONDecodeError: "):
+        build(double.url)
+    double.schema["observation"] = {"properties": None}
+    with pytest.raises(EngineUnavailable, match=r"its schema \(AttributeError|TypeError: "):
+        build(double.url)
     double.schema.clear()
     with pytest.raises(EngineUnavailable, match=r"its schema \(KeyError: 'action'\)"):
         build(double.url)

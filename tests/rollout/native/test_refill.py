@@ -28,7 +28,7 @@ PLAIN = Sampling(temperature=0.9, max_output_tokens=20)
 @pytest.fixture(autouse=True)
 def refills(monkeypatch):
     """Refill as on a GPU; the list gets the number of rows that begin at a time."""
-    monkeypatch.setattr(engines, "hands_on_places", lambda device: True)
+    monkeypatch.setattr(engines, "refills_rows", lambda device: True)
     monkeypatch.setattr(decode, "cache_for", lambda device, *layers: FixedCache(*layers))
     take, taken = RowQueue.take, []
 
