@@ -36,7 +36,7 @@ def printable_lines(text: str) -> str:
 
 
 def shorten(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
-    """Return a string cut to a number of characters; a cut string ends with its full length."""
+    """Cut a string to a number of characters; a cut string ends with its original length."""
     if len(text) <= characters:
         return text
     end = f"... ({len(text):,} characters)"

@@ -79,7 +79,7 @@ class NoteWritten:
 
 @dataclass(frozen=True)
 class RunFinished:
-    """A run finished after `number` GRPO steps."""
+    """A run ended after `number` GRPO steps."""
 
     number: int
     summary: Mapping[str, Any]

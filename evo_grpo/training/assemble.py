@@ -303,7 +303,7 @@ def _whole_base(
 
 
 def settings_of_rounds(config: RunConfig, prompts: int = DEFAULT_PROMPTS) -> RoundSettings:
-    """Return the settings of a run's rounds; `prompts` is the default of prompts per step."""
+    """Return the settings of a run's rounds; `prompts` is the default prompts per step."""
     algorithm = config.algorithm
     prompts = algorithm.prompts_per_step or prompts
     return round_settings(

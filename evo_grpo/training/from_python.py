@@ -149,7 +149,7 @@ class FromPython:
         return parts
 
     def round_settings(self, config: RunConfig, prompts: int | None = None) -> RoundSettings:
-        """Return the settings of rounds; `prompts` is the default of prompts per step."""
+        """Return the settings of rounds; `prompts` is the default number of prompts per step."""
         settings = settings_of_rounds(config, prompts or DEFAULT_PROMPTS)
         strategies: dict[str, Any] = {
             place: from_object(name, method, self.strategies[name])

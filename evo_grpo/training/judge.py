@@ -58,10 +58,10 @@ def finish(
     earlier: Sequence[Mapping[str, Any]],
     start: float,
 ) -> dict[str, Any]:
-    """Judge the best agent on the ranks that hold the finalists; every rank returns the summary.
+    """Judge the best agent on the ranks that have finalists; return the summary on every rank.
 
-    `earlier` are summaries from before the run was extended; `start` is when this process began the
-    run, by `time.perf_counter`.
+    `earlier` has the summaries from before the run was extended; `start` is the time at which this
+    process began the run, by `time.perf_counter`.
     """
     cohort, summary = prepared.cohort, None
     candidates = finalists(cohort, rounds)

@@ -168,7 +168,7 @@ class MultiTurnGym:
         return EpisodePlay(self, starts, group_sizes)
 
     def take(self) -> TokenObservationWrapper:
-        """Return an environment for one episode: an idle one, or a new one."""
+        """Return an idle environment, or else a new environment, for one episode."""
         with self._shared:
             episode = self._idle.pop() if self._idle else self._make()
             if self._renews and id(episode.env) in self._lent:

@@ -10,7 +10,7 @@ from evo_grpo.errors import RewardError
 
 
 class UnusableRewardError(RewardError):
-    """A reward is NaN, infinite or too large; it may be a single mistake, unlike a wrong type."""
+    """A reward is NaN, infinite or too large, possibly once only, unlike a reward of wrong type."""
 
 
 class Board(Protocol):

@@ -320,7 +320,7 @@ def _failed(call: Call, error: BaseException, keep_errors: bool) -> RewardError:
 
 
 def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list[Any]:
-    """Return the results of awaitables; an exception for one that raised, `TimedOut` if late."""
+    """Return each awaitable's result, or the exception that it raised; `TimedOut` if late."""
     # Imported here because it loads slowly and most reward functions are not async.
     import asyncio
 

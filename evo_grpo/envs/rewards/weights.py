@@ -123,7 +123,7 @@ def searched_weights(env: Environment[Any], space: HyperparameterConfig) -> dict
 def with_weights_of(
     env: Environment[Any], hparams: Hparams, weights: Mapping[str, float]
 ) -> Hparams:
-    """Return an agent's hyperparameters, with `weights` filled in where they have none."""
+    """Fill `weights` into an agent's hyperparameters, for rewards that have no weight there."""
     agent_hparams, names = hparams.with_weights(weights), reward_names(env)
     for name in agent_hparams.reward_weights:
         if name not in names:

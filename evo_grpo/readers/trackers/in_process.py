@@ -1,4 +1,4 @@
-"""`evo_grpo.Tracker`: a tracker as an observer, for training without a run folder."""
+"""Defines `evo_grpo.Tracker`, an observer for training without a run folder."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def classifier_parameters(name: str) -> int | None:
 def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
     """Return the number of parameters of one adapter; None if the layers are unknown.
 
-    Raises ConfigError if target_modules match no layer, or a pattern does not terminate.
+    Raises ConfigError if target_modules match no layer, or if matching a pattern takes too long.
     """
     if not size.linears:
         return None
