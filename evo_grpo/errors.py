@@ -62,7 +62,7 @@ class PromptTooLongError(EvoGrpoError, ValueError):
 
 
 class CheckpointError(EvoGrpoError, ValueError):
-    """A checkpoint lacks files, is truncated, is of another model, or cannot be written."""
+    """A checkpoint lacks files, is truncated, belongs to another model, or cannot be written."""
 
 
 class RunDirError(EvoGrpoError, FileExistsError):

@@ -1,4 +1,4 @@
-"""Escape and cut strings from outside, before they are recorded or shown."""
+"""Escapes and shortens untrusted strings before they are recorded or shown."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ format characters (text direction, zero width, byte order mark, tags), surrogate
 
 
 def printable(text: str) -> str:
-    r"""Return a string of one line without characters that control a terminal or are invisible.
+    r"""Return a string as one line, with control and invisible characters escaped.
 
-    Such characters are written as in Python: `\x1b`, `\n`, `\u202e`. All others are unchanged,
-    backslashes too, so that escaping twice changes nothing: a message is escaped where it is built
-    and again where it is shown.
+    Escapes are written as in Python: `\x1b`, `\n`, `\u202e`. All other characters, even
+    backslashes, are unchanged, so that a message may be escaped where it is built and again where
+    it is shown.
     """
     if text.isprintable():  # the common case
         return text
@@ -36,7 +36,7 @@ def printable_lines(text: str) -> str:
 
 
 def shorten(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
-    """Return a string cut to a number of characters; a cut string ends with its full length."""
+    """Cut a string to a number of characters; a cut string ends with its original length."""
     if len(text) <= characters:
         return text
     end = f"... ({len(text):,} characters)"
@@ -44,7 +44,7 @@ def shorten(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
 
 
 def redacted(text: str, secret: str | None) -> str:
-    """Return a text with *** in place of a secret, also as JSON or `repr` writes it.
+    """Return a text with *** in place of a secret, plain or as JSON or `repr` writes it.
 
     Redact before cutting: a cut could leave a part of the secret.
     """

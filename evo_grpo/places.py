@@ -1,8 +1,8 @@
-"""Folders in which the files and modules of a configuration are found.
+"""Finds the files and modules of a configuration in several folders.
 
-The working folder comes first. Beside it, a command looks in the folder of the YAML file that it
-was given, or in the folder of --code. A path that a run folder records is only shown, never looked
-into, because the run folder may come from a stranger.
+The working folder is searched first, then the folder of a command's YAML file or of --code. A path
+that a run folder records is shown but never searched, because the run folder may come from a
+stranger.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def searching(folder: str | Path | None, *, is_code: bool = False) -> Generator[
 
     Args:
         folder: The folder.
-        is_code: Whether --code names it; commands in messages then repeat that option.
+        is_code: Whether --code names the folder; commands in messages then repeat --code.
     """
     if folder is None:
         yield
@@ -53,10 +53,10 @@ def folders() -> list[Path]:
 
 
 def expanded(path: str | Path) -> Path:
-    """Return a path with the home directory written out.
+    """Return a path with ~ replaced by the home directory.
 
     Raises:
-        ConfigError: It begins with ~, and no home directory is known.
+        ConfigError: The path begins with ~, and no home directory is known.
     """
     try:
         return Path(path).expanduser()
@@ -69,7 +69,7 @@ def expanded(path: str | Path) -> Path:
 def find(path: str | Path) -> Path:
     """Return the path of a file or folder, in the first of `folders` that has it.
 
-    An absolute path, and a path that no folder has, only gets ~ written out.
+    An absolute path, and a path that no folder has, are returned with ~ expanded.
     """
     target = Path(path).expanduser()
     if target.is_absolute() or target.exists():

@@ -9,8 +9,8 @@ to and including the end token. `level="token"` averages over tokens instead of 
 sequence.
 
 k3 is exp(ref - lp) - (ref - lp) - 1. The page has mean_t(lp - ref) instead, whose expectation is
-the KL divergence too, but the expectation of its gradient is zero, so that it has no effect on
-average. The metric `kl` is mean_t(lp - ref).
+the KL divergence too; but its gradient has expectation zero, and thus no effect on average. The
+metric `kl` is mean_t(lp - ref).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class GRPO:
         level: "sequence" sums log-probs per completion, "token" averages over all tokens.
         eos_id: Token id that ends a completion; None for a fixed length.
         pad_id: Token id that fills a completion after its end.
-        optimizer: Replaces Adam; brings its own learning rate.
+        optimizer: Replaces Adam and `learning_rate`.
         seed: Root of the sampling streams.
 
     Raises:
@@ -283,7 +283,7 @@ class GRPO:
 
         Args:
             prompts: (P, T) int64, without padding.
-            seed: Another seed samples other completions.
+            seed: Selects the random draws.
 
         Returns:
             (P, C) int64, filled with `pad_id` after the end token.

@@ -1,4 +1,4 @@
-"""Independent random streams, one per (purpose, round, member, ...); no global generator.
+"""Derives independent random streams, one per (purpose, round, member, ...), from one seed.
 
 The seed of a stream is a hash of the run's seed and a path of names and numbers that identifies
 the purpose of the stream. A new stream therefore never changes the draws of another one.

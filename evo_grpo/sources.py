@@ -1,4 +1,4 @@
-"""Find base models: embedded names, `smollm2`, .gguf files, folders, hub ids. Loads no torch."""
+"""Finds base models: embedded names, `smollm2`, .gguf files, folders, hub ids; no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Packaged(NamedTuple):
         file: The file in that folder.
         sha256: Digest of the file, in hexadecimal.
         megabytes: Size of the download, in units of 10^6 bytes.
-        hub_id: The same model on the Hub.
+        hub_id: Id of the same model on the Hub.
     """
 
     requirement: str
@@ -134,7 +134,7 @@ def fetched(name: str) -> Path:
 
 
 def hub_message(text: str, characters: int = 300) -> str:
-    """Return a message of the hub's client, cut after its token was redacted."""
+    """Return a message of the hub's client, redacted and then shortened."""
     from huggingface_hub import get_token  # only a hub id needs it
 
     return shorten(redacted(text, get_token()), characters)

@@ -1,4 +1,4 @@
-"""Plain values that stages exchange: prompts, completions, members, scores, requests; no torch."""
+"""Plain values that modules exchange: prompts, completions, members, scores; no torch."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Prompt:
         text: The prompt after the conversation and chat templates.
         token_ids: The prompt's token ids, not padded, at least one.
         columns: The dataset row of the prompt; reward functions receive its columns by name.
-        step: Number of training prompts before this one // prompts of a step; 0 in an evaluation,
-            and in tasks whose reward functions do not read it.
+        step: Number of training prompts before this prompt, divided (//) by the prompts of a step;
+            0 in an evaluation, and in tasks whose reward functions do not read the step.
     """
 
     index: int
@@ -99,7 +99,7 @@ class Trajectory:
         turns: Number of completions, >= 1 unless `error` is set.
         end: Reason for the end: "completion" for a single completion; "terminated", "truncated",
             "max_turns" or "context" for an episode; or "error".
-        error: The environment's error, for which the trajectory was dropped; empty without one.
+        error: The error of the environment that dropped the trajectory, else empty.
         answer: The right answer in the dataset, for display; empty if there is none.
         row: The dataset row of the prompt; empty for an episode.
     """
@@ -124,7 +124,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Mutation:
-    """How a member was made.
+    """The operation that made a member.
 
     Attributes:
         op: "init" (first population), "clone" (copy of a parent), "mutate" (copy or survivor with
@@ -148,15 +148,15 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Member:
-    """One life of an agent; a copy or a mutation begins its next one.
+    """One life of an agent; a copy or a mutation begins the agent's next life.
 
     Attributes:
-        id: Never reused within a run.
+        id: Number of the member, never reused within a run.
         agent: Slot of the agent.
-        parent: Id of the member that it was copied from, or of a mean's better parent; None in the
-            first population.
+        parent: Id of the member that this one was copied from, or of a mean's better parent; None
+            in the first population.
         born: First round that it plays (0-based).
-        mutation: How it was made.
+        mutation: The operation that made the member.
         second_parent: Id of the other parent of a mean, else None.
     """
 
@@ -170,14 +170,15 @@ class Member:
 
 @dataclass(frozen=True)
 class Objective:
-    """The value of a goal beside fitness, of one agent in one round.
+    """The value of an objective other than fitness, of one agent in one round.
 
     Attributes:
         name: Name of the measure: a reward function, "tokens" or "fitness".
         minimize: Whether smaller values are better.
         mean: Mean over prompts, in units of the measure.
         se: Standard error of the mean over prompts; NaN for a single sample.
-        per_prompt: Mean of each prompt, ordered as `Score.per_prompt`; NaN where there is none.
+        per_prompt: Mean of each prompt, ordered as `Score.per_prompt`; NaN for a prompt without a
+            value.
     """
 
     name: str
@@ -188,7 +189,7 @@ class Objective:
 
     @property
     def upward(self) -> Score:
-        """The objective as a score of which the larger is better: minimized values are negated."""
+        """The objective as a score to maximize: minimized values are negated."""
         prompts = sum(not isnan(value) for value in self.per_prompt)
         if not self.minimize:
             return Score(self.mean, self.se, prompts, self.per_prompt)
@@ -203,7 +204,7 @@ class RewardScore:
         name: Name of the function.
         mean: Mean over prompts.
         se: Standard error of the mean over prompts; NaN for a single sample.
-        n: Number of prompts on which it did not abstain.
+        n: Number of prompts on which the function did not abstain.
     """
 
     name: str
@@ -224,7 +225,7 @@ class Score:
         per_prompt: Mean reward of each prompt, NaN if all reward functions abstained. All agents
             have the same prompts in the same order, so scores can be compared in pairs.
         further: The other objectives of `evolve.fitness.objectives`, of which fitness is the first;
-            empty in a run with one goal.
+            empty in a run with one objective.
         first_look: `per_prompt` of the first evaluation if racing evaluated the agent again, else
             empty.
         steps: Training steps behind the score, 0 for an evaluation. If fitness is the mean reward
@@ -245,7 +246,7 @@ class Score:
 
     @property
     def goals(self) -> tuple[Score, ...]:
-        """All objectives as scores of which the larger is better; fitness is the first."""
+        """All objectives as scores to maximize; fitness is the first."""
         return (self, *(objective.upward for objective in self.further))
 
     @property
@@ -259,12 +260,12 @@ class Decision:
     """A decision about one agent between two rounds, and its reason.
 
     Attributes:
-        kind: "copied" (took another agent's weights), "kept" (a copy was planned, but its parent
-            is not significantly better than this agent), "restored" (took the weights of the best
+        kind: "copied" (took another agent's weights), "kept" (a copy was planned, but its parent is
+            not significantly better than this agent), "restored" (took the weights of the best
             agent ever), "collapsed" (can no longer learn), "left" (plays no further round),
-            "steered" (a request of the user was carried out), "refused" (a request was not).
+            "steered" (a request of the user was carried out), "refused" (a request was refused).
         agent: Slot of the agent.
-        other: Slot of the agent that it was compared with, None if there was no comparison.
+        other: Slot of the agent compared with `agent`, None if there was no comparison.
         difference: Mean reward by which `other` is ahead, per shared prompt; NaN without `other`.
         error: Standard error of `difference`; NaN for fewer than two prompts.
         prompts: Number of prompts that both agents answered.
@@ -291,7 +292,7 @@ class Request:
         source: The agent to clone, else None.
         values: Hyperparameter -> value of "set"; a clip pair is a list.
         after: The round (0-based) after which the request may be carried out at the earliest: the
-            round that was being played when it was made, else the last finished round.
+            round that was being played at the time of the request, else the last finished round.
         asked: Time of the request, in seconds since 1970 (UTC). For display only: clocks differ
             between machines and may be set back.
     """
@@ -318,7 +319,7 @@ class RequestOutcome:
 
     Attributes:
         request: The request.
-        refused: Why it was refused; empty if it was carried out.
+        refused: Why the request was refused; empty if it was carried out.
     """
 
     request: Request

@@ -15,7 +15,7 @@ _log = logging.getLogger(LOGGER)
 
 @contextmanager
 def working(what: str) -> Generator[None]:
-    """Log the begin of the work in the body, and its end with its seconds.
+    """Log the beginning of the work in the body, and its end with the seconds that it took.
 
     Args:
         what: The work, such as "load the weights".

@@ -1,1 +1,1 @@
-"""Tools for a finished run: export, sample, evaluate, verify, compare and replay."""
+"""Functions for a finished run: export, sample, evaluate, verify, compare and replay."""

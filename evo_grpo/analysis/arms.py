@@ -3,10 +3,10 @@
 All arms and the run's winner are evaluated on the same test prompts with the same draws, and
 `record/arms.py` computes paired differences between them.
 
-compare   two populations without evolution, each in a run folder below RUN/compare, one after the
-          other: all agents at the values of `algorithm`, then at values drawn from the ranges
-replay    the winner's schedule and its last values, several times each at the rows of the run, in
-          one cohort with one batch per step
+compare   trains two populations without evolution, in run folders below RUN/compare: first all
+          agents have the values of `algorithm`, then values drawn from the ranges
+replay    trains with the winner's schedule and with its last values, several times each at the
+          rows of the run, in one cohort with one batch per step
 """
 
 from __future__ import annotations
@@ -116,9 +116,10 @@ def compare(
     """Compare a finished run with the same population without evolution, at equal tokens.
 
     Two populations train, each in its own run folder below `RUN/compare`, until they have sampled
-    as many tokens as the run did in all. They play one round and are evaluated only at its end: the
-    tokens of the run's evaluations go into training. The best agent of each by validation is
-    tested. An interrupted comparison continues; a finished one is read from its file.
+    as many tokens as the run did in all. Each trains for one round and is evaluated at its end, so
+    that the tokens of the run's evaluations go into training. The best agent of each, by
+    validation, is tested. An interrupted comparison continues; the result of a finished comparison
+    is read from its file.
 
     Args:
         run: Folder of a finished run.
@@ -235,7 +236,7 @@ def _arm_config(
 def _play(
     folder: Path, name: str, config: RunConfig, budget: int, observer: Observer, *, force: bool
 ) -> Path:
-    """Train a population in its folder, or finish it; leave a finished one unchanged."""
+    """Train a population in its folder, or resume it; leave a finished population unchanged."""
     path = folder / COMPARE / name
     text = f"{BASELINE}{budget}\n{configuration.to_yaml(config)}"
     is_same = is_run(path) and config_text(path) == text and _has_same_files(path, config)
@@ -258,7 +259,7 @@ def _play(
 
 
 def _has_same_files(path: Path, config: RunConfig) -> bool:
-    """Return whether a population was started with the files as they are now."""
+    """Return whether a population was started with the present files."""
     if not (path / INPUTS).exists():  # stopped before its inputs were recorded
         return True
     return read_inputs_of(path).files == inputs_of(config).files
@@ -309,9 +310,9 @@ def replay(
 
     Agents are trained from scratch with the schedule and with the last values, several times each
     and with the tokens of the whole run. They have the run's data, test split and order of prompts;
-    all else is drawn from a seed derived from that of the run. At the end, replay.json and a
-    checkpoint of the first training of each kind are written to `RUN/replay`; an interrupted replay
-    leaves an earlier one unchanged.
+    all other draws use a seed derived from the run's seed. At the end, replay.json and a checkpoint
+    of the first training of each kind are written to `RUN/replay`; an interrupted replay leaves an
+    earlier one unchanged.
 
     Args:
         run: The run folder.
@@ -322,7 +323,7 @@ def replay(
         allow: Your files that may differ from the run's, named as in the error message.
         observer: Gets `note` if no hyperparameter changed on the winner's line, `started`, and
             `stage` before each step and the test. The stage "learn" counts the completions of the
-            whole replay, those of the test by their share of the time.
+            whole replay; completions of the test are weighted by their time.
 
     Raises:
         RunDirError: The run is not finished, its winner trained for a single round, it was recorded

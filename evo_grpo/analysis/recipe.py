@@ -1,4 +1,4 @@
-"""recipe(run, out): the settings and the schedule of a run's winner as a file for another run."""
+"""Defines recipe(run, out), which writes a run's winner as a configuration for another run."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def recipe(
     Args:
         run: Folder of a finished run.
         out: The file to write.
-        model: Name of another model, as in `model.name`; None keeps that of the run.
-        rounds: Rounds, >= 1; None takes those of the winner's line.
-        steps: GRPO steps per round, >= 1; None takes those of the run.
+        model: Name of another model, as in `model.name`; None keeps the run's model.
+        rounds: Number of rounds, >= 1; None takes the number in the winner's line.
+        steps: GRPO steps per round, >= 1; None takes the run's number.
         force: Replace an existing file.
 
     Raises:
@@ -128,7 +128,7 @@ def _values(hparams: Hparams, name: str, space: HyperparameterConfig) -> list[Va
 
 
 def _ranges(line: Sequence[Hparams], space: HyperparameterConfig) -> dict[str, RLParameter]:
-    """Return a range of each hyperparameter that changes on a line, from its values there."""
+    """Return a range for each hyperparameter that changes on a line, given by its values there."""
     names = [*space.names(), *_set_by_hand(line, space)]
     ranges: dict[str, RLParameter] = {}
     for name in names:
@@ -148,7 +148,7 @@ def _ranges(line: Sequence[Hparams], space: HyperparameterConfig) -> dict[str, R
 
 
 def _set_by_hand(line: Sequence[Hparams], space: HyperparameterConfig) -> list[str]:
-    """Return the hyperparameters that change on a line without a range in the run."""
+    """Return the hyperparameters that change on a line although the run has no range for them."""
     searched = {*space.names(), *(CLIP_ENDS if "clip_coef" in space.names() else ())}
     if searched & set(CLIP_ENDS):
         searched.add("clip_coef")
@@ -187,7 +187,7 @@ def _change(name: str, before: Hparams, after: Hparams) -> list[tuple[str, Value
 def _algorithm(
     own: AlgorithmConfig, schedule: Schedule, first: Hparams, share: float
 ) -> AlgorithmConfig:
-    """Return the group `algorithm`; the schedule of lr is scaled by `share`, as the steps are."""
+    """Return the group `algorithm`; the schedule of lr is scaled by `share`, like the steps."""
     # These hyperparameters of an agent are None unless the run searches them.
     searched = (*_NAMED, "max_output_tokens")
     values = {name: getattr(first, name) for name in (*AgentFields.model_fields, *searched)}

@@ -1,8 +1,8 @@
-"""verify(run): check the seals and digests of a run folder, also while the run is in progress.
+"""Defines verify(run), which checks the seals and digests of a run folder, even in training.
 
-Each record has a seal, which is the digest of its own bytes, and the digests of its files. A file
+A record contains a seal, the digest of the record's bytes, and the digests of its files. A file
 that is missing or has another digest is damaged. Nothing is changed, and no model is loaded. The
-leaderboard and the Optuna study are not checked, since a resume derives them from the rounds.
+leaderboard and the Optuna study are not checked, because a resume derives them from the rounds.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Findings:
 
 
 def verify(run: str | Path) -> Findings:
-    """Compare a run folder with its own records, also while the run is in progress.
+    """Compare the files of a run folder with their recorded digests, even in training.
 
     Raises:
         RunNotFoundError: `run` is no run folder.
@@ -221,7 +221,7 @@ def _check_end(records: _Records, findings: Findings) -> None:
 
 
 def _check_checkpoints(records: _Records, findings: Findings) -> None:
-    """Compare the files of rounds with their digests, except those that retention removed."""
+    """Compare the files of rounds, except those that retention removed, with their digests."""
     folder, rounds = records.folder, records.rounds
     kept_checkpoints = kept_throughout(rounds, records.policies())
     for record in rounds:
@@ -294,7 +294,7 @@ def _check_results(run: Path, findings: Findings) -> None:
 
 
 def _check_arms(path: Path, result: Mapping[str, Any] | None, findings: Findings) -> None:
-    """Check the run folders of a comparison; those in its result must exist and be finished."""
+    """Check the run folders of a comparison; runs in the result must exist and be finished."""
     for arm in (path / name for name in COMPARED if is_run(path / name)):
         arm_findings = _check_folder(arm)
         findings.files += arm_findings.files

@@ -1,4 +1,4 @@
-"""The Python interface: GRPO, GSPO, CISPO and Population, handles on a cohort; `run`, `resume`.
+"""The Python interface: `run`, `resume`, and GRPO, GSPO, CISPO and Population over a cohort.
 
-`agilerl` wraps them under AgileRL's names.
+The subpackage `agilerl` wraps the classes under AgileRL's names.
 """

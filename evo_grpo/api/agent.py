@@ -1,4 +1,4 @@
-"""GRPO, GSPO and CISPO: handles on one agent of a cohort, without weights or loops."""
+"""Defines GRPO, GSPO and CISPO, which refer to one agent of a cohort and hold no weights."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Agent(ABC):
 
     @property
     def settings(self) -> AgentSettings:
-        """The settings of the agent when it was built; see `hparams` for its present values."""
+        """The settings with which the agent was built; see `hparams` for present values."""
         return self.cohort.settings
 
     @property
@@ -269,9 +269,8 @@ class Agent(ABC):
 
         Args:
             path: Folder written by `save_checkpoint` or by PEFT. The weights of a PEFT folder
-                become the actor, and also the reference if the agent has a reference adapter of
-                its own. Otherwise the reference stays the adapter that the agent started from, or
-                the base.
+                become the actor, and also the agent's reference adapter if there is one. Otherwise
+                the reference stays the adapter that the agent started from, or the base.
             load_optimizer: Restore AdamW's moments as well.
             overwrite_reference_adapter: Use the checkpoint's actor as the reference even if the
                 checkpoint has a reference.

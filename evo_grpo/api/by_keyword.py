@@ -1,4 +1,4 @@
-"""A decorator for methods whose keywords are settings: defaults, help and helpful errors."""
+"""A decorator that gives methods whose keywords are settings their defaults, help and errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TRAIN_FIELDS = {name: _declared(RunConfig, path) for name, path in TRAIN_KEYWORD
 def by_keyword(fields: Mapping[str, FieldInfo], typed: type) -> Callable[[MethodT], MethodT]:
     """Return a decorator for a method whose `**settings` are of the type `typed`.
 
-    The method gets every setting, with the default in `fields` where the call has none. Its
+    The method gets every setting; settings missing in the call have the default in `fields`. Its
     signature and its docstring, which `help` shows, list all settings. Surplus positional arguments
     and unknown keywords raise ConfigError.
     """

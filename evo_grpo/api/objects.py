@@ -1,4 +1,4 @@
-"""Separation of a constructor's arguments into settings and Python objects."""
+"""Separates the arguments of a constructor into settings and Python objects."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def adapter_of(settings: AgentSettings, objects: Objects) -> RankAlpha:
 
 
 def _checked(settings: AgentSettings, objects: Objects) -> tuple[AgentSettings, Objects]:
-    """Check that rank and alpha begin in their ranges, unless an adapter to start from has them."""
+    """Check that initial rank and alpha are in their ranges, unless a start adapter gives them."""
     is_named_model = settings.model is not None and settings.model.adapter is None
     if objects.lora is not None or is_named_model:
         adapter, above = adapter_of(settings, objects), ("hyperparameters",)

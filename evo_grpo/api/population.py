@@ -1,4 +1,4 @@
-"""Population: a sequence of agents over one base that train, are tested and evolve together."""
+"""Defines Population: agents over one base that train, are tested and evolve together."""
 
 from __future__ import annotations
 
@@ -152,17 +152,18 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     ) -> list[RoundRecord]:
         """Train and evolve the agents for some rounds; another call continues after the last round.
 
-        The selection after the last round of a call is carried out by the next call, with its
-        settings, so that several calls give the same result as one. If agents were changed in
-        between, the next call warns and does not select. A call of `apply` replaces the selection.
+        The selection after the last round of a call is carried out by the next call, with the
+        settings of that call, so that several calls give the same result as one. If agents were
+        changed in between, the next call warns and does not select. A call of `apply` replaces the
+        selection.
 
         Args:
             env: The name of a task, its settings as under `env` in YAML, or an environment.
             out: Run folder for records and checkpoints; None keeps only the records, in memory.
             force: Replace an existing run in `out`.
             observer: An `Observer`, called while the population trains.
-            progress: Show progress and the result: None in a terminal or a notebook, True also in a
-                pipe or a file, False nowhere.
+            progress: Whether to show progress and the result. None shows them in a terminal or a
+                notebook, True also in a pipe or a file, False nowhere.
             **settings: Settings; docs/configuration.md has their meaning, `help` their types.
 
         Returns:
@@ -225,7 +226,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return self.rounds[played:]
 
     def _after_rounds(self, slots: Sequence[Slot], planned: int) -> None:
-        """Keep the agents of the next round; `planned` is the number of rounds of the call."""
+        """Drop agents that leave after the last round; `planned` is the call's number of rounds."""
         self.keep(slots)
         if self.rounds and (len(self.rounds) >= planned or self.rounds[-1].is_end):
             unapplied.note(self.cohort, self.rounds[-1])
@@ -246,7 +247,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             raise
 
     def make_up(self, *, inherit_optimizer: bool) -> None:
-        """Carry out the plan that the last round recorded; see `evo_grpo.api.unapplied`."""
+        """Carry out the recorded plan of the last round; see `evo_grpo.api.unapplied`."""
         if not self.rounds:  # rounds of another population do not count
             unapplied.withdraw(self.cohort, self.slots)
             return
@@ -266,7 +267,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     ) -> tuple[Slot, ...]:
         """Train, write a run folder, and evaluate the best agent at the end.
 
-        `given` are the keywords of `train`; `own` has the user's strategies among them.
+        `given` has the keywords of `train`; `own` has those that are strategies of the user.
         """
         config = recorded_config(prepared, str(given["name"]), given["env"])
         check_storage(config.record.storage)
@@ -309,10 +310,10 @@ class Population(Sequence[AgentT], Generic[AgentT]):
 
         Args:
             out: The run folder.
-            env: The environment, if it was given as an object; likewise the next five.
+            env: The environment, if it was given as an object; the next five arguments likewise.
             model: See `env`.
             tokenizer: See `env`.
-            lora: See `env`; the checkpoints of a finished round have it too.
+            lora: See `env`; not needed once a round is finished, because checkpoints contain it.
             selection: See `env`.
             exploration: See `env`.
             rounds: Rounds of the whole run, in place of the recorded number.

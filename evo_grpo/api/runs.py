@@ -1,4 +1,4 @@
-"""`evo_grpo.run` and `evo_grpo.resume`: a run with its progress on a screen."""
+"""Defines `evo_grpo.run` and `evo_grpo.resume`, which show the progress of a run."""
 
 from __future__ import annotations
 
@@ -92,16 +92,16 @@ def resume(
 ) -> Path:
     """Continue a stopped run after its last whole round; leave a finished run unchanged.
 
-    Adapter, reference, AdamW moments, hyperparameters and step counts of an agent come from its
-    last checkpoint, its member and history from rounds.jsonl. The selection and mutation that the
-    last round recorded are then applied. Random streams are derived from the seed, so no generator
-    state is stored.
+    Adapter, reference, AdamW moments, hyperparameters and step counts of an agent are read from its
+    last checkpoint; its member and history are read from rounds.jsonl. The selection and mutation
+    that the last round recorded are then applied. Random streams are derived from the seed, so no
+    generator state is stored.
 
     Args:
         folder: The run folder.
-        rounds: Rounds of the whole run, in place of population.rounds. A finished run continues
-            up to this number, with the result of a run that had it from the start. The summary
-            keeps the earlier end.
+        rounds: Rounds of the whole run, in place of population.rounds. A finished run continues up
+            to this number, with the result of a run that had this number from the start. The
+            summary keeps the earlier result.
         allow: Files of yours that may have changed since the run began, named as in the error
             message, such as "env.reward: my_rewards:score".
         code: A further folder for the files and modules that the run names.
@@ -129,7 +129,7 @@ def resume(
 def _watched(
     play: Callable[[Observer], Path], progress: bool | None, observer: Observer | None, loaded: str
 ) -> RunFolder:
-    """Call `play` with an observer that shows the progress, and with that of the caller."""
+    """Call `play` with an observer that shows the progress and calls the caller's observer."""
     # Only the process of rank 0 shows the run: others may not see the folder.
     if is_silent_rank() or progress is False or (progress is None and observer is not None):
         return RunFolder(play(observer or Observer()))

@@ -1,4 +1,4 @@
-"""Loading of a saved agent or population, and population.json."""
+"""Loads a saved agent or population, and writes population.json."""
 
 # No annotations from __future__ here: see `evo_grpo.schema.group`.
 
@@ -125,7 +125,7 @@ def _load_agent(cohort: Cohort, slot: Slot, place: Path) -> None:
 
 
 def _fit_reference(cohort: Cohort, slot: Slot, place: Path) -> None:
-    """Fit an agent's own reference adapter, if any, to its saved LoRA configuration."""
+    """Fit an agent's reference adapter, if any, to the saved LoRA configuration."""
     state, saved_reference = cohort.agents[slot], place / "reference"
     if state.has_reference:
         folder = saved_reference if saved_reference.is_dir() else place / "actor"

@@ -1,4 +1,4 @@
-"""Conversion between the tensors of `get_action` and `learn` and prompts, groups and rows."""
+"""Converts between the tensors of `get_action` and `learn` and prompts, groups and rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def to_prompts(
     tokenizer: Any,  # noqa: ANN401 -- slow or fast, which share no typed base
     vocabulary: int | None = None,
 ) -> list[Prompt]:
-    """Convert observations into prompts, one each.
+    """Convert each observation into a prompt.
 
     Args:
         observations: One or more of: a `Prompt`; a mapping with `input_ids` (T,) or (1, T) and
@@ -90,7 +90,7 @@ def _to_prompt(
 def close_turns_with(
     observations: Observation | Sequence[Observation], ends: StopRules, pad_id: int
 ) -> None:
-    """Tell the episodes of the observations which tokens end and pad their completions.
+    """Set, in the episodes of observations, the tokens that end and pad completions.
 
     Observations without an episode are ignored.
     """
@@ -177,7 +177,7 @@ def check_generated(rows: Sequence[Row]) -> None:
 def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarray) -> list[Row]:
     """Convert the tensors of `learn` into rows, cut after the last generated token.
 
-    Rows of a group with different prompts are refused: their rewards have no common baseline.
+    Groups with different prompts are refused, because their rewards have no common baseline.
     """
     rows: list[Row] = []
     for number, (group, mask) in enumerate(zip(ids, masks, strict=True)):

@@ -1,4 +1,4 @@
-"""A call of `Population.train`: its keywords in groups of settings, its record, its progress."""
+"""Handles a call of `Population.train`: its keywords, its record and its progress."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ def in_groups(
 ) -> tuple[PopulationConfig, EvolveConfig, RecordConfig, dict[str, Any]]:
     """Sort the keywords of `train` into groups of settings.
 
-    The last value returned holds the strategies that are the user's objects, by their names in
-    `RoundSettings`.
+    The last returned value has the strategies given as objects, by their names in `RoundSettings`.
     """
     groups: dict[str, dict[str, Any]] = {}
     for name, path in TRAIN_KEYWORDS.items():
@@ -96,9 +95,9 @@ def going_on(
 ) -> tuple[PopulationConfig, EvolveConfig]:
     """Return the settings of a call of `train` with its decisions and sizes filled in.
 
-    `past` has the finished rounds, and the settings of the previous call. A call without decisions
-    or sizes takes those of the previous call, repeated as in a run that is extended; after `load`,
-    those of the finished rounds. Without a selection, no agent leaves.
+    `past` has the finished rounds, and the settings of the previous call. Missing decisions or
+    sizes are taken from the previous call, repeated as in a run that is extended, or after `load`
+    from the finished rounds. Without a selection, no agent leaves.
     """
     rounds, earlier = past
     selects = evolve.selects
@@ -184,7 +183,7 @@ def unnamed_objects(
 
 
 def given_objects(cohort: Cohort, given: Mapping[str, Any], own: Mapping[str, Any]) -> FromPython:
-    """Return the objects of a call of `train`; `own` has the strategies among them."""
+    """Return the Python objects of a call of `train`; `own` has the strategies."""
     strategies = {name: given[name] for name, field, _ in STRATEGIES if field in own}
     tokenizer = cohort.base.tokenizer if "tokenizer" in cohort.objects else None
     return FromPython(given["env"], Objects(tokenizer=tokenizer), strategies)

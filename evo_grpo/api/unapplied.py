@@ -1,4 +1,4 @@
-"""The plan that the last round of a `train` call recorded, which the next call carries out.
+"""Keeps the plan after the last round of a `train` call, for the next call to carry out.
 
 Several calls give the same result as one. If the user has changed agents between the calls, the
 next call does not carry out the plan, and warns.
@@ -54,13 +54,13 @@ def find(cohort: Cohort, slots: Sequence[Slot]) -> RoundRecord | None:
 
 
 def withdraw(cohort: Cohort, slots: Sequence[Slot]) -> None:
-    """Drop the pending plan for these agents, if any: the user has made another."""
+    """Drop the pending plan for these agents, if any, because the user has made another plan."""
     if (unapplied := _find(cohort, slots)) is not None:
         cohort.unapplied.remove(unapplied)
 
 
 def is_unchanged(cohort: Cohort, slots: Sequence[Slot]) -> bool:
-    """Return whether these agents have a pending plan, and none was changed since that round."""
+    """Return whether these agents have a pending plan and are unchanged since its round."""
     unapplied = _find(cohort, slots)
     return unapplied is not None and not _changed(cohort, slots, unapplied)
 
@@ -70,7 +70,7 @@ def make_up(
 ) -> RoundRecord | None:
     """Carry out the plan for these agents, if there is one and none of them was changed.
 
-    Returns the record of the last round after its plan was carried out; None if it was not.
+    Returns the record of the last round with the plan carried out; None if nothing was done.
     """
     unapplied = _find(cohort, slots)
     if unapplied is None:

@@ -30,7 +30,7 @@ METRICS = ("reward", "zero_variance", "loss", "entropy")
 class Events(Observer):
     """Writes the progress of a run as lines of JSON.
 
-    With `ends`, `finished` writes the end of the run; otherwise the caller calls `ended`, which
+    With `ends`, `finished` writes the end of the run. Otherwise the caller must call `ended`, which
     adds the story and the warnings.
     """
 

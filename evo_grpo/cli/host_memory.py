@@ -1,8 +1,8 @@
 """Configures glibc's allocator to keep freed memory.
 
 Each learn pass allocates and frees its activations. By default, glibc returns the free end of its
-heap to the system each time and gets zeroed pages again, which takes several per cent of a learn
-pass of a small model on some machines. Keeping the memory does not raise the peak, since the next
+heap to the system each time and gets zeroed pages again, which takes several per cent of a small
+model's learn pass on some machines. Keeping the memory does not raise the peak, because the next
 pass needs as much. The setting affects a whole process, so only the command line uses it.
 """
 
@@ -28,7 +28,7 @@ _CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"
 def keep_freed_memory() -> bool:
     """Make glibc keep freed memory for later allocations; return whether this was done.
 
-    It is not done with another C library, or if an environment variable sets the parameters.
+    Nothing is done with another C library, or if an environment variable sets the parameters.
     """
     chosen = any(name in os.environ for name in _CHOSEN)
     chosen = chosen or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")

@@ -1,7 +1,7 @@
 """Implements `--nproc`: starts the command once for each rank, and ends the ranks together.
 
-torchrun is not used: it prints a page about each stop, and after Ctrl-C it sends a SIGTERM, which a
-run treats as the second signal, so that it ends without cleaning up.
+torchrun is not used: it prints a page about each stop, and after Ctrl-C it sends a SIGTERM, a
+second signal, after which a run ends without cleaning up.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def reporting_early_errors() -> Generator[None]:
 def launch_ranks(ranks: int | None, arguments: Sequence[str]) -> None:
     """Start the ranks of a run on this machine, wait for them, and exit with their exit code.
 
-    In a process that is already a rank, return, or raise ConfigError for another number of ranks.
+    A process that is already a rank returns at once, or raises ConfigError if `ranks` differs.
     """
     if is_one_of_several():
         if launcher := os.environ.pop(_LAUNCHER, ""):
@@ -140,7 +140,7 @@ def _cores() -> int:
 
 
 def _end_with(launcher: int) -> None:
-    """End this rank, as SIGTERM does, when its launcher ends, even by SIGKILL."""
+    """End this rank as SIGTERM does when its launcher has ended, even by SIGKILL."""
     while os.getppid() == launcher:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)

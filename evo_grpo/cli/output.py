@@ -60,7 +60,7 @@ def write(text: str) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a text file, or remove a new one that is incomplete; an OSError names the file."""
+    """Write a text file; if that fails, remove an incomplete new file and raise an OSError."""
     new = not path.exists()
     try:
         path.write_text(text, encoding="utf-8")
@@ -73,7 +73,7 @@ def write_file(path: Path, text: str) -> None:
 def flush_standard_output() -> OSError | None:
     """Flush the buffered output; return the error if this fails.
 
-    After an error the rest is discarded, since Python would print another error at exit.
+    After an error the remaining output is discarded; else Python prints another error at exit.
     """
     if sys.stdout is None:  # as after `>&-`
         return None

@@ -1,4 +1,4 @@
-"""Shows a run to a person or a program, while it trains and at its end."""
+"""Shows a run, while it trains and at its end, to a person or a program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @final
 class RunOutput:
-    """Where the output of a run goes: to a person, as events to a program, or errors alone.
+    """Selects the output of a run: text for a person, events for a program, or only errors.
 
     `quiet` prints only errors, and the run folder as the last line; `as_json` prints one event per
     line. Both together raise typer.BadParameter.
@@ -81,7 +81,7 @@ class RunOutput:
             self.events.write("loading", what=what)
 
     def stopped(self, text: str) -> None:
-        """Write an event when the run was stopped; for a person, standard error has a message."""
+        """Write an event for a stopped run; a person gets a message on standard error instead."""
         if self.events is not None:
             self.events.write("stopped", text=text)
 
@@ -96,11 +96,12 @@ def show_run(
     allow: Sequence[str] = (),
     report: bool = False,
 ) -> None:
-    """Show a run while it trains, then its result; after an interruption, how to resume it.
+    """Show a run while it trains, then its result, or how to resume it after an interruption.
 
-    `play` trains the run by `training.run`, which is imported before the call; `loading` is the
-    model or run folder to name first. With `compare`, a comparison follows, which `report` adds to
-    the HTML report. `folder` is that of a resumed run, whose files in `allow` may have changed.
+    `play` trains the run by `training.run`, which is imported before the call. `loading` is the
+    name of the model or run folder, shown first. With `compare`, a comparison follows, which
+    `report` adds to the HTML report. `folder` is the folder of a resumed run, whose files in
+    `allow` may have changed.
     """
     from evo_grpo.readers.terminal.console import WorkLines, warnings_to
 

@@ -1,10 +1,10 @@
-"""Handling of Ctrl-C and SIGTERM by the command line.
+"""Handles Ctrl-C and SIGTERM in the command line.
 
-The first signal ends a command in order and prints how to continue; the second one ends the process
-at once. Outside of `interruptible` there is nothing to clean up, and the first signal ends the
-process at once. Inside, the first signal raises in the main thread, as Ctrl-C always does in
-Python, and the command has `SECONDS_TO_END` to end. Python runs a signal handler only between
-bytecodes of the main thread: late during a long backward pass, and never during a C function that
+The first signal ends a command with clean-up and prints how to continue; the second signal ends the
+process at once. Outside of `interruptible` there is nothing to clean up, and the first signal ends
+the process at once. Inside, the first signal raises an exception in the main thread, as Ctrl-C does
+in Python, and the command must end within `SECONDS_TO_END`. Python runs a signal handler only
+between bytecodes of the main thread: late during a long backward pass, and never if a C function
 hangs. So a second thread measures the time and receives the second signal, through a pipe to which
 Python writes the number of each signal at once.
 
@@ -48,9 +48,9 @@ class _State:
     """The state of signal handling, one per process.
 
     Attributes:
-        signal: The first signal, None before.
+        signal: The first signal, None before there is one.
         raises: Whether the first signal raises, so that the command can clean up.
-        messages: Holds a function that returns the last message, until it was printed.
+        messages: Has a function that returns the last message, until the message is printed.
     """
 
     def __init__(self) -> None:
@@ -93,13 +93,13 @@ def leave() -> None:
 
 @contextmanager
 def interruptible(message: Callable[[], str]) -> Generator[Callable[[], None]]:
-    """Let a signal interrupt the body in order, then print a message and exit with 130 or 143.
+    """Let a signal interrupt the body, then print a message and exit with 130 or 143.
 
     `message` returns one printable line. If the body hangs, another thread calls it.
 
     Yields:
-        A function to call when the work begins. Before, a signal ends the process at once, since
-        libraries that are interrupted while they load print tracebacks or swallow the interrupt.
+        A function to call when the work begins. Before that call, a signal ends the process at
+        once, because libraries interrupted while loading print tracebacks or swallow the interrupt.
     """
     _state.messages = [message]
     try:
@@ -156,7 +156,7 @@ def _watch(heard: int) -> None:
 
 
 def _leave_to_child() -> None:
-    """Restore Python's own handlers in a forked child process."""
+    """Restore Python's signal handlers in a forked child process."""
     try:
         signal.set_wakeup_fd(-1)
         for number, usual in (
@@ -170,7 +170,7 @@ def _leave_to_child() -> None:
 
 
 def _last_message() -> str:
-    """Return the last message as a line, the first time; then an empty string."""
+    """Return the last message as a line in the first call, and an empty string afterwards."""
     try:
         message = _state.messages.pop()
     except IndexError:

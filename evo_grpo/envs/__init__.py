@@ -1,1 +1,1 @@
-"""Where prompts and rewards come from: datasets, the built-in tasks, and outside libraries."""
+"""Environments: prompts and rewards from datasets, built-in tasks and other packages."""

@@ -1,7 +1,7 @@
-"""The prompt template and answer length of a task, from its settings alone.
+"""Finds the prompt template and answer length of a task from its settings alone.
 
-A model may be sampled on a machine without the task's data and reward functions. So no user code
-is imported, and rows are read only if no setting gives the template.
+This works on a machine without the task's data and reward functions: no user code is imported, and
+rows are read only if the settings have no template.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TaskPrompt:
     Attributes:
         template: Turns a row into a prompt.
         max_output_tokens: Tokens of a usual answer.
-        example: A row of a built-in task; empty for the user's own rows.
+        example: A row of a built-in task; empty for rows of the user.
         hidden: Number of examples in the template whose values are not shown.
     """
 
@@ -49,7 +49,7 @@ class TaskPrompt:
 
 
 class _Hidden(str):
-    """A value of a row that is not shown: "..." in every format of a template."""
+    """Stands for a hidden value of a row; a template prints it as "..." in any format."""
 
     def __new__(cls) -> _Hidden:
         return super().__new__(cls, "...")

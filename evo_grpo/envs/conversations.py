@@ -30,13 +30,13 @@ def holds_messages(value: object) -> bool:
 
 
 def is_conversation(value: object) -> bool:
-    """Return whether a value is a message, also with the key "from", or a list of messages."""
+    """Return whether a value is a message, or a list that begins with one."""
     message = next(iter(_as_list(value) or ()), value)
     return isinstance(message, Mapping) and bool({"role", "content", "from"} & message.keys())
 
 
 def parts_of(row: DatasetRow, column: str) -> dict[str, Any]:
-    """Return the `messages` that ask a model and, if there is one, the `target` answer.
+    """Return the `messages` of the prompt and, if there is one, the `target` answer.
 
     Text is a message of the user. Only the column `messages` has a target.
     """

@@ -1,4 +1,4 @@
-"""What the module of an environment family declares, and checks of the arguments in `env.args`.
+"""Defines `Family`, which the module of an environment family declares, and checks `env.args`.
 
 A module of `builtin` or `adapters` is a family, whose name is that of the module. It declares
 `FAMILY`, and has
@@ -40,9 +40,9 @@ class Family:
         named: What follows the name of the family in `env.kind`, after a colon: nothing, the name
             of an environment, or the user's code as "module:function".
         multi_turn: Whether episodes have several turns.
-        reads: Those of env.train, env.validation and env.test that it reads. A task of one turn
-            that reads them belongs to the user: `build` takes a `Loader` as its last argument, and
-            uses the template and the rewards of the configuration.
+        reads: Which of env.train, env.validation and env.test the family reads. If it reads any and
+            has one turn, `build` takes a `Loader` as its last argument, and uses the template and
+            the rewards of the configuration.
     """
 
     named: Literal["", "name", "code"] = ""
@@ -84,7 +84,7 @@ def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> d
 def check_arguments(
     kind: str, args: Mapping[str, Any], made_by: Callable[..., Any], own: Iterable[str] = ()
 ) -> None:
-    """Refuse arguments that neither the environment's class nor its adapter (`own`) takes.
+    """Refuse arguments that neither the environment's class nor the adapter (`own`) takes.
 
     Several packages ignore unknown arguments, so a misspelt one would have no effect.
     """

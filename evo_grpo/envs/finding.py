@@ -1,9 +1,9 @@
 """Find the names of a configuration in source files, without importing anything.
 
 A module is located as an import locates it, but level by level, because `find_spec("a.b")` imports
-`a`. Its syntax tree shows whether it binds the name, and which arguments a function or class takes.
-Where only running the code would show that (an imported name, a compiled module, a decorator, a
-base class), nothing is refused.
+`a`. The module's syntax tree shows whether the name exists, and which arguments a function or class
+takes. Names whose arguments only running the code would show (an imported name, a compiled module,
+a decorator, a base class) are accepted.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Definition:
 
 
 def find_function(path: str, where: str) -> Callable[..., Any]:
-    """Return a stand-in for a function; accepts and refuses the same names as `load_function`."""
+    """Return a stand-in for the function that `load_function` would import from `path`."""
     return find_name(path, where).stand_in()
 
 
@@ -108,7 +108,7 @@ def is_installed(module: str) -> bool:
 
 
 def defining_files(path: str) -> dict[str, Path | None]:
-    """Return the files of the module of "module:function" and of those it imports the name from.
+    """Return the files of the module in "module:function" and of modules that it imports it from.
 
     `from .scores import exact as score` is followed, but not `import *`, another name for an
     import, or functions that the definition calls. Nothing is imported.
@@ -128,7 +128,7 @@ def defining_files(path: str) -> dict[str, Path | None]:
 
 
 def _import_chain(module: str, name: str) -> Sequence[_Import]:
-    """Return the chain of imports of a name: `module` and `name`, then where they come from."""
+    """Return `module` and `name`, then each module and name that these are imported from."""
     chain = [_Import(module, name)]
     for link in chain:  # the loop appends to the list
         with suppress(ConfigError):  # the module cannot be read
@@ -146,7 +146,7 @@ class _Import(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The file of a module, the bindings of each name, and whether its text spells out all."""
+    """The file of a module, what binds each name, and whether its text shows all names."""
 
     origin: str
     bound: Mapping[str, Sequence[ast.AST | _Import]]

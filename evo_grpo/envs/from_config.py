@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def configured_rewards(
     env: EnvConfig, load: Loader = load_function, own: Sequence[RewardFunction] = ()
 ) -> tuple[RewardFunction, ...]:
-    """Load the reward functions that a configuration names; `own` are those of the task.
+    """Load the reward functions that a configuration names, by default `own`, the task's.
 
     If none is named, a mapping `env.reward_weights` sets the weights of `own`.
     """
@@ -38,7 +38,7 @@ def rewards_of(
     load: Loader = load_function,
     style: Literal["trl"] | None = None,
 ) -> tuple[RewardFunction, ...]:
-    """Return the reward functions, with weights, for one reward or several.
+    """Return one reward or several as reward functions with weights.
 
     A reward is a function, its name, a `ModelReward`, a `JudgeReward`, or a mapping as in
     `env.reward`.

@@ -3,8 +3,8 @@
 Commands that run the code of a configuration call `load_function`; `envs.finding` looks up a name
 without importing anything.
 
-A run folder may come from a stranger, together with the digests that would accept the stranger's
-module. So modules in it are refused, except for installed packages of an environment below it.
+A run folder may come from a stranger, with digests that match its code. So modules in run folders
+are refused, except for packages installed in an environment below one.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def guard_imports() -> None:
 
 
 def is_guard(finder: object) -> bool:
-    """Return whether an entry of `sys.meta_path` is the one that `guard_imports` adds."""
+    """Return whether `finder`, an entry of `sys.meta_path`, was added by `guard_imports`."""
     return finder is _GUARD
 
 
 @final
 class _Guard(MetaPathFinder):
-    """Refuses a module in a run folder, and leaves all others to the other finders."""
+    """A finder that refuses modules in a run folder and finds no others."""
 
     def find_spec(
         self,
@@ -165,7 +165,7 @@ def standard_library(path: str, where: str, module: str) -> ConfigError:
 def no_such_name(
     path: str, where: str, origin: str, part: str, there: Iterable[str]
 ) -> ConfigError:
-    """Return the error for a module without the attribute."""
+    """Return the error for a module without the attribute that `path` names."""
     module_name, _, attribute = path.partition(":")
     return ConfigError(
         f"{where}: {path!r}: the module {module_name!r} ({origin}) has no {attribute!r}."
@@ -191,7 +191,7 @@ def not_callable(path: str, where: str, value: object) -> ConfigError:
 
 
 def _refuse_imported(value: object, path: str, where: str) -> None:
-    """Refuse the standard library as an attribute of another module, as in "package:os.system"."""
+    """Refuse a standard library module that another module imports, as in "package:os.system"."""
     if isinstance(value, ModuleType):
         module = value.__name__
     elif isinstance(value, FunctionType | BuiltinFunctionType | MethodType | type):

@@ -1,4 +1,4 @@
-"""Parts of messages: the nearest name, lists of names, excerpts of one line."""
+"""Formats parts of messages: the nearest name, lists of names, excerpts of one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names for a message, sorted, or "none"."""
+    """Return the sorted names, joined for a message, or "none"."""
     return ", ".join(sorted(names)) or "none"
 
 

@@ -1,4 +1,4 @@
-"""Use another package: quiet imports, trial episodes, private random generators."""
+"""Helpers for other packages: quiet imports, trial episodes, private random generators."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def quiet() -> Generator[None]:
 
 
 class _Muted:
-    """Standard output that drops what this thread prints, and passes on what others do."""
+    """Standard output without the prints of this thread; prints of other threads pass."""
 
     def __init__(self) -> None:
         self._thread, self._dropped = threading.get_ident(), io.StringIO()
@@ -86,7 +86,7 @@ class _Muted:
 
 
 def try_out(kind: str, make: Callable[[], EnvT], seed: int) -> Callable[[], EnvT]:
-    """Begin one episode, so that errors come before the run, and return `make`."""
+    """Begin one episode, so that errors are raised before the run, and return `make`."""
     try:
         env = make()
         try:
@@ -119,8 +119,8 @@ class PrivateGenerators:
     """Random generators of one environment, which replace the global ones while it runs.
 
     Only one such environment of the process runs at a time. Its class sets `draws_globally = True`,
-    so that a gym does not count the wait for others as part of a call. `seed`, any int, decides the
-    draws before the first reset and of episodes without a seed.
+    so that a gym does not count the wait for another environment as part of a call. `seed`, any
+    int, is used before the first reset and for episodes without a seed.
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Put a system prompt and solved examples in front of the questions of a task."""
+"""Puts a system prompt and solved examples in front of the questions of a task."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def with_prompting(task: Task, settings: PromptSettings, seed: int) -> Task:
 def named_template(
     name: str | None, template: Template, settings: PromptSettings, examples: Sequence[DatasetRow]
 ) -> Template:
-    """Return the template of a prompt in `env.prompts`; None takes the first, or the task's."""
+    """Return the template `name` of `env.prompts`; None: the first one, or else the task's."""
     prompts = settings.prompts or {}
     if name is None:
         name = next(iter(prompts), None)
@@ -136,7 +136,7 @@ def _with_examples(
 def _taken_out(
     train: Sequence[DatasetRow], template: Template, count: int, seed: int
 ) -> tuple[list[DatasetRow], list[DatasetRow]]:
-    """Return a row for each of `count` prompts drawn from train, and the rows of other prompts."""
+    """Draw `count` prompts from train; return one row of each, and the rows of other prompts."""
     by_prompt: dict[str, list[DatasetRow]] = {}
     for row in train:
         by_prompt.setdefault(template.plain(row), []).append(row)

@@ -71,7 +71,7 @@ class Template:
 
     @classmethod
     def of_task(cls, task: Task, name: str | None = None) -> Template:
-        """Return the template of a task, or the one of this name in `env.prompts`."""
+        """Return the template of a task; with `name`, the template `name` of `env.prompts`."""
         raw = task.prompts.get(name or "", task.prompt or task.conversation)
         if isinstance(raw, str):
             return cls(raw, None, task.keywords)
@@ -94,7 +94,7 @@ class Template:
     def fitted(
         self, rows: Sequence[DatasetRow], name: str, who: str = "the prompt template"
     ) -> tuple[list[DatasetRow], list[str]]:
-        """Return rows with the parts of their conversations, and the text of each as from `plain`.
+        """Return rows with the parts of their conversations as columns, and the text of each row.
 
         `name` describes the rows, and `who` the part that needs the columns, for messages.
         """
@@ -123,7 +123,8 @@ class Template:
     def filled(self, row: DatasetRow) -> tuple[DatasetRow, list[dict[str, Any]]]:
         """Return a row with the parts of its conversations, and the messages filled in with it.
 
-        A system message in a column goes before examples; a raw template is a user message.
+        A system message in a column is put before the examples. A raw template becomes a user
+        message.
         """
         full_row, messages = row, list[dict[str, Any]]()
         for message in self.conversation or ({"role": "user", "content": self.text or ""},):
@@ -179,7 +180,7 @@ def _text(messages: Sequence[Mapping[str, Any]]) -> str:
 def _drop_appended_ends(
     texts: Sequence[str], encoded: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Drop the end tokens that a tokenizer appended, after which a model completes nothing."""
+    """Drop end tokens that a tokenizer appended; a model would stop after them."""
     end = tokenizer.eos_token_id
     ended_rows = [number for number, ids in enumerate(encoded) if ids and ids[-1] == end]
     if not ended_rows:
@@ -294,7 +295,7 @@ def fitting_rows(
     *,
     whole: bool = True,
 ) -> dict[Split, list[DatasetRow]]:
-    """Return the rows of at most `most` tokens by each template; `whole` refuses an empty split."""
+    """Return rows of at most `most` tokens in each template; `whole` refuses an empty split."""
     fitting: dict[Split, list[DatasetRow]] = {}
     for split, rows in splits.items():
         longest = map(max, zip(*(prompts.lengths(split) for prompts in rendered), strict=True))
@@ -364,7 +365,7 @@ def _messages(template: object) -> tuple[Mapping[str, str], ...]:
 
 
 class _Present(dict[str, Any]):
-    """A row that refuses values which a prompt should not print: None, or a list for a text."""
+    """A row that raises for values that a prompt cannot print: None, or a list in place of text."""
 
     def __init__(self, row: DatasetRow, text: str) -> None:
         super().__init__(row)

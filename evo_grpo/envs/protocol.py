@@ -1,4 +1,4 @@
-"""The interface between a round and an environment, of one turn or of many.
+"""The interface between a round and an environment of one or many turns.
 
 As in Optuna, `ask` returns the prompts of the next turn, the caller samples completions for all
 agents in one call, and `tell` takes them, until `ask` returns None. A single turn asks once, an
@@ -61,8 +61,9 @@ class Ask:
         prompts: N sequences of prompts; an empty one skips the agent.
         samples: N numbers of completions per prompt, each >= 1.
         turn: Turn of the episodes, 0-based, which selects the random draws; None for a single turn.
-        keys: N sequences with one number per prompt, which selects its random draws, so that they
-            do not depend on which other episodes still run. None numbers the prompts 0, 1, ....
+        keys: N sequences with a number per prompt, which selects the prompt's random draws; draws
+            then do not depend on which other episodes still run. None numbers the prompts 0, 1,
+            ....
     """
 
     prompts: Sequence[Sequence[Prompt]]
@@ -74,7 +75,7 @@ class Ask:
 def starts_under(
     env: Environment[StartT], prompt: str | None, starts: Sequence[StartT]
 ) -> Sequence[StartT]:
-    """Return the same starts under a prompt in `env.prompts`; None is the default prompt."""
+    """Return the starts with the prompt `prompt` of `env.prompts`; None is the default prompt."""
     if prompt is None:
         return starts
     under = getattr(env, "under", None)

@@ -1,7 +1,7 @@
 """The families of environments, by the kinds of `env.kind`, and the tasks that they build.
 
-A family is a module of `builtin` or `adapters`; `family.py` says what it declares. There is no list
-of families: a file that is added is found by its name.
+A family is a module of `builtin` or `adapters`; `family.py` says what it declares. Families are
+found by the names of these files; there is no list to extend.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
 def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
     """Return a factory of the multi-turn environment that a configuration names.
 
-    An episode is begun here, so that errors come before a run. Environments share no state. The
-    run's seed decides the episodes without a seed.
+    One episode is begun, so that errors are raised before the run. Environments share no state.
+    Episodes without a seed depend on `seed`, the run's seed.
     """
     module, name = _checked(env, multi_turn=True)
     return module.build(name, env, seed)

@@ -89,9 +89,9 @@ def environment_of(
 ) -> Callable[[PreTrainedTokenizerBase], Environment[Any]]:
     """Build a task, and return a function that makes its environment from a tokenizer.
 
-    Errors in the settings and the data thus come before a model is loaded. `batch_size` is P, the
-    prompts or episode seeds per step. `max_output_tokens` limits a completion in an environment of
-    several turns. `task` is the single-turn task, if it is built already.
+    Errors in the settings and the data are thus raised before a model is loaded. `batch_size` is P,
+    the prompts or episode seeds per step. `max_output_tokens` limits a completion in an environment
+    of several turns. `task` is the single-turn task, if it is built already.
     """
     order = derive(seed, "env")
     if task is None and is_multi_turn(config.kind):

@@ -53,7 +53,7 @@ ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
 class ReasoningGym:
     r"""An environment of one turn on your own rows: a prompt, a completion, a reward.
 
-    The prompts of a step depend on (seed, step) alone, those of a split on the seed.
+    The prompts of a step depend on the seed and the step alone, those of a split on the seed.
 
     Args:
         train_dataset: Rows to learn from: a datasets.Dataset, a list of dicts, a pandas frame, or
@@ -73,7 +73,7 @@ class ReasoningGym:
         max_context_length: Tokens of prompt and completion; None until `limit_context` sets them.
         seed: Seed of the order of prompts and of the rows that are held out.
         name: Name in messages and records.
-        max_output_tokens: Tokens of a usual answer, a hint; None is 32.
+        max_output_tokens: Tokens of a usual answer, not a limit; None is 32.
         **settings: prompts, system_prompt, few_shot, chat_template_kwargs, too_long, thinking,
             reward_timeout, reward_failures, reward_errors, reward_style and isolate, as in `env`.
 
@@ -290,9 +290,9 @@ class ReasoningGym:
     def limit_context(self, max_context_length: int, answer_tokens: int | None = None) -> None:
         """Set the model's context and check that every prompt leaves room for one token.
 
-        `max_context_length` has the tokens of prompt and completion together, >= 2;
-        `answer_tokens` those that `too_long: truncate_left` leaves for a completion, None for
-        those of a usual answer.
+        `max_context_length`, >= 2, is the number of tokens of prompt and completion together.
+        `answer_tokens` is the number that `too_long: truncate_left` leaves for a completion; None
+        leaves the tokens of a usual answer.
 
         Raises:
             PromptTooLongError: For the first prompt that is too long, by its row.
@@ -327,7 +327,7 @@ class ReasoningGym:
             scorer.prepare(device)
 
     def record_rewards(self, folder: Path, rank: int = 0) -> None:
-        """Keep the answers of judges in a folder of the run, and use those that are there."""
+        """Keep the answers of judges in a folder of the run, and use the answers already there."""
         for number, scorer in enumerate(self._scorers):
             if isinstance(scorer, Judge):
                 scorer.record_in(folder, f"judge-{number}-rank-{rank}", counts=rank == 0)
@@ -359,7 +359,7 @@ class ReasoningGym:
             self._process.close()
 
     def _samples(self, groups: Sequence[CompletionGroup]) -> Samples | None:
-        """Return what functions in TRL's style get beside texts; None without such a function."""
+        """Return `Samples` for functions in TRL's style; None if there is no such function."""
         if not self._of_trl:
             return None
         messages: list[Any] = []
@@ -401,7 +401,7 @@ class ReasoningGym:
 
 
 class Judged(NamedTuple):
-    """The rewards of some groups.
+    """The rewards of the groups that were scored.
 
     Attributes:
         rewards: (B, K) without weights, NaN in groups that are set aside.
@@ -493,6 +493,6 @@ def _trajectories(group: CompletionGroup) -> list[Trajectory]:
 
 
 def right_answer(columns: Mapping[str, Any]) -> str:
-    """Return the right answer of a dataset row, the first of `ANSWERS` that it has, else ""."""
+    """Return the right answer of a row: its first column named in `ANSWERS`, else ""."""
     answer = next((columns[name] for name in ANSWERS if name in columns), None)
     return str(answer) if isinstance(answer, str | int | float) else ""

@@ -1,4 +1,4 @@
-"""A task as plain values: rows, prompt template, reward functions."""
+"""Defines `Task`: rows, prompt template and reward functions, without a tokenizer."""
 
 from __future__ import annotations
 

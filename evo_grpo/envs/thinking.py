@@ -18,9 +18,9 @@ COLUMN = "thinking"
 def parted(completion: str, prompt: str, tags: ThinkingTags) -> tuple[str, str]:
     """Return the thinking part and the answer of a completion, without white space around them.
 
-    The thinking part reaches up to the first end tag. Without an end tag, a completion that begins
-    with the start tag, or whose prompt ends with it, was cut while thinking and has no answer; any
-    other completion is all answer.
+    The thinking part reaches up to the first end tag. Without an end tag, a completion has no
+    answer if it begins with the start tag, or if its prompt ends with the start tag: it was cut
+    while thinking. Any other completion is all answer.
     """
     thought, end, answer = completion.partition(tags.end)
     if not end:

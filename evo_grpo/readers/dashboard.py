@@ -1,8 +1,8 @@
 """Serves a copy of a run's study in optuna-dashboard, on the loopback address.
 
 optuna-dashboard can rename and delete studies, change trials and write attributes; on the copy,
-this leaves the run unchanged. The copy is read from the run's log: it needs no password of a
-database, and also shows runs that keep no trials.
+this leaves the run unchanged. The copy is built from the run's log, so that no database password is
+needed and runs without stored trials are shown too.
 """
 
 from __future__ import annotations
@@ -158,13 +158,13 @@ def _code(text: str) -> str:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Handles several requests at once, since a page sends many."""
+    """An HTTP server that handles several requests at once, because a page sends many."""
 
     daemon_threads = True
 
 
 class _Quiet(WSGIRequestHandler):
-    """Logs requests instead of printing a line for each."""
+    """A request handler that logs requests instead of printing a line for each."""
 
     def log_message(self, format: str, *arguments: object) -> None:
         _log.debug(format, *arguments)
@@ -173,9 +173,9 @@ class _Quiet(WSGIRequestHandler):
 class _Guarded:
     """Accepts requests of the browser that opened the printed address, and refuses all others.
 
-    A foreign page can send requests here from the user's browser, under another host name or from
-    another origin, and any user of the machine can connect to the port. So a request must name this
-    host, come from its origin, and carry the token of the printed address.
+    Web pages can send requests to the port from the user's browser, under another host name or from
+    another origin, and any user of the machine can connect. So a request must name this host, come
+    from this origin, and carry the token of the printed address.
     """
 
     def __init__(self, app: Callable[..., Iterable[bytes]], port: int) -> None:

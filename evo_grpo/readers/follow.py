@@ -1,7 +1,7 @@
 """`evo-grpo follow` and `evo_grpo.follow`: feed the readers of a run until it has ended.
 
-A run whose settings name readers starts this command as a second process. Each reader has its own
-thread, so that a reader that hangs or waits for its server does not delay the others.
+A run whose settings name readers starts this command as a second process. Each reader runs in a
+separate thread, so that a reader that hangs or waits for its server does not delay other readers.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def follow(
 
     Args:
         run: The run folder, finished or not.
-        to: Names of readers: "optuna" for the trials where `record.storage` has them, "report", or
-            a kind of tracker. An empty sequence stands for the readers in the settings of the run.
+        to: Names of readers: "optuna" (trials, stored as `record.storage` says), "report", or a
+            kind of tracker. An empty sequence stands for the readers in the settings of the run.
         storage: Database for "optuna", in place of `record.storage`.
         outside: Use folders outside of the run folder, servers and databases that the settings of
             the run name. By default these are refused: the settings may come from a stranger.
@@ -91,7 +91,7 @@ def follow(
 
 
 def study_of(run: str | Path) -> tuple[str, str] | None:
-    """Return name and storage URL of a run's study, None if it is a journal in the run folder."""
+    """Return name and storage URL of a run's study; None for a journal in the run folder."""
     folder = expect_run(run)
     config = read_config(folder)
     storage = config.record.storage
@@ -114,7 +114,7 @@ def follow_all(
 ) -> list[Followed]:
     """Follow a run as `follow` does, and return the errors of readers instead of raising them.
 
-    `warn` is called from several threads, with the error before each retry of a reader.
+    `warn` is called with an error before each retry of a reader, from several threads.
     """
     folder = expect_run(run)
     for run_folder in (folder, *_compared(folder)):
@@ -227,7 +227,7 @@ def _all_hang(folder: Path, feedings: Sequence[_Feeding]) -> bool:
 
 @final
 class _Feeding(threading.Thread):
-    """A thread that feeds one reader, and constructs it again after an error.
+    """A thread that feeds one reader, and constructs the reader again after an error.
 
     The arguments are as for `feed`; `label` names the reader in messages, and `option` is the value
     of `--to` in the command that the messages suggest.
@@ -300,7 +300,7 @@ class _Feeding(threading.Thread):
 
 
 def _is_final(error: BaseException, trained: bool) -> bool:
-    """Return whether a retry is pointless; after a lost connection or a full disk it is not."""
+    """Return whether a retry is pointless: not after a lost connection or a full disk."""
     passing = isinstance(error, ConnectionError) or (trained and isinstance(error, RunFailedError))
     return isinstance(error, EvoGrpoError) and not passing
 

@@ -1,8 +1,8 @@
-"""Readers of a run's log, and the files with their cursors.
+"""Feeds readers with the entries of a run's log, and saves their cursors.
 
-The log is the queue between a run and its readers: a reader that hangs, fails, is slow or is killed
-does not affect the run and later continues from its cursor. The cursor is saved after each flush,
-or when the reader is closed if it cannot flush.
+The log is the queue between a run and its readers. A reader that hangs, fails or is killed does not
+affect the run, and continues from its cursor later. The cursor is saved after each flush, or when
+the reader is closed if it cannot flush.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Reader(Protocol):
         ...
 
     def flush(self) -> bool:
-        """Write the entries read so far to disk or to the server; return whether that is done."""
+        """Write the entries read so far to disk or to the server; return whether all are there."""
         ...
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ def feed(
         follow: Wait for new entries until the run has ended.
         from_start: Begin at the start of the log, not at the cursor.
         on_progress: Called after each entry with the cursor and the id of the reader.
-        warn: Called with a message if another process feeds the reader and this one waits for it.
+        warn: Called with a message if this process waits for another process that feeds the reader.
     """
     folder = expect_run(run)
     with closing(ReaderFile(folder, name, warn)) as file:

@@ -1,4 +1,4 @@
-"""Trainings beside a run ("arms"), scored on its test prompts, with paired differences.
+"""Compares a run with trainings beside it ("arms"), by their scores on the same test prompts.
 
 `run --compare` writes its result to compare.json, `replay` to replay.json. `Arms` is the part of
 either file that the terminal and the report show.
@@ -51,11 +51,11 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean reward of one arm minus that of another, on the test prompts that both answered.
+    """Difference of the mean rewards of two arms, on the test prompts that both answered.
 
     Attributes:
-        error: Standard error of the difference: paired over the prompts, plus the spread between
-            the trainings of an arm where an arm has several. NaN from fewer than two prompts.
+        error: Standard error of the difference, paired over the prompts; includes the spread
+            between the trainings of an arm if it has several. NaN with fewer than two prompts.
         low, high: The 95% interval.
         p: Two-sided p-value over the prompts (`evo_grpo.evolve.claims.chance`).
         prompts: Number of prompts that both arms answered.
@@ -111,7 +111,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Arm:
-    """Trainings of one kind, or the run that they are compared with.
+    """Trainings of one kind, or the run that these are compared with.
 
     `tokens` counts the tokens sampled per training, without the test; `tests` has the score of each
     training on the test prompts.
@@ -146,12 +146,12 @@ class Arms:
     agents: int = 0
 
     def label(self, name: str) -> str:
-        """Return the name of an arm for people."""
+        """Return the displayed name of an arm."""
         return arm_label(name, self.agents)
 
 
 def arm_label(name: str, agents: int) -> str:
-    """Return the name of an arm for people; `agents` is the size of the run's population."""
+    """Return the displayed name of an arm; `agents` is the size of the run's population."""
     number = _NUMBERS[agents] if agents < len(_NUMBERS) else agents
     return _LABELS.get(name, name).format(number)
 
@@ -179,7 +179,7 @@ def summary_score(summary: Mapping[str, Any] | None, key: str = "best") -> Score
 
 
 def caveat(repeats: int) -> str:
-    """Return what the intervals cover and what they do not."""
+    """Return a sentence on which uncertainty the intervals cover."""
     if repeats == 1:
         return (
             "One training of each kind: the intervals of 95% cover the test prompts but not the "
@@ -221,7 +221,7 @@ def read_comparison(run: str | Path, file: Path | None = None) -> dict[str, Any]
 
 
 def tokens_by_purpose(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -> dict[str, int]:
-    """Return the tokens of a run for training and for evaluation, without those of the test."""
+    """Return the tokens of a run for training and for evaluation, the test excluded."""
     return {
         "training": sum(agent.tokens for record in rounds for agent in record.agents),
         "evaluation": sum(r.evaluation_tokens for r in rounds) + summary["final_tokens"],
@@ -229,7 +229,7 @@ def tokens_by_purpose(rounds: Sequence[RoundRecord], summary: Mapping[str, Any])
 
 
 def tokens_to_train(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -> int:
-    """Return an arm's training tokens: those of the run, less those of the arm's one evaluation."""
+    """Return an arm's training tokens: the run's tokens minus those of the arm's one evaluation."""
     evaluated = next((record for record in rounds if not record.between), rounds[0])
     tokens_per_agent = evaluated.evaluation_tokens / len(evaluated.agents)
     to_evaluate = round(tokens_per_agent * len(rounds[0].agents))

@@ -40,7 +40,7 @@ class ChosenAgent:
 
     @property
     def is_winner(self) -> bool:
-        """Whether the agent is the one that was scored on the test prompts."""
+        """Whether the agent is the winner, which was scored on the test prompts."""
         winner = self.view.winner
         if self.view.summary is None or winner is None:
             return False
@@ -52,7 +52,7 @@ class ChosenAgent:
 
     @property
     def loss(self) -> str:
-        """`RunView.loss` if the agent is the winner, else an empty string."""
+        """The text of `RunView.loss` if the agent is the winner, else an empty string."""
         return self.view.loss if self.is_winner else ""
 
     @property
@@ -77,15 +77,16 @@ def choose_of(
 ) -> ChosenAgent:
     """Find an agent of a run that has a checkpoint; the winner if no agent is named.
 
-    The winner of a finished run is that of its final comparison: the best agent of the last round,
-    the best of all rounds, or the mean of two survivors. Before the end it is the best of the last
-    round; with several objectives, the agent of the front that is best in the first one.
+    The winner of a finished run is the winner of the final comparison: the best agent of the last
+    round, the best of all rounds, or the mean of two survivors. Before the end the winner is the
+    best agent of the last round; with several objectives, the agent of the Pareto front with the
+    greatest fitness.
 
     Args:
         run: The run folder.
         agent: Number of an agent.
         member: Id of a member, which is one life of an agent.
-        round: 0-based round after which the agent is taken; None takes its last one.
+        round: 0-based round after which the agent is taken; None takes the agent's last round.
         best_ever: Take the agent with the greatest fitness of all rounds.
         prefer: Weights of the objectives in [0, 1], of a sum of at most 1; the other objectives
             share the rest equally. Takes the agent of the front with the greatest weighted sum,
@@ -186,7 +187,7 @@ def _winner_files(view: RunView, winner: SelectedAgent) -> dict[str, str]:
 def _named(
     rounds: Sequence[RoundRecord], agent: int | None, member: int | None, round: int | None
 ) -> AgentRecord | None:
-    """Return the record of the named agent; if only a round is named, that of its best agent."""
+    """Return the record of the named agent, or of a round's best agent if only a round is named."""
     if round is not None and not 0 <= round < len(rounds):
         raise ConfigError(
             f"round: expected one of the finished rounds, 1 to {len(rounds)}, got {round + 1}"

@@ -1,4 +1,4 @@
-"""The columns that all tables of a run share, and their conversion to a typed frame."""
+"""Defines the columns that all tables of a run share, and converts rows to a typed frame."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALWAYS = ("lr", "beta", "clip_coef", "clip_low", "clip_high", "group_size")
 def hyperparameters(rounds: Sequence[RoundRecord]) -> list[str]:
     """Return the hyperparameters with a column in the tables of a run.
 
-    First come the columns of every table, then the others that mutate or were set by the user.
+    Those in every table come first, then others that mutate or were set by the user.
     """
     moving = {name for record in rounds for name in record.mutable} | set(steered(rounds))
     return [*ALWAYS, *in_order(moving - set(ALWAYS))]
@@ -48,9 +48,9 @@ def dtypes(names: Sequence[str]) -> dict[str, str]:
 
 
 def values(hparams: Hparams, names: Sequence[str]) -> dict[str, Value | None]:
-    """Return hyperparameters by name, with clip_low and clip_high as the bounds of the ratio.
+    """Return hyperparameters by name, and the bounds of the ratio as clip_low and clip_high.
 
-    The bounds are given for a scalar clip_coef too. For a pair, clip_coef is NaN.
+    The bounds are also set for a scalar clip_coef. For a pair, clip_coef is NaN.
     """
     return {name: hparams.get(name) for name in names}
 
@@ -73,7 +73,7 @@ def fitness(agent: AgentRecord) -> float:
 
 
 def fitness_se(agent: AgentRecord) -> float:
-    """Return the standard error of an agent's fitness, NaN without one."""
+    """Return the standard error of an agent's fitness, NaN if it has none."""
     return math.nan if agent.score is None else agent.score.se
 
 
@@ -83,7 +83,7 @@ def was_evaluated(agent: AgentRecord) -> bool:
 
 
 def kl(agent: AgentRecord) -> float | None:
-    """Return an agent's KL divergence from the reference in nats per token, None without one."""
+    """Return an agent's KL divergence from the reference in nats per token, or None."""
     return agent.metrics.get("kl")
 
 

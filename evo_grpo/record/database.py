@@ -112,7 +112,7 @@ def disconnect(storage: RDBStorage) -> None:
 
 @contextmanager
 def unreachable() -> Generator[None]:
-    """Convert exceptions of a database, or of its missing driver, into those of this library."""
+    """Convert exceptions of a database or its driver into exceptions of this library."""
     try:
         yield
     except EvoGrpoError:

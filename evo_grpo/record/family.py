@@ -1,4 +1,4 @@
-"""The family tree of a run: parents, offspring and mutations; and the best agents of its rounds."""
+"""Builds the family tree of a run, and finds the best agents of its rounds."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def tree(rounds: Sequence[RoundRecord]) -> tuple[FamilyMember, ...]:
 def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
     """Return the records of a member and of its ancestors, one per round, first to last.
 
-    RunNotFoundError if the member finished no round.
+    Raises RunNotFoundError if the member finished no round.
     """
     path: list[AgentRecord] = []
     searched: int | None = member
@@ -134,12 +134,12 @@ def playing_on(record: RoundRecord) -> set[Slot]:
 
 
 def archived_agent(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
-    """Return the agent in the archive of a run that has one; None before its first decision."""
+    """Return the agent in a run's archive; None without archive or before the first decision."""
     return None if all(record.between for record in rounds) else best_ever(rounds)
 
 
 def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
-    """Return the agent in the archive, as recorded in the round after which it had these weights.
+    """Return the agent in the archive, as of the round after which its weights were archived.
 
     Without an archive, return the agent with the greatest fitness after a decision (the first of
     equal ones), or None if no agent has a finite fitness.
@@ -157,9 +157,10 @@ def front(rounds: Sequence[RoundRecord]) -> tuple[AgentRecord, ...]:
     """Return the Pareto front of a run, ordered by fitness: agents that no other agent dominates.
 
     An agent dominates another if its means are better in one objective and worse in none. The front
-    has at most as many agents as the first round: those with the greatest crowding distance
-    (`evolve.goals`), first the best of each objective; of equal agents the earliest. In a run with
-    one objective it is empty. Rounds without a decision count only before the first decision.
+    has at most as many agents as the first round. The best agent of each objective is kept first,
+    then those with the greatest crowding distance (`evolve.goals`); of equal agents the earliest.
+    With one objective the front is empty. Rounds without a decision count only before the first
+    decision.
     """
     agents: list[AgentRecord] = []
     for record in [finished for finished in rounds if not finished.between] or rounds:
@@ -180,7 +181,7 @@ def _means(agent: AgentRecord) -> tuple[float, ...]:
 
 
 def founders(rounds: Sequence[RoundRecord]) -> dict[int, int]:
-    """Return, by member, the ancestor in the first population."""
+    """Return each member's ancestor in the first population, by member id."""
     founder_ids: dict[int, int] = {}
     for record in rounds:
         for agent in record.agents:

@@ -1,9 +1,9 @@
-"""Crash-safe primitives: atomic writes, appended lines with checksums, the lock of a folder.
+"""Crash-safe file operations: atomic writes, appended lines with checksums, folder locks.
 
-A power cut keeps only synced data: the contents of a file after a sync of the file, its name after
-a sync of its folder. So a round is written in this order: its files, their folders up to the run
-folder (`sync_into`), the line that names them, and then old files are removed. `create_folder`
-syncs the parent of each new folder.
+Only synced data survives a power cut: the contents of a file are synced with the file, its name
+with its folder. So the files of a round are written first, then their folders up to the run folder
+are synced (`sync_into`), then the line that names the files is written; only then old files are
+removed. `create_folder` syncs the parent of each new folder.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _HEAD = 64
 
 @contextmanager
 def many_objects() -> Generator[None]:
-    """Pause Python's garbage collector while many objects are created, which halves the time.
+    """Pause Python's garbage collector; creating many objects then takes half the time.
 
     Objects created during the pause trigger no collection later, so every few calls this function
     collects the objects of ended runs itself.
@@ -75,7 +75,7 @@ def many_objects() -> Generator[None]:
 def writing(path: Path, command: str = "resume") -> Generator[None]:
     """Turn an OSError of a write (disk full, no permission) into a RunFailedError.
 
-    The message names `command`, which continues after the cause is removed. RunDirError if this
+    The message names `command`, to be called once the cause is removed. Raises RunDirError if this
     process is a fork of the process that locked the folder.
     """
     for lock in list(_held):
@@ -177,7 +177,7 @@ def remove(path: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether an interrupted `atomic_write` left this file."""
+    """Return whether a file is the leftover of an interrupted `atomic_write`."""
     return path.name.startswith(".") and path.name.endswith(_TEMPORARY)
 
 
@@ -300,7 +300,7 @@ def _is_as_written(line: bytes) -> bool:
 def is_truncated(line: bytes) -> bool:
     """Return whether the last line of a file is a sealed line that a kill truncated.
 
-    Complete JSON is not, nor is a line with the end of a sealed line: it was damaged later.
+    Complete JSON, or a line that ends as `seal` ends lines, was not truncated but damaged later.
     """
     if line.endswith(b"\n") or _END.search(line):
         return False
@@ -331,7 +331,7 @@ def plain_value(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
 class FolderLock:
     """An flock on a file, held until `release` or the end of the process.
 
-    The file is never removed: another process may just be opening it. RunDirError if
+    The file is never removed, because another process may be opening it. Raises RunDirError if
     another process, or another object of this process, holds the lock.
     """
 
@@ -364,7 +364,8 @@ class FolderLock:
     def write_round(self, *numbers: int) -> None:
         """Write the id of this process into the lock file, and the round that is played, if any.
 
-        A request waits for the end of that round. Later rounds have at least as many digits.
+        A request is carried out after that round. The line never gets shorter: later rounds have at
+        least as many digits.
         """
         if self._descriptor is not None:
             lines = "".join(f"{number}\n" for number in (os.getpid(), *numbers))

@@ -103,7 +103,7 @@ def expect_run(path: str | Path) -> Path:
 
 
 def read_rounds(path: str | Path) -> list[RoundRecord]:
-    """Return the finished rounds of a run, also while it trains; raises as `parse_rounds`."""
+    """Return the finished rounds of a run, even while it trains; raises as `parse_rounds` does."""
     file = expect_run(path) / ROUNDS
     with reading(file, ""):
         return parse_rounds(file).records
@@ -114,7 +114,8 @@ def read_result(
 ) -> tuple[dict[str, Any], T] | None:
     """Return the content of a result file, as JSON and as the schema's type; None if it is missing.
 
-    For a damaged file, a CheckpointError names its content (`what`) and the `command` to write it.
+    Raises CheckpointError for a damaged file; the message names its content (`what`) and the
+    `command` that writes it.
     """
     if not os.path.lexists(file):
         return None
@@ -157,7 +158,7 @@ def read_config(folder: Path, *, past: bool = False) -> RunConfig:
 def adapter_of(model: ModelConfig) -> RankAlpha:
     """Return the rank and alpha with which the adapters of a run begin.
 
-    They are those of `model.adapter`, unless `model.lora` is also given or the file is unreadable.
+    Both are read from `model.adapter`, unless `model.lora` is also given or the file is unreadable.
     """
     configured = model.lora.rank_alpha
     if model.adapter is None or model.lora != LoraSettings():
@@ -170,7 +171,7 @@ def adapter_of(model: ModelConfig) -> RankAlpha:
 
 
 def read_settings(folder: Path) -> Mapping[str, Any]:
-    """Return the settings of a run as written, by any version; CheckpointError if damaged."""
+    """Return the settings of a run unvalidated, for any version; CheckpointError if damaged."""
     text, file = config_text(folder), folder / CONFIG
     with expecting(file, _SETTINGS):
         settings = parse(text, str(file), WrittenOutLoader)
@@ -238,7 +239,7 @@ def continuing(folder: Path) -> str:
 
 
 def refuse_objects(folder: Path, so: str) -> None:
-    """Refuse a run with Python objects that no file can name; `so` tells consequence and remedy."""
+    """Refuse a run with Python objects that no file can name; `so` continues the message."""
     if objects := listed_objects(folder):
         raise RunDirError(
             f"{folder}: it was recorded from Python with {', '.join(objects)}, which no file can "
@@ -247,7 +248,7 @@ def refuse_objects(folder: Path, so: str) -> None:
 
 
 class ParsedRounds(NamedTuple):
-    """The contents of rounds.jsonl from a byte on.
+    """The contents of rounds.jsonl from a byte offset on.
 
     Attributes:
         records: The finished rounds.
@@ -303,7 +304,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> ParsedRounds:
 
 
 def _amend(records: list[RoundRecord], amendment: Amendment, first: int) -> None:
-    """Apply an amendment to the record of the last round, unless an earlier call read the round."""
+    """Apply an amendment to the last of `records`, unless it amends a round before `first`."""
     if amendment.amends != first + len(records) - 1:
         raise ValueError(
             f"it amends round {amendment.amends}, expected round {first + len(records) - 1}"

@@ -1,4 +1,4 @@
-"""The history of a run's agents, and start values from earlier runs."""
+"""Reads the history of a run's agents, and start values from earlier runs."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
         Rows ordered by round and agent. The columns, all typed:
 
         - round (0-based), agent, member, parent (missing in the first population)
-        - state ("ok" or "failed"), fitness, fitness_se; after a round in between, they come from
-          few validation prompts, or are the mean reward of the round's training
+        - state ("ok" or "failed"), fitness, fitness_se; after a round without a decision, the
+          fitness comes from few validation prompts, or is the mean training reward of the round
         - the hyperparameters that the agent trained with, as on the leaderboard
         - op: the mutation since the round before, as in `types.Mutation`, or "continue" if the same
           member trains on; mutated: the names of the changed hyperparameters, joined by commas
@@ -136,7 +136,7 @@ def metric_rows(run: str | Path, finished: int | None = None) -> list[dict[str, 
 
 
 def read_metrics(run: str | Path) -> pd.DataFrame:
-    """Return the metrics of each step and agent in the finished rounds of a run, finished or not.
+    """Return the metrics of each step and agent in the finished rounds of a run.
 
     Returns:
         Rows ordered by round, step and agent; none for rounds whose metrics were not kept. The

@@ -1,4 +1,4 @@
-"""The leaderboard of a run: the winner first, then the other agents; as rows and as a frame."""
+"""Builds the leaderboard of a run as rows or a frame: the winner first, then all other agents."""
 
 from __future__ import annotations
 
@@ -56,28 +56,29 @@ def from_records(
           population; for a mean, the better parent), round (0-based, the agent's last one)
         - left: the round after which the agent left, missing if it did not
         - fitness and fitness_se: the score on the validation prompts of `round`; fitness_se is NaN
-          from a single sample. In an unfinished run, after a round in between, fitness may be the
-          mean reward of the round's training. For a mean, fitness is `final`
+          from a single sample. In an unfinished run, after a round without a decision, fitness
+          may be the mean training reward of the round. For a mean, fitness is `final`
         - only in a run with several objectives: objective_NAME and objective_NAME_se, the score in
           each further objective on the same prompts; front, whether the agent, as it was then, is
           on the front of the run (`record.family.front`)
-        - tie: whether the first row is not shown to be ahead of this one (`ties`); for a finalist,
-          in the final comparison. Missing for the first row, and for agents that were not tested
-          on the same prompts as the first
+        - tie: whether the first row is not significantly ahead of this row (`ties`); for a
+          finalist, in the final comparison. Missing for the first row, and for agents that were
+          scored on other prompts
         - final and final_se: the score in the final comparison, on validation prompts with new
           draws; missing if the agent was not compared
         - test and test_se: the score of the winner on the test prompts; missing for all others
         - lr, beta, clip_coef (NaN if it is a pair of bounds), clip_low and clip_high (the bounds,
-          also those of a scalar), group_size, then what else mutates in this run. A mean has those
-          of its better parent, but the larger rank with its alpha, and no name of unequal layers
+          also those of a scalar), group_size, then other hyperparameters that mutate in this run. A
+          mean has the values of its better parent, except the larger rank with its alpha, and no
+          name of a set of layers if the parents' sets differ
         - tokens (sampled in training) and wall_seconds: sums over all rounds of the agent; 0 for a
           mean
         - checkpoint, relative to the run folder
 
         An agent that won as it was after an earlier round has the values of that round. With
         several objectives, the agents of the front follow the winner, each as it was when it
-        reached the front; an agent that did so in several rounds, or has trained on since, has
-        more than one row. Equal runs are equal in every column except wall_seconds.
+        reached the front; an agent that reached the front in several rounds, or has trained since,
+        has several rows. Equal runs are equal in every column except wall_seconds.
     """
     names, goals = columns.hyperparameters(rounds), columns.objectives(rounds)
     types = {
@@ -160,7 +161,7 @@ def leaderboard_rows(
 
 
 def order_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return how a leaderboard is ordered if its fitness is not in descending order, else ""."""
+    """Return a sentence on the order of a leaderboard whose fitness does not descend, else ""."""
     ranked = [row["fitness"] for row in rows if row["fitness"] is not None]
     if ranked == sorted(ranked, reverse=True):
         return ""
@@ -173,7 +174,7 @@ def order_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def fitness_text(rounds: Sequence[RoundRecord]) -> str:
-    """Return where the fitness of a leaderboard comes from if not from an evaluation, else ""."""
+    """Return a sentence on the source of fitness if that is not an evaluation, else ""."""
     agents = rounds[-1].agents if rounds else ()
     if not any(agent.score is not None and agent.score.steps for agent in agents):
         return ""
@@ -232,11 +233,12 @@ def _or_none(value: float | None) -> float | None:
 def ties(
     rounds: Sequence[RoundRecord], winner: SelectedAgent | None
 ) -> dict[tuple[int, int], bool]:
-    """Return, by (agent, round), whether the winner is not shown to be ahead of that agent.
+    """Return, by (agent, round), whether the winner is not significantly ahead of the agent.
 
-    The agents are those of the winner's round with a finite fitness; none if the winner is a mean.
-    The level is `TIE_LEVEL`, corrected for all pairs of agents because the winner was chosen as the
-    best, and, if the winner's round was chosen too, for the number of rounds.
+    Only agents of the winner's round with a finite fitness are included; none if the winner is a
+    mean. The level is `TIE_LEVEL`, corrected for all pairs of agents because the winner was chosen
+    as the best. If the winner's round was chosen too, the level is also corrected for the number of
+    rounds.
     """
     if winner is None or winner.fitness is None:
         return {}

@@ -1,4 +1,4 @@
-"""The Optuna trials of a run: one per (agent, round), with the number of its parent trial."""
+"""Converts a run to Optuna trials: one per (agent, round), with the number of its parent trial."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ class Lineage:
 
     The parameters are lr, beta, clip_coef, group_size and all other hyperparameters that may
     mutate, a clip pair as clip_low and clip_high. The values are the fitness and the further
-    objectives. A failed agent has state FAIL and no value. After a round in between the state is
-    PRUNED, so that a fitness from few prompts is never Optuna's best. The intermediate values are
-    the mean training rewards by the number of the step in the run. The user attributes are:
+    objectives. A failed agent has state FAIL and no value. After a round without a decision the
+    state is PRUNED, so that a fitness from few prompts is never Optuna's best. The intermediate
+    values are the mean training rewards by the number of the step in the run. The user attributes
+    are:
 
     - those of the agent's record: agent, round, member, parent (a member id), seed, hparams,
       reason, adapter_sha256, checkpoint; fitness_se, and NAME_se of each further objective
-    - parent_trial: the number of the parent trial, None in the first round. For a member that
-      played the round before it is the member's own trial of that round, else that of its parent.
+    - parent_trial: the number of the parent trial, None in the first round. If the member
+      played the previous round, this is its trial of that round, else the parent's trial.
     - op, mutated {name: [old, new]}: the change since the parent trial, as in `types.Mutation`;
       op is "continue" for a member that trains on
     - train/reward, train/kl, ...: the metrics of the round's training
 
-    If the mean of two survivors wins the run, it has a trial too, one round later, with op "mean"
-    and the attribute second_parent, the member id of the other parent.
+    If the mean of two survivors wins the run, the mean has a trial too, one round later, with op
+    "mean". Its attribute second_parent is the member id of the other parent.
     """
 
     def __init__(self, study: Study, hp_config: HyperparameterConfig | None = None) -> None:
@@ -61,7 +62,7 @@ class Lineage:
     def record(self, record: RoundRecord) -> list[FrozenTrial]:
         """Add and return the missing trials of a finished round.
 
-        CheckpointError if the parent trial of an agent is missing.
+        Raises CheckpointError if the parent trial of an agent is missing.
         """
         self._begin(record)
         # Parents live in earlier rounds, so the order among this round's agents does not matter.
@@ -136,7 +137,7 @@ class Lineage:
 
 @dataclass(frozen=True)
 class Space:
-    """The distributions of the parameters of a run's trials, equal in all trials where possible.
+    """Gives the distributions of trial parameters, equal in all trials of a run where possible.
 
     Optuna's importances leave out a parameter with several distributions.
 
@@ -158,7 +159,7 @@ class Space:
         return Space(self.mutable, {name: (min(v), max(v)) for name, v in values.items()})
 
     def parameters(self, hparams: Hparams) -> tuple[dict[str, Value], dict[str, BaseDistribution]]:
-        """Return the parameters of a trial that are not None, and their distributions."""
+        """Return the parameters of a trial except None values, and their distributions."""
         values = _values(hparams, self.mutable)
         distributions = {
             name: distribution
@@ -273,7 +274,7 @@ def _mean_trial(
     last: RoundRecord,
     space: Space,
 ) -> FrozenTrial:
-    """Return the trial of the mean of two survivors; `parent` is the last trial of the first."""
+    """Return the trial of the mean of two survivors; `parent`: last trial of the first survivor."""
     first_id, second_id = best["parents"]
     hparams = next(agent for agent in last.agents if agent.member == first_id).hparams
     attributes = {
@@ -312,9 +313,10 @@ def _finished(
     *,
     between: bool = False,
 ) -> FrozenTrial:
-    """Return a finished trial: FAIL if `values` is None, PRUNED for a round in between.
+    """Return a finished trial: FAIL if `values` is None, PRUNED for a round without a decision.
 
-    `times` are start and end in seconds since 1970; if either is None, both are the present time.
+    `times` are start and end in seconds since 1970; if either is None, the current time is used for
+    both.
     """
     from optuna.trial import TrialState, create_trial
 

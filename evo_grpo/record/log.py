@@ -1,9 +1,9 @@
-"""The log of a run as a sequence of entries. All readers of a log use `entries`.
+"""Reads the log of a run as a sequence of entries. All readers of a log use `entries`.
 
-The log is a set of files to which the run appends: rounds.jsonl has a line per finished round,
-metrics/ has a file per round with a line per step and agent, notes.jsonl has events that belong to
-no round, and summary.json has the final result. An entry may be read twice, after a reader was
-killed or a run was resumed; both times it has the same position and the same values.
+The log is a set of files to which the run appends: rounds.jsonl has a line per finished round;
+metrics/ has a file per round, with a line per step and agent. notes.jsonl has events that belong to
+no round, and summary.json has the final result. After a reader was killed or a run was resumed, an
+entry may be read again, with the same position and the same values.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class NoteWritten:
 
 @dataclass(frozen=True)
 class RunFinished:
-    """A run finished after `number` GRPO steps."""
+    """A run ended after `number` GRPO steps."""
 
     number: int
     summary: Mapping[str, Any]
@@ -174,7 +174,7 @@ def _new(begin: RunStarted, at: Cursor, *, rounds: bool = True) -> Iterator[tupl
 
 
 def _rounds(folder: Path, at: Cursor) -> tuple[Cursor, list[tuple[int, RoundRecord]]]:
-    """Return the last round that was read and all later ones, each with its byte offset.
+    """Return the last round that was read and all later rounds, each with its byte offset.
 
     If a power cut removed the last round from the log, the cursor is moved back, and the round is
     read again after it has been played again.

@@ -63,7 +63,7 @@ class Observer:
         """
 
     def round_done(self, record: RoundRecord) -> None:
-        """Called when a round has ended; `record.files` is empty, since files may be unwritten."""
+        """Called when a round has ended; `record.files` is empty: files may not be written yet."""
 
     def note(self, text: str) -> None:
         """Called for events outside of rounds, such as a pause; `text` is a sentence."""

@@ -1,8 +1,8 @@
-"""Open files of run folders, and compare them with their digests.
+"""Opens files of run folders, and compares files with their recorded digests.
 
-A run folder may come from a stranger. Only regular files are opened, up to a size: through a link,
-a resume would change a file outside of the folder, and an export would publish one. Links above the
-run folder are followed.
+A run folder may come from a stranger. Only regular files of limited size are opened: through a
+link, a resume would change a file outside of the folder, and an export would publish such a file.
+Links above the run folder are followed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def open_plain(path: Path, flags: int) -> int:
     """Open a regular file, never through a link, and return its descriptor.
 
     Raises:
-        RunDirError: The path is a link or no regular file, or is to be written and has several
+        RunDirError: The path is a link or no regular file, or `flags` write and the file has other
             hard links, whose content would change too.
         OSError: As `os.open` raises it.
     """
@@ -68,7 +68,7 @@ def open_plain(path: Path, flags: int) -> int:
 def read_plain(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
     """Return the contents of a regular file, never through a link, of at most `most` bytes.
 
-    RunDirError if the path is anything else, OSError as `open` raises it.
+    Raises RunDirError if the path is anything else, and the OSErrors of `open`.
     """
     with opened_plain(path, most) as file:
         # Use the present size, even if the file grows: `read(most)` would allocate `most` bytes.

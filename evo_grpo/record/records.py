@@ -31,7 +31,7 @@ _built = lru_cache(maxsize=4096, typed=True)(Hparams)
 
 
 def _shared(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
-    """Return one shared object for equal hyperparameters, which are slow to build."""
+    """Return one shared object for equal hyperparameters, because building them is slow."""
     try:
         return _built(**value)
     except (TypeError, ConfigError):  # a clip pair or weights have no hash, or a value is invalid
@@ -51,7 +51,7 @@ class AgentRecord:
 
     Attributes:
         parent: Member id of the parent, or None.
-        state: "ok" or "failed" (its update or its evaluation was not finite).
+        state: "ok", or "failed" if the agent's update or evaluation was not finite.
         score: Fitness after the round, None if the agent failed.
         metrics: Means over the steps of the round, by the names of `record.vocabulary`.
         tokens: Tokens that the agent sampled in training in this round.
@@ -59,9 +59,9 @@ class AgentRecord:
         checkpoint: Path relative to the run folder, or None.
         adapter_sha256: SHA-256 of the actor's safetensors, None before it is written.
         optimizer_sha256: SHA-256 of optimizer.safetensors, None if it is not written.
-        mutation: How the member was made.
+        mutation: The mutation that made the member.
         seed: Seed of the member's sampling stream in this round.
-        reason: Why it failed, empty if `state` is "ok".
+        reason: Why the agent failed, empty if `state` is "ok".
         step_rewards: Mean training reward of each step of the round, None for a step without one.
     """
 
@@ -86,7 +86,7 @@ class AgentRecord:
 
 @dataclass(frozen=True)
 class NextAgents:
-    """Members and hyperparameters of the next round, sorted by slot, and decisions before it."""
+    """Members and hyperparameters of the next round, sorted by slot, and the decisions on them."""
 
     members: tuple[Member, ...]
     hparams: tuple[SharedHparams, ...]
@@ -108,18 +108,18 @@ class RoundRecord:
         evaluation_tokens: Tokens sampled to evaluate the agents after the round.
         files: SHA-256 of each file of the round, by its path in the run folder.
         reduced: Engine settings that were lowered because the device ran out of memory, with their
-            present values; with several processes, the least values.
+            current values; with several processes, the smallest values.
         decodes_by: The implementation that sampled; another implementation rounds differently.
         started, ended: Times in seconds since 1970 (UTC); None if unknown.
-        steering: Requests of the user between this round and the next one, in order, with their
-            outcomes; they are applied in `members`, `next_hparams` and `decisions`.
+        steering: Requests of the user between this round and the next round, in order, with their
+            outcomes. `members`, `next_hparams` and `decisions` include the outcomes.
         next_member: The next free member id after requests of the user; 0 without requests.
         stopped: Rules of population.stop that ended the run after this round.
-        went_on: Whether the run was extended after a rule had ended it.
+        went_on: Whether the run was extended after a stop rule had ended it.
         plan: The agents of the next round if the run is extended; None if a round follows anyway.
-        between: Whether the round lies between two decisions, so that its scores rest on few
-            validation prompts or on the rewards of its training.
-        archived: (round, member) of the agent that the archive holds after the round, if any.
+        between: Whether nothing was decided after the round, so that its scores are from few
+            validation prompts or from the rewards of its training.
+        archived: (round, member) of the agent in the archive after the round, if any.
         fresh: Scores of the archive and of the best agent on draws that selected neither, if any.
     """
 
@@ -175,7 +175,7 @@ class RoundRecord:
         return all(agent.checkpoint is None for agent in self.agents)
 
     def extended(self) -> RoundRecord:
-        """Return the record of a last round with its plan applied, for an extension of the run."""
+        """Return the record of a run's last round with its plan applied, to extend the run."""
         if self.plan is None:
             return self
         plan = self.plan
@@ -200,10 +200,10 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class Amendment:
-    """Changes to the last round after it was recorded: by requests, or by an extension of the run.
+    """Changes to the last recorded round, by requests or by an extension of the run.
 
     It is a line of rounds.jsonl below the line of round `amends` (0-based). All other fields
-    replace those of the round's record.
+    replace the fields of the round's record.
     """
 
     amends: int
@@ -230,8 +230,8 @@ class Amendment:
 def outline(record: RoundRecord) -> RoundRecord:
     """Return a record without most metrics, rewards by prompt, decisions and digests.
 
-    A long run keeps outlines of all rounds but the last one in memory. The one metric that the
-    rules of population.stop read is kept.
+    A long run keeps outlines of all rounds but the last one in memory. The metric that the rules of
+    population.stop read is kept.
     """
     agents = tuple(
         replace(

@@ -1,4 +1,4 @@
-"""The schedule of a run's winner, the trainings that replay it, and their result in replay.json."""
+"""Reads the schedule of a run's winner, plans trainings that replay it, and stores their result."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _OUTCOMES: Mapping[Outcome, str] = {
 class ScheduledRound:
     """One round (0-based) of the winner's line of ancestors.
 
-    `rows` are the completions, or episodes, that the member sampled in training, and `run_rows`
-    those of all agents of the run.
+    `rows` is the number of completions, or episodes, that the member sampled in training;
+    `run_rows` is the number for all agents of the run.
     """
 
     round: int
@@ -68,11 +68,11 @@ class Schedule:
 
     Attributes:
         kind: "last" (best agent of the last round), "archive" (best of all rounds; the line ends in
-            its round) or "mean" (of two survivors; the line is that of the first).
-        member, checkpoint: Those of the winner.
+            its round) or "mean" (of two survivors; the line is the first survivor's).
+        member, checkpoint: Member id and checkpoint of the winner.
         steps: GRPO steps per round.
         mutable: Hyperparameters that mutate, then those that the user set.
-        rounds: First to last, without those between the best agent ever and a return to it.
+        rounds: From first to last, without rounds that a return to the archive undid.
         run_rows, run_tokens: Completions of all agents in all rounds, and their tokens.
         parents: Member ids of the two survivors of a mean, else empty.
     """
@@ -89,12 +89,12 @@ class Schedule:
 
     @property
     def rows(self) -> int:
-        """Completions of the whole line."""
+        """Number of completions in all rounds of the line."""
         return sum(scheduled.rows for scheduled in self.rounds)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole line."""
+        """Number of tokens in all rounds of the line."""
         return sum(scheduled.tokens for scheduled in self.rounds)
 
     @property
@@ -155,7 +155,8 @@ class Schedule:
 class Training:
     """The plan of one kind of training of a replay, one of `REPLAYED`.
 
-    `hparams` has those of each round, `prompts` the prompts (at least 1) by round and GRPO step.
+    `hparams` has the hyperparameters of each round; `prompts` the number of prompts, >= 1, by round
+    and GRPO step.
     """
 
     name: str
@@ -187,9 +188,9 @@ class Replay:
 
     Attributes:
         repeats: Trainings of each kind.
-        trained: schedule-run, constant-run.
+        trained: The results of schedule-run and constant-run.
         winner: The winner's mean reward, on the same test prompts with the same draws.
-        differences: Schedule minus last values, then each kind minus the winner.
+        differences: schedule-run minus constant-run, then each kind minus the winner.
         files: SHA-256 of the files of the checkpoints, by their paths below `RUN/replay`.
     """
 
@@ -212,11 +213,11 @@ class Replay:
 
     @property
     def outcome(self) -> Outcome:
-        """How the schedule compares with its last values held constant, for equal rows.
+        """How the schedule compares with its last values held constant, at equal numbers of rows.
 
-        "ahead" or "behind" if both the interval and the p-value show it; "same" if both trainings
-        had equal values in every step and prompts that differ by at most one; "failed" if a
-        training ended without a finite reward; else "unclear".
+        "ahead" or "behind" if both the interval and the p-value are significant. "same" if both
+        trainings had equal values in every step, and numbers of prompts that differ by at most one.
+        "failed" if a training ended without a finite reward; else "unclear".
         """
         moving, constant = map(self.training, REPLAYED)
         if not math.isfinite(moving.test.mean) or not math.isfinite(constant.test.mean):
@@ -403,7 +404,7 @@ def write_replay(run: Path, replay: Replay) -> None:
 
 
 def _equal_prompts(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> bool:
-    """Return whether two trainings have equal prompts in every step, up to one prompt."""
+    """Return whether the prompts of two trainings differ by at most one in every step."""
     pairs = zip(first, second, strict=True)
     return all(
         abs(a - b) <= 1
@@ -433,7 +434,7 @@ def _evenly(groups: int, steps: int) -> tuple[int, ...]:
 
 
 def _rows(agent: AgentRecord) -> int:
-    """Return the rows that an agent sampled in a round, dropped episodes included."""
+    """Return the number of rows that an agent sampled in a round, dropped episodes included."""
     return int(agent.metrics["rows"] + agent.metrics.get("dropped", 0.0))
 
 

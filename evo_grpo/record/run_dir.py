@@ -148,7 +148,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.close()
 
     def rounds(self) -> list[RoundRecord]:
-        """Return the finished rounds, all but the last as `outline`; after `open`, all whole."""
+        """Return the finished rounds; all but the last are outlines, except right after `open`."""
         return list(self._rounds)
 
     def append_round(self, record: RoundRecord) -> None:
@@ -160,7 +160,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self._rounds.append(record)
 
     def amend_round(self, record: RoundRecord) -> None:
-        """Append a change to the last round: requests, or the plan that an extension takes up."""
+        """Append a change to the last round: requests, or the plan applied by an extension."""
         assert record.round == len(self._rounds) - 1, "only the last round can be changed"
         amendment = Amendment.of(record)
         append(self.path / names.ROUNDS, seal(to_json(amendment)))
@@ -196,9 +196,9 @@ class RunDir(AbstractContextManager["RunDir"]):
         return {name: atomic_write(self.path / name, text)}
 
     def reopen(self) -> None:
-        """Turn a finished run into an unfinished one, whose last round's plan is to be played.
+        """Turn a finished run into an unfinished run that continues with the last round's plan.
 
-        Its results are renamed, with the number of rounds as suffix. A second call does nothing.
+        Result files are renamed, with the number of rounds as suffix. A second call does nothing.
         """
         number = len(self._rounds)
         if not number or self._rounds[-1].plan is None:
@@ -226,7 +226,7 @@ class RunDir(AbstractContextManager["RunDir"]):
                     remove(entry)  # it may be gone: another process may have renamed its request
 
     def keep_best(self) -> None:
-        """Copy the checkpoint of the best agent to checkpoints/best, unless it is there."""
+        """Copy the checkpoint of the best agent to checkpoints/best, unless it is already there."""
         best = best_ever(self._rounds)
         if best is None or best.checkpoint is None:
             return
@@ -289,7 +289,7 @@ def _numbered(parent: Path, name: str) -> Path:
 def refuse_taken(folder: Path, *, force: bool = False) -> None:
     """Raise RunDirError for a folder that a new run may not use.
 
-    With `force`, the folder may have a run, or files with names that no run uses.
+    With `force`, the folder may contain a run, or files with names that no run uses.
     """
     if is_run(folder):
         if force:
@@ -323,8 +323,8 @@ def _left_by_setup(path: Path) -> bool:
 def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
     """Refuse a run whose rounds.jsonl has lost lines, because a resume would drop those rounds.
 
-    A stopped run has files of at most one round after its last line, or of two if the disk of the
-    first process is slow. A resume plays these rounds again.
+    After its last line, a stopped run has files of at most one round, or two on a slow disk; a
+    resume plays these rounds again.
     """
     saved = {number for number, _ in round_entries(folder / names.CHECKPOINTS)}
     finished = len(rounds)
@@ -354,7 +354,7 @@ def clear_run(folder: Path) -> None:
 
 
 def _parts(folder: Path) -> Iterator[Path]:
-    """Yield the paths of a run, but not the files that mark it as a run, nor compared arms."""
+    """Yield the paths of a run, except the files that mark it as a run and compared arms."""
     yield from (folder / name for name in names.PARTS)
     yield from (path for path in folder.iterdir() if names.EARLIER.fullmatch(path.name))
     for name in names.OF_ROUNDS:
@@ -379,7 +379,7 @@ def kept_throughout(
 ) -> set[str]:
     """Return the paths of the checkpoints that remain after several policies, one after another.
 
-    Each policy comes with the number of finished rounds when it was last applied.
+    Each policy is paired with the number of finished rounds when it was last applied.
     """
     paths = kept_checkpoints(rounds, "all")
     for until, policy in policies:

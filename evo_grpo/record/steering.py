@@ -1,4 +1,4 @@
-"""Requests to a training run: another process writes each as a file into the run folder.
+"""Passes requests to a training run, as files that another process writes into the run folder.
 
 A request is checked against the folder, then written atomically, without a lock. The run removes
 the file once the outcome of the request is recorded in its rounds.
@@ -55,7 +55,7 @@ class PendingRequests:
 
 
 def write_request(folder: Path, request: Request) -> Request:
-    """Write a request and return it with its id, which sorts after those of pending requests.
+    """Write a request and return it with its id, which is greater than all pending ids.
 
     Raises:
         RunDirError: The folder of requests is a link or a file.
@@ -137,7 +137,7 @@ class RunState:
         finished: Whether the run has a summary.
         waiting: Pending requests, in order.
         unread: A message for each file in steering/ that is not a valid request.
-        became: Outcomes of earlier requests, each with the round (0-based) that it follows.
+        became: Outcomes of earlier requests, each with the round (0-based) before the request.
     """
 
     folder: Path
@@ -194,7 +194,7 @@ def state_of(run: str | Path) -> RunState:
 
 
 def _round_in_lock(folder: Path) -> int:
-    """Return the round in the lock file that a process plays; it may be ahead of rounds.jsonl."""
+    """Return the round being played, from the lock file; it may be ahead of rounds.jsonl."""
     words = read_plain(folder / LOCK).decode(errors="replace").split()
     return int(words[1]) if len(words) > 1 and words[1].isdecimal() else 0
 
@@ -242,7 +242,7 @@ def ask(
 
 
 def cancel(run: str | Path) -> int:
-    """Withdraw the waiting requests to a run; return their number."""
+    """Remove the pending requests to a run; return their number."""
     folder = expect_run(run)
     pending = read_requests(folder)
     ids = {request.id for request in pending.requests} | {Path(n).stem for n in pending.unread}
@@ -264,7 +264,7 @@ def _check_folder(now: RunState) -> None:
 
 
 def _over(now: RunState) -> str:
-    """Return the message for a request to a run without a round left."""
+    """Return the message for a request to a run whose rounds are all played."""
     state, when = "has played all of its", "now"
     if now.trains and not now.finished:
         state, when = "judges its winner after", "once it has ended"
@@ -303,7 +303,7 @@ def _process_problem(now: RunState, op: str) -> str:
 
 
 def _agents_problem(now: RunState, request: Request) -> str:
-    """Return why a request cannot be carried out after the waiting ones; empty if it can."""
+    """Return why a request cannot follow the pending requests; empty if it can."""
     plan, boundary = _next_plan(now, request.after)
     for earlier in now.waiting:
         if earlier.op in ON_AGENTS:
@@ -313,7 +313,7 @@ def _agents_problem(now: RunState, request: Request) -> str:
 
 
 def _next_plan(now: RunState, after: int) -> tuple[NextRound, RoundEnd]:
-    """Return the plan and the boundary to which a new request would be applied at the earliest."""
+    """Return the earliest plan that a new request can change, and the `RoundEnd` before it."""
     space, next_id = now.config.search_space(), next_member_id(now.rounds)
     if not now.rounds:
         size, adapter = now.config.population.size, adapter_of(now.config.model)

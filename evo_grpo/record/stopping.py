@@ -1,4 +1,4 @@
-"""The rules of population.stop, which end a run before its last round."""
+"""Evaluates the rules of population.stop, which end a run before its last round."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RoundTotals:
 
     @property
     def best(self) -> float:
-        """The greatest fitness, -inf where no agent has one."""
+        """The greatest fitness, -inf if no agent has a fitness."""
         means = (score.mean for score in self.scores if score is not None)
         return max(filter(math.isfinite, means), default=-math.inf)
 
@@ -96,12 +96,12 @@ def _holding(stop: StopConfig, rounds: Sequence[RoundTotals]) -> Iterator[str]:
 
 
 def _lower_bound_reaches(score: Score | RewardScore, least: float) -> bool:
-    """Return whether the lower end of a score's 95% interval over prompts has reached `least`."""
+    """Return whether the lower end of a score's 95% interval over prompts is at least `least`."""
     return interval(score.mean, score.se, score.n)[0] >= least
 
 
 def _reaches(score: Score, least: Mapping[str, float]) -> bool:
-    """Return whether each reward function in `least` has surely reached its value for an agent."""
+    """Return whether each reward in `least` reaches its value by the lower end of its interval."""
     scores = {reward_score.name: reward_score for reward_score in score.rewards}
     return all(
         name in scores and _lower_bound_reaches(scores[name], value)
@@ -110,7 +110,7 @@ def _reaches(score: Score, least: Mapping[str, float]) -> bool:
 
 
 def _without_signal(rounds: Sequence[RoundTotals]) -> int:
-    """Return the number of rounds since the last one in which rewards of a group differed."""
+    """Return the number of rounds since the rewards of a group last differed."""
     return next((n for n, played in enumerate(reversed(rounds)) if played.signal), len(rounds))
 
 

@@ -1,4 +1,4 @@
-"""The story of a run in sentences: the winner, its ancestors, and the significance of its lead."""
+"""Tells a run in sentences: the winner, its ancestors, and the significance of its lead."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _finished(
 def _not_judged(
     rounds: Sequence[RoundRecord], leader: SelectedAgent | None, planned: int
 ) -> Iterator[Sentence]:
-    """Yield the story of a run without a test result: unfinished, or ended before its test."""
+    """Yield the story of a run without a test result, unfinished or ended before the test."""
     if not rounds:
         yield Sentence("missing", "No round is finished yet.")
         return
@@ -194,7 +194,7 @@ def _result(summary: Mapping[str, Any]) -> Sentence:
 
 
 def _by_reward(summary: Mapping[str, Any]) -> list[str]:
-    """Return how each of several reward functions moved from base to winner."""
+    """Return the change of each of several rewards from base to winner, as text."""
     base, best = (summary[name].get("rewards", {}) for name in ("base", "best"))
     return [
         f"{name} {with_error(base[name]['mean'], base[name]['se'])} → "
@@ -254,7 +254,7 @@ def _founder(rounds: Sequence[RoundRecord], member: int) -> int:
 def _schedules(
     lines: Sequence[Sequence[AgentRecord]], mutable: Sequence[str]
 ) -> Iterator[Sentence]:
-    """Yield how the hyperparameters moved along each line of ancestors of the winner."""
+    """Yield a sentence on the changes of hyperparameters in each line of the winner's ancestors."""
     for line in lines:
         whose = "Its" if len(lines) == 1 else f"Agent {line[-1].agent}'s"
         yield Sentence("schedule", f"{whose} {_moves(line, mutable)}.")
@@ -270,7 +270,7 @@ def _schedules(
 
 
 def _moves(line: Sequence[AgentRecord], mutable: Sequence[str]) -> str:
-    """Return the hyperparameters that moved along a line of ancestors, then those that did not."""
+    """Return which hyperparameters changed along a line of ancestors and which did not, as text."""
     changed = (name for agent in line for name in agent.mutation.changes)
     moved: list[str] = []
     unchanged: list[str] = []

@@ -1,4 +1,4 @@
-"""The Optuna study of a run: a function of its log, in the run folder or in a database.
+"""Writes the Optuna study of a run, derived from its log, to the run folder or a database.
 
 Optuna takes a second to load, so only the functions that open a study import it.
 """
@@ -42,9 +42,9 @@ _NAME_CHARACTERS = 400
 class StudyReader:
     """Writes the trials of a run; a reader of its log (see `evo_grpo.readers.reader.Reader`).
 
-    Each object reads the log from the start; after an error, construct a new one. The file in a run
-    folder is rewritten as a whole; a database, at `url`, gets its missing trials. `id` is the saved
-    name of the study, which may be longer than `study_name` gives.
+    Each object reads the log from the start; after an error, construct a new object. The file in a
+    run folder is rewritten as a whole; to a database, at `url`, missing trials are added. `id` is
+    the saved name of the study, which may be longer than the result of `study_name`.
     """
 
     def __init__(self, run: Path, run_id: str, url: str | None = None, id: str = "") -> None:
@@ -104,7 +104,7 @@ class StudyReader:
         self._behind = self._url is None
 
     def flush(self) -> bool:
-        """Write the file, unless it was written moments ago; a database is always up to date."""
+        """Write the file, unless it was written moments ago; do nothing for a database."""
         if self._behind and time.monotonic() >= self._next:
             self._write()
         return not self._behind
@@ -184,7 +184,7 @@ def open_study(
 ) -> Study:
     """Return the study of a run in a storage, created if missing, with these user attributes.
 
-    `further` are the objectives beside fitness, each with its own direction.
+    `further` are the objectives beside fitness, each with its direction.
     """
     import optuna
 

@@ -31,10 +31,10 @@ class _Mean:
 
 @dataclass(frozen=True, kw_only=True)
 class MeanReward(_Mean):
-    """A score in a result file: mean reward, standard error, and number of prompts.
+    """The mean reward in a result file, with its standard error and number of prompts.
 
-    `per_prompt` has the mean reward of each prompt, null if all reward functions abstained, and
-    nothing in a comparison. `rewards` has the mean of each reward function without its weight.
+    `per_prompt` has the mean reward of each prompt, null if all reward functions abstained; it is
+    empty in a comparison. `rewards` has the mean of each reward function without its weight.
     """
 
     per_prompt: list[float | None] = field(default_factory=list[float | None])
@@ -128,7 +128,7 @@ _SCHEMA = TypeAdapter(_Summary)
 def read_summary(path: str | Path) -> dict[str, Any] | None:
     """Return the content of summary.json, or None before the end of the run.
 
-    The keys are those of `_Summary`, which `training.judge` and `training.writer` write.
+    `_Summary` has the keys, which `training.judge` and `training.writer` write.
     """
     return read_summary_of(Path(path) / SUMMARY)
 
@@ -154,7 +154,8 @@ def earlier_ends(folder: Path) -> list[dict[str, Any]]:
 def gain_interval(summary: Mapping[str, Any]) -> tuple[float, float]:
     """Return the 95% interval (low, high) of the winner's gain over the base model.
 
-    It is paired, by Student's t over the prompts that both answered; NaN from fewer than two.
+    The interval is paired, by Student's t over the prompts that both answered; NaN with fewer than
+    two prompts.
     """
     gain, error = summary["gain"], summary["gain_se"]
     if gain is None or error is None:
@@ -165,7 +166,7 @@ def gain_interval(summary: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def gain_sign(summary: Mapping[str, Any]) -> int:
-    """Return 1 if the winner is shown to be ahead of the base model, -1 if behind, else 0."""
+    """Return 1 if the winner is significantly ahead of the base model, -1 if behind, else 0."""
     return claims([score_of(summary[name]) for name in ("best", "base")], 0, TEST_LEVEL)[1]
 
 
@@ -186,14 +187,14 @@ class SelectedAgent:
             rounds, if the caller asked for it) or "named" (any other that the caller named).
         agent: Number of the agent, None for a mean.
         checkpoint: Path relative to the run folder; empty if none was saved.
-        lines: The records that led to the agent, from first round to last. A mean has two lines,
-            first that of the better parent; all others have one.
+        lines: The records of the agent and its ancestors, from first round to last. A mean has two
+            such lines, the better parent's first; any other agent has one.
         rounds: The number of finished rounds of the run.
         final: Score in the final comparison, on validation prompts with new draws; None if
             finalists were not compared.
         test: Score on the test prompts, NaN if its rewards were not finite; None if it was not
             tested. **This is the score of the winner**: nothing was selected on these prompts.
-        tie: Whether the agent is a losing finalist over which the winner is not shown to be ahead.
+        tie: Whether the agent lost the final comparison without being significantly worse.
     """
 
     kind: str
@@ -208,7 +209,7 @@ class SelectedAgent:
 
     @property
     def record(self) -> AgentRecord:
-        """The agent's record in the round of the choice; for a mean, that of the better parent."""
+        """The agent's record in the round of the choice; for a mean, the better parent's record."""
         return self.lines[0][-1]
 
     @property
@@ -290,10 +291,10 @@ def select(kind: str, rounds: Sequence[RoundRecord], record: AgentRecord) -> Sel
 def winning_lines(
     rounds: Sequence[RoundRecord], best: Mapping[str, Any]
 ) -> list[list[AgentRecord]]:
-    """Return the records that led to a winner ("best" of summary.json).
+    """Return the records of a winner ("best" of summary.json) and of its ancestors.
 
-    A mean has two lists, first that of the better parent; all others have one. The list of the best
-    agent ever ends in its best round.
+    A mean has two lists, the better parent's first; any other winner has one. The list of an
+    archived agent ends in its best round.
     """
     if best["kind"] == "mean":
         return [ancestry(rounds, parent) for parent in best["parents"]]
@@ -307,7 +308,7 @@ def winner_files(
 ) -> dict[str, str]:
     """Return the SHA-256 of the winner's files by path below its checkpoint.
 
-    `files` are those of summary.json, which records the files of a mean.
+    `files` is the entry of summary.json, which has the files of a mean.
     """
     if best["kind"] == "mean":
         below = f"{best['checkpoint']}/"

@@ -1,4 +1,4 @@
-"""Problems of a run with their remedies, found in its records and settings."""
+"""Finds problems of a run in its records and settings, with remedies."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Trouble:
-    """A problem of a run, and its remedy, in the imperative.
+    """A problem of a run, and a remedy in the imperative.
 
     Attributes:
         kind: "failed", "collapsed", "kl", "ratio_max", "clip_fraction", "sampler_gap",
@@ -88,8 +88,8 @@ def find_trouble(
 ) -> list[Trouble]:
     """Return the problems of a run, ordered by their first round.
 
-    `winner` is the winner or the best agent so far, whose values are compared with their bounds in
-    `space`; `dropout` is that of the adapters.
+    The values of `winner`, the winner or the best agent so far, are compared with their bounds in
+    `space`; `dropout` is the adapters' dropout.
     """
     checks = (
         _failed,

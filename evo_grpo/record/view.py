@@ -1,8 +1,8 @@
 """One view of a run: the facts that every display of it shows, computed once from its log.
 
-Terminal, report, model card, notebook, dashboard and `--json` render a `RunView` and compute no
-facts, so that they show the same numbers under the same names. The winner of a run has up to
-three scores, each on other prompts:
+All displays (terminal, report, model card, notebook, dashboard, `--json`) render a `RunView` and
+compute no facts, so that they show the same numbers under the same names. The winner of a run has
+up to three scores, each from different samples:
 
 - *fitness*: validation prompts, in the round after which the winner is taken
 - *final*: validation prompts with new draws, in the final comparison with the other finalists
@@ -61,7 +61,7 @@ class HasRounds(Protocol):
 
 @dataclass(frozen=True)
 class RunView:
-    """A run as every display shows it; of a training run, its finished rounds.
+    """The facts of a run that displays show; for a training run, from its finished rounds.
 
     Attributes:
         name: The name of the run folder, or "population" for rounds in memory.
@@ -104,7 +104,7 @@ class RunView:
 
     @property
     def lines(self) -> Sequence[Sequence[AgentRecord]]:
-        """The records that led to the winner, a sequence for each adapter of a mean, else one."""
+        """The records of the winner and its ancestors; a mean has a sequence for each parent."""
         return () if self.winner is None else self.winner.lines
 
     @cached_property
@@ -119,7 +119,7 @@ class RunView:
 
     @cached_property
     def loss(self) -> str:
-        """How far the winner is shown to be behind the base model on the test prompts, else ""."""
+        """The gain over the base model on test prompts if it is significantly below 0, else ""."""
         summary = self.summary
         if summary is None or gain_sign(summary) >= 0:
             return ""
@@ -135,7 +135,7 @@ class RunView:
 
     @cached_property
     def order(self) -> str:
-        """How the leaderboard is ordered and what its fitness is, where that is unusual."""
+        """A note on an unusual order or source of fitness of the leaderboard, else ""."""
         return f"{order_text(self.leaderboard)} {fitness_text(self.rounds)}".strip()
 
     @cached_property
@@ -266,7 +266,7 @@ Run = str | Path | HasRounds | Sequence["RoundRecord"] | RunView
 
 
 def view_of(run: Run) -> RunView:
-    """Return the view of a run, also while it trains.
+    """Return the view of a run, even while it trains.
 
     Raises:
         ConfigError: `run` is neither a run folder nor rounds.

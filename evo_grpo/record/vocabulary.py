@@ -1,4 +1,4 @@
-"""The metrics of a run, with the one name that files, trackers, reports and pages use."""
+"""Names the metrics of a run; files, trackers, reports and pages all use these names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Metric:
         name: The name; `<...>` is replaced by a name from the run.
         per: Whether there is one value per GRPO step of an agent ("step"), per round of an agent
             ("round") or per round of the population ("population").
-        over: How the round's value is computed from the values of its steps; "none" if not at all.
+        over: How the round's value is computed from its steps; "none" if the round has no value.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Amounts, numbers and mutations as text, the same in a terminal, a page and a model card."""
+"""Formats amounts, numbers and mutations as text, the same in every display."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def measured_on(score: Score, split: str = "validation") -> str:
 
 
 def claim_text(who: str, sign: int) -> str:
-    """Return the claim about a difference on shared prompts, given its sign (`evolve.claims`)."""
+    """Return a sentence about a difference on shared prompts, by its sign (`evolve.claims`)."""
     if not sign:
         return "no difference shown"
     return f"{who} {'ahead' if sign > 0 else 'behind'} on these prompts"

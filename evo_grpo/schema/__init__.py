@@ -1,1 +1,1 @@
-"""How settings are declared, and the hyperparameters of an agent with their ranges; no torch."""
+"""Declares settings, and an agent's hyperparameters with their ranges; no torch."""

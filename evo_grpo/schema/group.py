@@ -1,6 +1,6 @@
-"""Groups of settings. Each setting is declared once: type, bounds, default and meaning.
+"""Declares groups of settings. A setting is declared once: type, bounds, default and meaning.
 
-Errors, signatures, mutation ranges, checkpoints, docs and the JSON Schema follow from that.
+Errors, signatures, mutation ranges, checkpoints, docs and the JSON Schema are derived from it.
 """
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
@@ -90,7 +90,7 @@ def _plain_values(settings: dict[str, object]) -> dict[str, object]:
 
 
 def wrong_keys(value: object, path: Path) -> Iterator[Problem]:
-    """Yield a problem for each key that is not a string, at any depth: pydantic fails on some."""
+    """Yield a problem for each key, at any depth, that is not a string: pydantic fails on some."""
     if isinstance(value, Mapping):
         for key, inner in cast("Mapping[Any, object]", value).items():
             if isinstance(key, str):
@@ -129,7 +129,7 @@ def setting(
 
 
 def contradictions(group: object, *rows: tuple[str, object, str, str]) -> Iterator[Problem]:
-    """Yield a problem for each row (dotted key, is wrong, expectation, remedy) that is wrong."""
+    """Yield a problem for each row (dotted key, is wrong, expectation, remedy) marked as wrong."""
     for key, wrong, expected, remedy in rows:
         if wrong:
             value = shown(attrgetter(key)(group))
@@ -165,7 +165,7 @@ def mutable_fields(group: type[Group]) -> list[str]:
 
 
 def one_or_several(value: object) -> object:
-    """Accept a string or a list of strings, with one message for both branches of the union."""
+    """Accept a string or a list of strings; one message covers both branches of the union."""
     items = cast("list[object]", list(value)) if isinstance(value, list | tuple) else [value]
     if not items or not all(isinstance(item, str) and item for item in items):
         raise ValueError("a string, or a list of at least one string")
@@ -203,7 +203,7 @@ def pair(
 
 
 def as_list(value: object) -> object:
-    """Accept one group of settings instead of a list of one, and None instead of an empty list."""
+    """Turn one group of settings into a list of one, and None into an empty list."""
     if value is None:
         return []
     if isinstance(value, str | Mapping | Group):

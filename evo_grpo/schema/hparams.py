@@ -24,10 +24,11 @@ class LossUse(NamedTuple):
     """The effect of shared settings on a loss.
 
     Attributes:
-        bounds: The ends of the clip range that act; with "both", `delta` acts too.
-        level: The ratio in the paper of the loss: one per token or one per sequence.
+        bounds: The ends of the clip range that have an effect; with "both", `delta` has one too.
+        level: The ratio in the loss's paper: "token" or "sequence".
         fixed_level: Whether the loss has a ratio that `importance_sampling_level` does not change.
-        at_token: The loss that it becomes with one ratio per token, which is refused; else empty.
+        at_token: The loss that equals this loss with one ratio per token, which is refused; else
+            empty.
         by_longest: Whether the loss divides by `max_completion_length`.
     """
 
@@ -107,7 +108,7 @@ def clip_coefficient(value: object) -> object:
 
 
 def _no_limit(value: object) -> object:
-    """Return None for infinity: neither clips a gradient."""
+    """Return None for infinity, because neither clips a gradient."""
     return None if value == math.inf else value
 
 
@@ -343,13 +344,13 @@ class Hparams(AgentFields):
         return math.nan if isinstance(value, tuple) else value
 
     def with_weights(self, weights: Mapping[str, float]) -> "Hparams":
-        """Return a copy with these weights for the reward functions that have none yet."""
+        """Return a copy in which reward functions without a weight get these weights."""
         if weights.keys() <= self.reward_weights.keys():
             return self
         return self.replace(reward_weights=dict(weights) | self.reward_weights)
 
     def with_value(self, name: str, value: Value) -> "Hparams":
-        """Return a copy with one hyperparameter set; the names are those of `get`."""
+        """Return a copy with one hyperparameter set; `get` describes the names."""
         if name.startswith(REWARD_WEIGHT):
             weight = {name.removeprefix(REWARD_WEIGHT): value}
             return self.replace(reward_weights=self.reward_weights | weight)
@@ -363,7 +364,7 @@ class Hparams(AgentFields):
             raise Problems(*renamed) from None
 
     def with_scale(self, space: Collection[str], adapter: RankAlpha) -> "Hparams":
-        """Return a copy with the rank and alpha of a run's adapters where they are searched."""
+        """Return a copy whose searched rank and alpha are those of a run's adapters."""
         searched = {
             _field(f"{LORA}{name}"): value
             for name, value in adapter._asdict().items()
@@ -375,7 +376,7 @@ class Hparams(AgentFields):
 def of_mean(parents: Sequence[Hparams]) -> Hparams:
     """Return the hyperparameters of the mean of agents; `parents` has the better agent first.
 
-    They are those of the better agent, with the largest rank, its alpha, and the layers of all.
+    The values are the better agent's, except the largest rank, its alpha, and the layers of all.
     """
     widest = max(parents, key=lambda hparams: hparams.lora_r or 0)
     layers = {hparams.lora_target_modules for hparams in parents}

@@ -1,4 +1,4 @@
-"""Messages for pydantic's errors: path, expectation, given value, and the nearest valid name."""
+"""Builds messages for pydantic's errors: path, expectation, value, and nearest valid name."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def _expected(kind: str, details: ErrorDetails, field: FieldInfo | None) -> str:
 
 
 def _number_expected(kind: str, details: ErrorDetails, field: FieldInfo | None) -> str:
-    """Return the full expectation for a number, whichever part of it was violated."""
+    """Return the full expectation for a number, even if only a part of it is violated."""
     parts = () if field is None else get_args(field.annotation) or (field.annotation,)
     integer = int in parts if parts else kind.startswith("int")
     noun = "an integer" if integer else "a finite number" if _not_finite(details) else "a number"

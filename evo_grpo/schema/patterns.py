@@ -1,4 +1,4 @@
-"""Names, and regular expressions of names, by which PEFT finds modules."""
+"""Matches names of modules by names and regular expressions, as PEFT does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONGEST = 10_000
 
 
 def module_patterns(lora: Any) -> dict[str, str]:  # noqa: ANN401 -- LoraSettings, or PEFT's LoraConfig
-    """Return, by setting, the patterns that PEFT matches with whole names; lists are left out."""
+    """Return, by setting, the patterns that PEFT matches with full names; lists are left out."""
     patterns = {
         name: value
         for name in ("target_modules", "exclude_modules")

@@ -1,4 +1,4 @@
-"""Problems of settings and of JSON data, and values as they are shown."""
+"""Reports problems of settings and of JSON data, and formats values for messages."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def dotted(path: Path) -> str:
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """Return the choice nearest to a name, or None; transposed letters win over replaced ones."""
+    """Return the choice nearest to a name, or None; prefer transposed to replaced letters."""
     import difflib  # only needed for messages
 
     close = difflib.get_close_matches(name, list(choices), n=3)
@@ -137,9 +137,9 @@ def short_name(name: str) -> str:
 
 
 def shown_value(value: object, digits: int = 3) -> str:
-    """Return the value of a hyperparameter: 0.2, 1.4e-3, a name, true, low:high, else "-".
+    """Format the value of a hyperparameter: 0.2, 1.4e-3, a name, true, low:high, else "-".
 
-    A number just below 1, such as a decay rate, has the digits of its distance from 1.
+    A number just below 1, such as a decay rate, gets the digits that its distance from 1 needs.
     """
     if isinstance(value, tuple | list):
         return ":".join(shown_value(end, digits) for end in cast("list[object]", value))

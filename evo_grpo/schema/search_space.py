@@ -52,7 +52,7 @@ def _type_name(value: object) -> object:
 
 
 def _choices(value: object) -> object:
-    """Accept different numbers, which are sorted, different strings, or true and false."""
+    """Accept unequal numbers, which are sorted, unequal strings, or true and false."""
     if value is None:
         return None
     if isinstance(value, list | tuple) and value:
@@ -169,7 +169,7 @@ class RLParameter(Group):
         return self.min - ROUNDING <= value <= self.max + ROUNDING
 
     def expected(self, where: str = "of its range") -> str:
-        """Return what a value has to be: "a value inside of its range [1, 2]", "one of a, b"."""
+        """Return the expectation in words: "a value inside of its range [1, 2]", "one of a, b"."""
         if self.choices is not None:
             return f"one of {', '.join(map(plain_choice, self.choices))}"
         return f"a value inside {where} [{self.min:g}, {self.max:g}]"
@@ -192,7 +192,7 @@ class RLParameter(Group):
         return values
 
     def within(self, low: float, high: float) -> Self:
-        """Return the parameter over another range, without a `start`."""
+        """Return a copy with another range and without a `start`."""
         return self.replace(min=low, max=high, start=None)
 
     @property
@@ -332,7 +332,7 @@ def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_ranges(lr: float) -> dict[str, RLParameter]:
-    """Return the default range: lr, within a factor of ten either way."""
+    """Return the default range: of lr, within a factor of ten either way."""
     # The range is smaller near the smallest and the largest lr that is allowed.
     return {"lr": RLParameter(max(lr / DECADE, LEAST_LR), min(lr * DECADE, MOST_LR))}
 
@@ -364,7 +364,7 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
 
 
 def _misfits(name: str, parameter: RLParameter) -> Iterator[Problem]:
-    """Yield why a range or its choices do not fit a hyperparameter."""
+    """Yield a problem for each reason why a range or its choices do not fit a hyperparameter."""
     kind = type_of(name)
     values: list[tuple[str, Value]] = []
     if parameter.choices is not None:
@@ -425,7 +425,7 @@ def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> No
 
 
 class ValueOutsideRange(NamedTuple):
-    """An agent's initial value outside its range; for a clip pair, a bound's distance from 1."""
+    """An agent's initial value outside its range; of a clip pair, a bound's distance from 1."""
 
     name: str
     value: Value
@@ -451,7 +451,7 @@ def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[Value
 
 
 def values_of(hparams: Hparams, name: str) -> list[Value]:
-    """Return the values to compare with a range: none for None, two distances for a clip pair."""
+    """Return the values to compare with a range: none for None, two distances from 1 for a pair."""
     if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
         low, high = hparams.clip_coef
         return [1 - low, high - 1]  # the range of clip_coef is that of the distance from 1

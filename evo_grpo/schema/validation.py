@@ -1,4 +1,4 @@
-"""Rules for single values, with messages that name the setting, the rule and the value."""
+"""Checks single values by rules; messages name the setting, the rule and the value."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def shown(value: object, most: int = SHOWN_CHARACTERS) -> str:
 
 
 def unwritable(value: str | int) -> str | None:
-    """Return what is expected of a value that cannot be written to a file; None if it can."""
+    """Return what is expected instead of a value that no file can hold; None if a file can."""
     if isinstance(value, int):
         return (
             None
@@ -127,7 +127,7 @@ def not_negative() -> Rule:
 
 
 def computable(least: float, most: float) -> Rule:
-    """Return the rule for a number in [least, most], with which float32 can compute."""
+    """Return the rule for a number in [least, most], the limits of computing in float32."""
     return number(
         lambda v: least <= v <= most,
         f"a finite number > 0 that float32 computes with, from {least:g} to {most:g}",

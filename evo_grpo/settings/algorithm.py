@@ -158,7 +158,7 @@ class AlgorithmConfig(LossFields, AgentFields):
     )
 
     def longest_output(self, space: HyperparameterConfig) -> int | None:
-        """Return the most tokens of a completion of any agent; None leaves them to the task."""
+        """Return the most tokens of a completion of any agent; None: the task sets the limit."""
         if "max_output_tokens" in space.names():
             return int(space["max_output_tokens"].max)
         return self.max_output_tokens
@@ -170,7 +170,7 @@ class AlgorithmConfig(LossFields, AgentFields):
         return self.max_output_tokens
 
     def shapes_kl(self, hparams: Hparams) -> bool:
-        """Return whether the KL of an agent is in its advantages, and not in a penalty."""
+        """Return whether the KL of an agent is part of its advantages, not of a penalty."""
         return self.kl_shaping if hparams.kl_shaping is None else hparams.kl_shaping
 
     def adv_scale(self, hparams: Hparams) -> Literal["group", "batch", "none"]:
@@ -189,10 +189,10 @@ class AlgorithmConfig(LossFields, AgentFields):
     ) -> Hparams:
         """Return the hyperparameters that the first agent begins with.
 
-        They include each searched setting of the run, such as the loss, with the value here if that
-        is one of the choices or not the default; else `with_first_choices` fills it in later. A
-        `max_output_tokens` of null becomes the largest of the range. A searched rank or alpha is
-        that of `adapter`, the adapter of the run; None if that is not known.
+        They include each searched setting of the run, such as the loss, with the value of this
+        group if the value is one of the choices or not the default. Otherwise `with_first_choices`
+        fills in the setting later. A `max_output_tokens` of null becomes the largest of the range.
+        A searched rank or alpha is read from `adapter`, the adapter of the run; None if unknown.
         """
         hparams, schedule = self.hparams(), self.lr_schedule
         if adapter is not None:

@@ -31,7 +31,7 @@ from evo_grpo.settings.rewards import JudgeReward
 
 
 class DoubtfulSetting(UserWarning):
-    """A setting is valid, but probably not what was meant, alone or beside others."""
+    """A setting is valid, but probably not meant, alone or in combination with others."""
 
 
 MOST_AGENTS = 10_000
@@ -224,7 +224,7 @@ def doubtful_settings(
 def _uneven_rows(
     population: PopulationConfig, algorithm: AlgorithmConfig, space: HyperparameterConfig
 ) -> Iterator[str]:
-    """Yield a sentence if whole groups cannot make up the rows of a round."""
+    """Yield a sentence if the rows of a round are not divisible into whole groups."""
     if "group_size" not in space.names():
         return
     largest, steps = int(space["group_size"].max), population.steps_per_round
@@ -240,7 +240,7 @@ def _uneven_rows(
 
 
 def divides_quantized(engine: EngineConfig) -> str:
-    """Return why a quantised base cannot be divided among processes; empty if it is not divided."""
+    """Return why a quantised base cannot be divided among processes; empty if it need not be."""
     if engine.quantization is None or not (engine.base == "sharded" or engine.zero == 3):
         return ""
     how = "base: sharded" if engine.base == "sharded" else "zero: 3"

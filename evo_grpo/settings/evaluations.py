@@ -1,4 +1,4 @@
-"""Counts the evaluations of a run from its settings, and the validation prompts they may take."""
+"""Counts the evaluations of a run from its settings, and the validation prompts for them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Evaluations(NamedTuple):
 
     Attributes:
         places: Agents of each round.
-        decisions: Finished rounds after which all agents answer all validation prompts: those that
-            decide, and the last one.
-        whole: Evaluations on all validation prompts after each round, those of racing and of the
-            archive included.
+        decisions: Finished rounds after which all agents answer all validation prompts: rounds with
+            a decision, and the last round.
+        whole: Evaluations on all validation prompts after each round, including racing and the
+            archive.
         between: Agents that answer `fitness.between` prompts after each round.
         finalists: Candidates of the final comparison: best of the last round, archive, mean.
     """

@@ -20,14 +20,14 @@ from evo_grpo.types import KEPT_SCORES
 
 
 def _typed_ranges(value: object) -> object:
-    """Accept a HyperparameterConfig, or a mapping of names to ranges; None and `{}` stay."""
+    """Accept a HyperparameterConfig, a mapping of names to ranges, None or `{}`."""
     if isinstance(value, Mapping):
         value = HyperparameterConfig(**cast("Mapping[str, Any]", value))
     return dict(value.parameters) if isinstance(value, HyperparameterConfig) else value
 
 
 def _weights(value: object) -> object:
-    """Accept a name, or a mapping of names to finite numbers of which one is not 0."""
+    """Accept a name, or a mapping of names to finite numbers that are not all 0."""
     if value is None or (isinstance(value, str) and value):
         return value
     if isinstance(value, Mapping):
@@ -168,12 +168,12 @@ class FitnessConfig(Group):
         return self.objectives[1:]
 
     def per_prompt(self, samples: int) -> int:
-        """Return how many of `samples` completions per prompt are sampled: one if greedy."""
+        """Return the number of completions per prompt: `samples`, or one for greedy decoding."""
         return samples if self.temperature else min(samples, 1)
 
     @property
     def second_looks(self) -> float:
-        """`racing`, or 0 if evaluations are greedy: a second one would give the same answers."""
+        """The value of `racing`; 0 if evaluations are greedy, as a second one would be equal."""
         return self.racing if self.temperature else 0.0
 
 

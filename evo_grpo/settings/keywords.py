@@ -1,4 +1,4 @@
-"""Settings as flat keywords: each has the last part of its YAML path, unique within a call."""
+"""Names settings by flat keywords: the last part of the YAML path, unique within a call."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def agent_settings(given: Mapping[str, Any], *, kind: str) -> AgentSettings:
 
 
 def unknown_keyword(call: str, name: str, known: Mapping[str, object]) -> ConfigError:
-    """Return the error for an unknown keyword, with the most similar known one."""
+    """Return the error for an unknown keyword, with the most similar known keyword."""
     if (other := other_name(name, known)) is not None:
         hint = f" Here it is {other}{'' if other in known else ', a path of population.yaml'}."
     elif near := nearest(name, known):

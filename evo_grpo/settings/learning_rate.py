@@ -1,6 +1,6 @@
-"""The default lr and its range, which follow the model, and values of lr that are far from usual.
+"""Finds the default lr and its range for a model, and warns of an lr that is far from usual.
 
-The embedded models are small and need a high lr. A model of usual size needs one that is about a
+The embedded models are small and need a high lr. A model of usual size needs an lr that is about a
 hundred times lower.
 """
 
@@ -50,8 +50,8 @@ def with_default_lr(
 ) -> tuple[AlgorithmConfig, Mapping[str, RLParameter] | None]:
     """Replace an lr of null, and with it ranges of null, by the usual values for the model.
 
-    Beside a given lr, ranges of null stay and mean a factor of ten around it: run folders record
-    their lr, and resume unchanged.
+    If lr is given, ranges of null are kept; they mean a factor of ten around lr. A run folder
+    records its lr, so that a resume does not change it.
     """
     if algorithm.lr is not None:
         return algorithm, ranges

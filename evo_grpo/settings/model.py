@@ -253,7 +253,7 @@ def begins_outside(
 
 
 def too_wide(space: HyperparameterConfig, layer: str, width: int) -> str:
-    """Return why a rank in the range is too large for the narrowest layer; empty if none is."""
+    """Return why a rank in the range is too large for the narrowest layer; empty if all fit."""
     name = f"{LORA}r"
     text = above_width(space[name].max, layer, width) if name in space.names() else ""
     remedy = "lower max" if text and space[name].choices is None else "remove it"

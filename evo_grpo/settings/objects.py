@@ -1,4 +1,4 @@
-"""Values in place of the name of a file or function: objects from Python, datasets of the Hub."""
+"""Values that replace the name of a file or function: Python objects, datasets of the Hub."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -23,7 +23,7 @@ OBJECT = "object:"
 
 @final
 class PythonObject:
-    """An object from Python, equal only to itself; a run folder has its description in its place.
+    """An object from Python, equal only to itself; a run folder records its `description`.
 
     Attributes:
         value: The object.
@@ -122,7 +122,7 @@ def _source(value: object) -> object:
 
 
 def _is_plain(value: dict[object, object]) -> bool:
-    """Return whether a mapping has settings of a dataset, and not its splits or columns."""
+    """Return whether a mapping has settings of a dataset, rather than splits or columns."""
     return "path" in value or all(isinstance(item, str) for item in value.values())
 
 

@@ -181,9 +181,9 @@ class PopulationConfig(Group):
         return sorted(finished)
 
     def places(self, *, selects: bool) -> tuple[int, ...]:
-        """Return the number of agents of each round; the last one holds for all later rounds.
+        """Return the number of agents of each round; the last number holds for all later rounds.
 
-        With `sizes` null, agents leave at decisions if the selection `selects`, else none leaves.
+        If `sizes` is null, agents leave at decisions if the selection `selects`; else all stay.
         """
         keeps = self.sizes is None and not selects
         halving = self._halving

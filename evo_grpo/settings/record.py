@@ -35,7 +35,7 @@ _SQLITE = re.compile(r"sqlite:///(?!:|file:)[^?#{}]+")
 
 
 def check_storage(value: object) -> object:
-    """Validate a value of `record.storage`; no message repeats a password in a URL."""
+    """Validate a value of `record.storage`; messages do not show a password in a URL."""
     text = value if isinstance(value, str) else ""
     server, sqlite = _SERVER.fullmatch(text), _SQLITE.fullmatch(text)
     query = parse_qsl((server and server["query"]) or "", keep_blank_values=True)
@@ -119,7 +119,7 @@ class RecordConfig(Group):
 
     @property
     def readers(self) -> list[str]:
-        """Names of the readers that follow the run: trackers, and optuna if the trials need one.
+        """Names of the readers that follow the run: trackers, and optuna if trials need a reader.
 
         Without readers, the run itself writes the trials into its folder at its end.
         """

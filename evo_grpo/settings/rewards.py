@@ -1,4 +1,4 @@
-"""The entries of `env.reward`: functions by name, a reward model, a judge."""
+"""Defines the entries of `env.reward`: functions by name, reward models and judges."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -36,7 +36,7 @@ Bounds = Annotated[
 
 
 def _variable(value: object) -> object:
-    """Refuse a value that names no environment variable, and do not show it: it may be the key."""
+    """Refuse a value that names no environment variable, without showing it: it may be the key."""
     if value is None or (isinstance(value, str) and _VARIABLE.fullmatch(value)):
         return value
     raise Problems.one(

@@ -74,7 +74,7 @@ class AgentSettings(Group):
 
     @property
     def lora(self) -> LoraSettings:
-        """The settings of the adapters; for a module, the defaults with its sets of layers."""
+        """The settings of the adapters; if the base is a module, defaults with `target_sets`."""
         if self.model is None:
             return LoraSettings(target_sets=self.target_sets)
         return self.model.lora
@@ -154,10 +154,10 @@ class RunConfig(Group):
         return self.algorithm.first_hparams(self.search_space(), self.model.lora.rank_alpha)
 
     def settled(self, output_tokens: int) -> Self:
-        """Return the settings with everything that depends on the length of the run filled in.
+        """Return settings whose null values that depend on the length of the run are filled in.
 
-        A run records them, so that they stay when it is extended. `output_tokens` is the longest
-        completion in tokens, if the settings name none.
+        A run records the settings, so that they stay the same if the run is extended.
+        `output_tokens` is the longest completion in tokens, if the settings name none.
         """
         population, algorithm = self.population, self.algorithm
         output_tokens = algorithm.longest_output(self.search_space()) or output_tokens
@@ -192,8 +192,8 @@ def settled(
 ) -> tuple[PopulationConfig, EvolveConfig]:
     """Return settings with decisions, numbers of agents and evaluations of each round filled in.
 
-    If `population.stop.tokens` may end a run early, its shares are those of the rounds that it
-    surely plays.
+    If `population.stop.tokens` may end a run early, shares refer to the rounds that are certain to
+    be played.
 
     Args:
         population: The agents, and the length of their training.
@@ -266,7 +266,7 @@ def doubts_of_run(config: RunConfig) -> list[str]:
 
 
 def _unsearched(config: RunConfig) -> Iterator[str]:
-    """Yield a sentence if only the first of several prompts is used, or no set of layers."""
+    """Yield a sentence if prompts other than the first, or sets of layers, are not used."""
     searched, prompts = config.search_space().names(), list(config.env.prompts or ())
     sets, several = list(config.model.lora.target_sets), prompts if len(prompts) > 1 else []
     for place, names, key, used in (
@@ -325,7 +325,7 @@ def check_comparable(config: RunConfig) -> None:
     """Refuse a run that cannot be compared, before it trains.
 
     Raises:
-        ConfigError: It has fewer than two agents.
+        ConfigError: The run has fewer than two agents.
     """
     if config.population.size < 2:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`record.trackers`: the trackers of a run, and the settings of each kind."""
+"""Declares `record.trackers`: the trackers of a run, and the settings of each kind."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 

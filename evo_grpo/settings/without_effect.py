@@ -1,8 +1,8 @@
 """Finds settings that have no effect in combination with others; `check` and runs warn of them.
 
-Only settings that were given are reported: a value other than the default, or a range in which it
-may mutate. A finding holds for every agent and round that the settings allow; steering, and
-hyperparameters assigned in Python, may change that later.
+Only given settings are reported: those with a value other than the default, or with a range. A
+finding holds for every agent and round that the settings allow, until steering, or an assignment in
+Python, changes hyperparameters.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Row = tuple[str, object, str]
 
 
 class WithoutEffect(UserWarning):
-    """A setting was given that has no effect in combination with others."""
+    """A given setting has no effect in combination with others."""
 
 
 class Finding(NamedTuple):
@@ -49,7 +49,7 @@ class Finding(NamedTuple):
 
     Attributes:
         path: Its path; ranges of hyperparameters are below `hyperparameters`.
-        why: The rest of the sentence: the reason and the remedy.
+        why: The rest of the sentence that begins with `path`: the reason and the remedy.
     """
 
     path: str
@@ -61,7 +61,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownSettings:
-    """The settings that are known; constructors in Python know only those of the agents.
+    """The settings to check; for constructors in Python, only those of the agents are known.
 
     Attributes:
         algorithm: The group `algorithm`.
@@ -71,7 +71,7 @@ class KnownSettings:
         prompts: Prompts of a GRPO step; None if the environment is not known yet.
         population: The group `population`; None outside a run.
         evolve: The group `evolve`; None outside a run.
-        own_exploration: Whether a user's class explores; it may change hyperparameters without a
+        own_exploration: Whether a user's class explores, which may change hyperparameters without a
             range.
     """
 
@@ -99,7 +99,7 @@ class KnownSettings:
 
     @property
     def loss_uses(self) -> list[LossUse]:
-        """The `LossUse` of each of these losses."""
+        """The `LossUse` of each loss in `losses`."""
         return [LOSS_USES[cast("LossType", name)] for name in self.losses]
 
     def is_set(self, name: str) -> bool:
@@ -146,9 +146,9 @@ class KnownSettings:
 
     @property
     def ratio_is_one(self) -> bool:
-        """Whether every optimizer step uses the policy that computed the old log-probs.
+        """Whether every optimizer step starts from the policy that computed the old log-probs.
 
-        False while the environment is not known, since rows may be passed by hand.
+        False while the environment is not known, because rows may be passed by hand.
         """
         if self.prompts is None or self.bounds("update_epochs")[1] > 1:
             return False

@@ -25,7 +25,7 @@ _ROWS = "put rows into a file that env.train names"
 
 
 class _Refused(yaml.MarkedYAMLError):
-    """A value in valid YAML that no configuration may contain; has a `problem` and a mark."""
+    """An error for valid YAML with a value that no configuration may contain."""
 
 
 class Loader(yaml.SafeLoader):
@@ -47,7 +47,7 @@ class Loader(yaml.SafeLoader):
 
 
 class WrittenOutLoader(Loader):
-    """Refuses anchors: `Dumper` writes none, and ten lines of aliases can expand to 10^9 values."""
+    """Refuses anchors, because ten lines of aliases can expand to 10^9 values."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Return the next node; refuse anchors and aliases."""
@@ -178,7 +178,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         The configuration, with all defaults filled in.
 
     Raises:
-        ConfigError: The file cannot be read, or for all problems in it at once, one line each.
+        ConfigError: The file cannot be read, or has problems, which are listed one per line.
     """
     source = str(path)
     return _without_objects(_build(parse(read_text(Path(path)), source), overrides, source), source)
@@ -188,7 +188,7 @@ def from_dict(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Run
     """Build a configuration from a mapping with the structure of population.yaml.
 
     Raises:
-        ConfigError: For all problems at once, one line each.
+        ConfigError: The settings have problems, which are listed one per line.
     """
     return _build(settings, overrides, "configuration")
 
@@ -222,9 +222,9 @@ def from_written(text: str, source: str, *, past: bool = False) -> RunConfig:
 
 
 def with_current_keys(settings: Any) -> Any:  # noqa: ANN401 -- as it was given
-    """Return the settings that a run before 0.3 wrote, with today's meaning of each key.
+    """Convert settings that a run before 0.3 wrote to the present meaning of each key.
 
-    `engine.overlap` was the number of parts of a shard, and vLLM had stop sequences of its own.
+    `engine.overlap` was the number of parts of a shard, and `engine.vllm` had stop sequences.
     """
     engine: Any = settings.get("engine") if isinstance(settings, Mapping) else None
     if not isinstance(engine, Mapping):
@@ -246,7 +246,7 @@ def to_yaml(config: RunConfig) -> str:
     """Return a configuration as YAML, with all defaults; loading it gives an equal one.
 
     Raises:
-        ConfigError: It is longer than the size limit of `load`.
+        ConfigError: The text is longer than the size limit of `load`.
     """
     text = yaml.dump(
         config.model_dump(mode="json"),
@@ -309,7 +309,7 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
 
 
 def without_removed(settings: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[Problem]]:
-    """Return settings without removed ones, and a problem for each whose value is not today's."""
+    """Drop removed settings; return the rest, and a problem for each value that had an effect."""
     remaining, problems = dict(settings), list[Problem]()
     for path, (harmless, why) in REMOVED.items():
         group: dict[Any, Any] = remaining
@@ -340,7 +340,7 @@ def _without_objects(config: RunConfig, source: str) -> RunConfig:
 
 
 def _apply(settings: dict[Any, Any], override: str) -> None:
-    """Set one value in place; copy the groups on its path, which belong to the caller."""
+    """Set one value, after copying the groups on its path, which belong to the caller."""
     path, sign, text = override.partition("=")
     names = tuple(path.strip().split("."))
     where = f"--set {shorten(override)}"

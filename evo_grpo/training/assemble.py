@@ -75,8 +75,8 @@ class Objects:
             place; None loads the model that the settings name.
         tokenizer: Replaces the model's tokenizer.
         lora: Replaces `lora` of the settings.
-        padding: Id of the padding token, and the token as a string if the tokenizer has none; None
-            uses the model's padding token.
+        padding: Id of the padding token, and the token as a string, set on a tokenizer that has
+            none; None uses the model's padding token.
         accelerator: An accelerate.Accelerator with the DeepSpeed stage of the settings; None
             creates one.
     """
@@ -94,7 +94,7 @@ class Objects:
 
 
 def _nothing(slots: Sequence[Slot], rounds: int) -> None:
-    """Do nothing between two rounds."""
+    """Do nothing; the default of `Prepared.between_rounds`."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Prepared:
     objects: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        """Check that reward functions exist, and that the rounds can be played as set."""
+        """Check the names of reward functions and whether the settings of rounds can be played."""
         evolve, space = self.round_settings.evolve, self.cohort.hp_config
         fitness = evolve.fitness
         stop = self.round_settings.population.stop.rewards
@@ -303,7 +303,7 @@ def _whole_base(
 
 
 def settings_of_rounds(config: RunConfig, prompts: int = DEFAULT_PROMPTS) -> RoundSettings:
-    """Return the settings of a run's rounds; `prompts` is the default of prompts per step."""
+    """Return the settings of a run's rounds; `prompts` is the default prompts per step."""
     algorithm = config.algorithm
     prompts = algorithm.prompts_per_step or prompts
     return round_settings(
@@ -336,8 +336,8 @@ def round_settings(
 def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
     """Build an environment with the cohort's tokenizer and seed, limited to the model's context.
 
-    `env` is as `Population.train` takes it. A prompt without room for a completion is a
-    PromptTooLongError.
+    `env` has the types of `env` in `Population.train`. Raises PromptTooLongError for a prompt that
+    leaves no room for a completion.
     """
     environment = resolve_environment(
         env,

@@ -67,7 +67,7 @@ class FromPython:
     strategies: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def config_of(self, folder: Path, call: str, *, played: bool) -> RunConfig:
-        """Return the settings of a run, after checking that these are exactly its objects.
+        """Return the settings of a run, after checking that it was started with these objects.
 
         `call` is the call that takes the objects, for messages. `played` says whether a finished
         round has checkpoints with the state of the agents.
@@ -103,10 +103,10 @@ class FromPython:
     def with_env(
         self, recorded: Mapping[str, str], config: RunConfig, folder: Path, call: str
     ) -> RunConfig:
-        """Return the settings of a run with the rows and functions that were given.
+        """Return the settings of a run, with the rows and functions of `env` filled in.
 
-        `recorded` are the objects of the run, as `recorded_objects` returns them; `call` is the
-        call that takes the environment, for messages.
+        `recorded` is the result of `recorded_objects` for the run; `call` is the call that takes
+        the environment, for messages.
         """
         recorded_env = recorded.get("env")
         in_settings = [part for name, part in recorded.items() if name.startswith("env.")]
@@ -149,7 +149,7 @@ class FromPython:
         return parts
 
     def round_settings(self, config: RunConfig, prompts: int | None = None) -> RoundSettings:
-        """Return the settings of rounds; `prompts` is the default of prompts per step."""
+        """Return the settings of rounds; `prompts` is the default number of prompts per step."""
         settings = settings_of_rounds(config, prompts or DEFAULT_PROMPTS)
         strategies: dict[str, Any] = {
             place: from_object(name, method, self.strategies[name])

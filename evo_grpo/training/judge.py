@@ -38,7 +38,7 @@ class Finalist:
             "mean" (the mean of the adapters of two survivors that descend from one agent).
         slot: Slot that holds its weights.
         member: The member in that slot.
-        agent: Number of the agent; None for a mean, which was never an agent.
+        agent: Number of the agent; None for a mean.
         fitness: Its last fitness in a round, NaN for a mean.
         checkpoint: Its checkpoint, relative to the run folder; a mean is saved only if it wins.
     """
@@ -58,10 +58,10 @@ def finish(
     earlier: Sequence[Mapping[str, Any]],
     start: float,
 ) -> dict[str, Any]:
-    """Judge the best agent on the ranks that hold the finalists; every rank returns the summary.
+    """Judge the best agent on the ranks that have finalists; return the summary on every rank.
 
-    `earlier` are summaries from before the run was extended; `start` is when this process began the
-    run, by `time.perf_counter`.
+    `earlier` has the summaries from before the run was extended; `start` is the time at which this
+    process began the run, by `time.perf_counter`.
     """
     cohort, summary = prepared.cohort, None
     candidates = finalists(cohort, rounds)
@@ -107,8 +107,8 @@ def _judged(
 def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
     """Return the candidates for the best agent of a run; a mean gets a new slot.
 
-    With several objectives the agent of the front with the greatest fitness is the only candidate:
-    a comparison by fitness could choose an agent that another one dominates.
+    With several objectives the only candidate is the agent of the Pareto front with the greatest
+    fitness: a comparison by fitness could choose an agent that another one dominates.
 
     Raises:
         RunFailedError: No agent of the last round has a fitness, and there is no archive.
@@ -213,11 +213,11 @@ def best_finalist(
 ) -> int:
     """Return the index of the winning finalist.
 
-    The mean of two survivors wins unless another finalist is significantly better; so does the best
-    of the last round against the archive. A mean is nearly always the better agent, by less than a
-    validation score can show. The archive has trained less and was selected as the maximum of many
-    noisy evaluations. A difference is significant if its p-value is at most `level`; with None the
-    greatest mean score wins.
+    The mean of two survivors wins unless another finalist is significantly better: a mean is nearly
+    always better, by less than a validation score can show. The last round's best agent wins
+    against the archive unless the archive is significantly better: the archive has trained less and
+    was selected as the maximum of many noisy evaluations. A difference is significant if its
+    p-value is at most `level`. If `level` is None, the greatest mean score wins.
     """
     order = sorted(range(len(candidates)), key=lambda i: PRECEDENCE.index(candidates[i].kind))
     finite = [i for i in order if math.isfinite(scores[i].mean)] or order[:1]
@@ -237,8 +237,9 @@ def judge(
 
     Returns:
         The content of summary.json, without the candidates. `gain` is the mean reward of the best
-        agent minus that of the base, and `gain_se` its paired standard error: NaN with fewer than
-        two prompts, null in the file. `passes` has pass@1 and pass@k with `evolve.fitness.correct`.
+        agent minus that of the base. `gain_se` is the paired standard error of `gain`; NaN (null in
+        the file) with fewer than two prompts. `passes` has pass@1 and pass@k if
+        `evolve.fitness.correct` is set.
     """
     fitness = prepared.round_settings.evolve.fitness
     prompts = prepared.env.prompts("test", fitness.test_prompts)
@@ -296,8 +297,8 @@ def _passes(k: int, correct: float, results: Sequence[Evaluation]) -> dict[str, 
 def candidates_summary(candidates: Sequence[Finalist], choice: Choice) -> list[dict[str, Any]]:
     """Return the entries of the finalists in summary.json.
 
-    `tie` is true for a finalist that the winner is not shown to beat, at `TIE_LEVEL` over all
-    pairs. It is None for the winner, and if the finalists were not evaluated.
+    `tie` is true for a finalist that is not significantly worse than the winner, at `TIE_LEVEL`
+    over all pairs. `tie` is None for the winner, and if the finalists were not evaluated.
     """
     winner, scores = candidates.index(choice.best), [s for s in choice.scores if s is not None]
     signs = claims(scores, winner, TIE_LEVEL) if scores else [None] * len(candidates)

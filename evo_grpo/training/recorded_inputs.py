@@ -1,6 +1,6 @@
-"""Finds a run's present inputs, reads the recorded ones, and compares those of all ranks.
+"""Finds a run's present inputs, reads its recorded inputs, and compares inputs between ranks.
 
-Ranks with different inputs would train a mixed run without an error, or wait for each other
+Ranks with different inputs would train different runs without an error, or wait for each other
 forever.
 """
 
@@ -59,8 +59,8 @@ class Inputs:
         settings: The resolved settings by dotted path, as JSON values.
         files: SHA-256 of each file of the user that the run reads, by the setting that names it:
             data sets (also rows from Python and the Hub), the adapter that agents start from, the
-            modules of rewards, environments and strategies, and the modules from which these import
-            them; None if the file was not found.
+            modules of rewards, environments and strategies, and modules that these import them
+            from; None if the file was not found.
         software: Versions of Python and of the packages, the processor, and the number of threads.
         changes: Changes since the start of the run, each with the round from which it applies.
         format: Version of this record.
@@ -110,7 +110,7 @@ def _data(config: RunConfig, name: str) -> str | HubDataset | PythonObject | Non
 
 
 def _digest(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the SHA-256 of rows from Python; values that JSON lacks count by their type."""
+    """Return the SHA-256 of rows from Python; of a value that JSON lacks, only the type counts."""
     text = json.dumps(rows, sort_keys=True, default=lambda value: f"<{type(value).__name__}>")
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -186,7 +186,7 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
 
 
 def refuse_own_code(config: RunConfig, folder: Path | None) -> None:
-    """Refuse a run folder that contains code of the run, which later commands never import."""
+    """Refuse a run folder that contains the run's code: later commands would not import it."""
     if folder is None:
         return
     for name, file in _files(config):
@@ -248,7 +248,7 @@ def check_same_run(
 
 
 def check_same_files(team: Team, config: RunConfig) -> None:
-    """Refuse ranks whose data or code differs from that of the first."""
+    """Refuse ranks whose data or code differs from the first rank's."""
     if team.size > 1:
         _check_ranks(team.gather(_compared_files(inputs_of(config))))
 

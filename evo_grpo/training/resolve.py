@@ -39,8 +39,8 @@ OWN_BYTES = 2 << 30
 def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
     """Resolve the settings of a new run that depend on its machine, the Hub and earlier runs.
 
-    All ranks get the same settings. They never change afterwards: the number of shards and the
-    batch limits decide how sums are rounded. The task is None if episodes have several turns.
+    All ranks get the same settings. The settings never change afterwards: the number of shards and
+    the batch limits affect how sums are rounded. The task is None if episodes have several turns.
     """
     if config.engine.zero is None and (shards := config.engine.parts(team.size)) > 1:
         config = config.replace(engine=config.engine.replace(shards=shards))
@@ -82,7 +82,7 @@ def _with_revisions(config: RunConfig, team: Team) -> RunConfig:
 
 
 def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None:
-    """Return where a run computes; None if the memory there is unknown."""
+    """Return the `Setup` of a run; None if the memory of the device is unknown."""
     device, total = pick_device(config.engine.device), 0
     if device.type not in ("cpu", "cuda"):
         return None
@@ -112,7 +112,7 @@ def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None
 
 
 def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfig:
-    """Return settings with the rows and tokens that fit on every rank in place of null limits."""
+    """Replace null limits in the settings by the rows and tokens that fit on every rank."""
     limits: dict[str, int] = {}
     if setup is not None:
         limits = choose_limits(_with_adapter(config, setup), setup)
@@ -125,7 +125,7 @@ def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfi
 
 
 def _with_adapter(config: RunConfig, setup: Setup) -> RunConfig:
-    """Return the settings with the rank and the layers of `model.adapter`, for an estimate."""
+    """Return settings with `model.lora` read from `model.adapter`, for an estimate."""
     model = with_adapter(config.model, setup.size, config.search_space().names())
     return config.model_copy(update={"model": model})
 

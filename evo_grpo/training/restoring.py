@@ -25,8 +25,8 @@ from evo_grpo.types import Member, Score, Slot
 def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> tuple[Slot, ...]:
     """Restore a cohort after a run's last complete round; return the slots of the next round.
 
-    It loads the checkpoints of the round, then evolves as recorded. A population of another size,
-    and a checkpoint that is missing or was modified, are a CheckpointError.
+    Loads the checkpoints of the round, then repeats its recorded evolution. Raises CheckpointError
+    for a population of another size, and for a checkpoint that is missing or modified.
     """
     first_round, final, cohort = rounds[0], rounds[-1], prepared.cohort
     if len(first_round.agents) != len(prepared.slots):
@@ -82,7 +82,7 @@ _Checkpoint = tuple[Path, Mapping[str, str], str]
 def _checkpoint(
     folder: Path, record: AgentRecord, played: RoundRecord, copy: str | None = None
 ) -> _Checkpoint:
-    """Return the checkpoint of an agent as a round recorded it, or a copy of it."""
+    """Return the checkpoint of an agent that a round recorded, or a copy of the checkpoint."""
     if record.checkpoint is None:
         raise CheckpointError(
             f"run {folder}: round {record.round + 1} has no checkpoint of agent {record.agent}"
@@ -106,7 +106,7 @@ def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
 
 
 def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
-    """Load the agents of this rank; send their counters, which are not in records, to all ranks."""
+    """Load this rank's agents; send their counters, which records lack, to all ranks."""
     counted: dict[Slot, dict[str, int]] = {}
     for slot, (place, files, origin) in checkpoints.items():
         if not cohort.is_local(slot):
@@ -135,7 +135,7 @@ def _members_of(rounds: Sequence[RoundRecord]) -> dict[int, Member]:
 
 
 def _histories_of(rounds: Sequence[RoundRecord]) -> dict[int, list[Score]]:
-    """Return the scores of all members by id since their last failure, which cleared them."""
+    """Return each member's scores since its last failure, by member id."""
     histories: dict[int, list[Score]] = {}
     for record in (agent for played in rounds for agent in played.agents):
         history = histories.setdefault(record.member, [])

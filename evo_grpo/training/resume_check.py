@@ -1,4 +1,4 @@
-"""Decides with which inputs a run continues, by comparing them with the recorded ones."""
+"""Decides with which inputs a run continues, by comparing present and recorded inputs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Changed:
 def continued_inputs(
     opened: RunDir, rounds: int | None, allow: Sequence[str], team: Team
 ) -> Changed | None:
-    """Return the inputs that a run continues with, None if it is finished; record nothing."""
+    """Return the inputs that a run continues with; None if the run is finished. Record nothing."""
     if is_finished(opened, rounds):
         return None
     return changed_inputs(opened, _recorded_config(opened), rounds, allow, team)
@@ -157,7 +157,7 @@ def _recorded_config(opened: RunDir) -> RunConfig:
 
 
 def refuse_part_of_comparison(folder: Path) -> None:
-    """Refuse a population of a comparison, which only the comparison continues."""
+    """Refuse a population of a comparison, because only the comparison continues it."""
     if config_text(folder).startswith(BASELINE):
         above = folder.parent.parent
         raise RunDirError(
@@ -209,15 +209,15 @@ def compare_inputs(
     allow: Iterable[str] = (),
     objects: Mapping[str, str] | None = None,
 ) -> Changed:
-    """Compare the recorded inputs of a run with those it would continue with.
+    """Compare the recorded inputs of a run with its present inputs.
 
-    The settings are those of population.yaml, where only `rounds` replaces population.rounds.
+    The settings are read from population.yaml; only population.rounds is replaced, by `rounds`.
     Files, and parts of Python objects, named in `allow` may have changed; before the first round is
-    finished, all files may. Nothing is written, except the record of a run that has none yet.
+    finished, all files may. Nothing is written, unless the run has no record of inputs yet.
 
     Raises:
         ConfigError: Other inputs have changed; the message names all of them.
-        RunDirError: The version of evo-grpo that began the run decided by other rules.
+        RunDirError: The run was begun by a version of evo-grpo with other rules of evolution.
     """
     record_inputs(folder, config, objects)
     recorded, played = read_inputs_of(folder.path), folder.rounds()
@@ -271,9 +271,10 @@ def check_inputs(
     allow: Iterable[str] = (),
     objects: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse to train beside a run with inputs other than the recorded ones; write nothing.
+    """Check that a run's present inputs are the recorded ones; write nothing.
 
-    Changes that a resume permits are permitted too. The ConfigError names all others.
+    Called before a training beside the run. Permits the changes that a resume permits; a
+    ConfigError names all others.
     """
     recorded = read_inputs_of(folder)
     present, changes = _differences(folder, recorded, config, objects)
@@ -288,7 +289,7 @@ def record_changes(folder: RunDir, changed: Changed) -> None:
 
 
 def begun_extension(folder: RunDir) -> int | None:
-    """Return the number of rounds that a run was extended to; None if a round was played since."""
+    """Return a run's extended number of rounds; None if a round was played afterwards."""
     if not os.path.lexists(folder.path / INPUTS):
         return None
     changes = read_inputs_of(folder.path).changes_of_rounds(len(folder.rounds()))
@@ -323,7 +324,7 @@ def may_change(name: str) -> bool:
 def _differences(
     folder: Path, recorded: Inputs, config: RunConfig, objects: Mapping[str, str] | None
 ) -> tuple[Inputs, list[Change]]:
-    """Return the present inputs and their changes; without `objects`, those are not compared."""
+    """Return the present inputs and their changes; if `objects` is None, compare no objects."""
     check_whole(folder, recorded)
     parts = recorded.objects if objects is None else objects
     # The places stay those of the start of the run.

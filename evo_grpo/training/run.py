@@ -189,10 +189,10 @@ def play_rounds(
     steering: Steerer | None = None,
     outlines: bool = False,
 ) -> tuple[Slot, ...]:
-    """Play rounds until a rule or a request ends the run; return the slots of the remaining agents.
+    """Play rounds until a stop rule or a request ends the run; return the remaining agents' slots.
 
-    New rounds are appended to `rounds`. With `outlines`, for a run in a folder, each is reduced to
-    its outline once the next one has been played.
+    New rounds are appended to `rounds`. With `outlines`, for a run in a folder, a round is reduced
+    to its outline once the next round has been played.
     """
     prepared.between_rounds(slots, len(rounds))  # `Population.train` returns here after Ctrl-C
     while prepared.is_unfinished(rounds):
@@ -219,7 +219,7 @@ def _check_place(where: Path | None, config: RunConfig, *, force: bool) -> None:
 
 
 def _new_folder(where: Path | None, config: RunConfig, *, force: bool) -> RunDir:
-    """Create the folder of a run, with its settings; None takes the next free one in runs/."""
+    """Create the folder of a run, with its settings; None creates the next free one in runs/."""
     text = with_objects(to_yaml(config), config.env.objects())
     return RunDir.create(where, config.name, text, force=force)
 
@@ -239,7 +239,7 @@ def _removed_on_failure(folder: RunDir | None, *, fresh: bool) -> Generator[None
 
 @dataclass(frozen=True)
 class _History:
-    """The recorded rounds of a run, read on the first rank, with the summaries of its earlier ends.
+    """The recorded rounds of a run, and its summaries from before each extension.
 
     `recorded_requests` is the number of requests in the record of the last round.
     """
@@ -299,7 +299,7 @@ def _write_optuna_study(config: RunConfig, place: Path, observer: Observer) -> N
 
 
 def _tell_the_end(folder: RunDir, observer: Observer, readers: Observer) -> None:
-    """Tell observers of the end of a finished run, in case a killed process did not."""
+    """Notify observers that a run is finished, in case the process that finished it was killed."""
     summary = read_summary(folder.path)
     if summary is None:
         return

@@ -21,7 +21,7 @@ def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> 
     """Yield one sentence for each setting that exceeds the rows of its split.
 
     `rows` has the number of rows by split; a missing split is unlimited, as episode seeds are.
-    `prompts` are those of a GRPO step.
+    `prompts` is the number of prompts of a GRPO step.
     """
     for key, split, asked_for in (
         ("algorithm.prompts_per_step", "train", prompts),
@@ -37,7 +37,7 @@ def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> 
 def few_prompts(task: Task) -> Iterator[str]:
     """Yield a sentence if a validation split has too few different prompts to tell agents apart.
 
-    Tasks that generate rows, or have one prompt, are left out: their answers vary.
+    Tasks that generate rows or have one prompt are not checked, because their answers vary.
     """
     if any(isinstance(rows, LazyRows) for rows in task.splits.values()):
         return

@@ -45,7 +45,7 @@ def lora_config(lora: LoraSettings) -> LoraConfig:
 def read_start(model: ModelConfig) -> AdapterCopy | None:
     """Read the adapter that agents start from; None if they start from the base.
 
-    It has to be plain LoRA, finite, and like `model.lora` where that is given.
+    The adapter must be plain LoRA and finite, and match `model.lora` if that is given.
     """
     if model.adapter is None:
         return None
@@ -75,7 +75,7 @@ def read_start(model: ModelConfig) -> AdapterCopy | None:
 
 
 def with_adapter(model: ModelConfig, base: ModelSize, searched: Collection[str]) -> ModelConfig:
-    """Return settings whose `lora` is that of `adapter`, checked against the base.
+    """Return settings whose `lora` is read from `adapter` and checked against the base.
 
     `searched` are the names of the hyperparameters that may change.
     """

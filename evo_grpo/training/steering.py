@@ -1,7 +1,7 @@
 """Carries out the user's requests to a running run between two rounds, and records them.
 
 The first rank reads the requests and changes the plan of the next round; all ranks carry out the
-plan. A request is done once the record of its round has its outcome, which a resume repeats.
+plan. A request is done once the record of its round has its outcome; a resume repeats the outcome.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class RunSteering(Steerer):
 def resumed(
     folder: RunDir, rounds: Sequence[RoundRecord], hp_config: HyperparameterConfig
 ) -> RoundRecord:
-    """Return the last round with the requests made while no process trained; write nothing.
+    """Return the last round plus the requests made while no process trained; write nothing.
 
     A request to pause or stop an ended process is not carried out.
     """

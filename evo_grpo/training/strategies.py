@@ -91,7 +91,7 @@ def check_columns(task: object, names: Sequence[str]) -> None:
 
 
 def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
-    """Let an exploration check itself against the ranges before a run; see `Explorer`."""
+    """Call an exploration's check of the ranges before a run; see `Explorer`."""
     check = getattr(explorer, "check", None)
     if check is not None:
         space = settings.search_space()

@@ -3,7 +3,7 @@
 The training thread copies an agent's tensors to the CPU. One writer thread writes everything in
 order; the line in rounds.jsonl comes last and records the round. A crash loses only unwritten
 rounds. After an error of the writer nothing more is written, because later rounds would depend on
-an unrecorded one; the next call, or closing the writer, raises the error.
+an unrecorded round. The next call, or closing the writer, raises the error.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FolderWriter(RunWriter):
         self._written: dict[str, str] = {}
 
     def __exit__(self, *raised: object) -> None:
-        """Wait until every queued write is on disk, also after Ctrl-C."""
+        """Wait until every queued write is on disk, even after Ctrl-C."""
         self._thread.shutdown(wait=True)
         if not any(raised):
             self._raise_errors()
@@ -186,7 +186,7 @@ class RankWriter(RunWriter):
     Args:
         folder: The run folder, which the first rank has locked.
         shared: Whether all ranks see the folder; otherwise the first rank receives the bytes.
-        idle: Whether the first rank also has all agents, and writes them.
+        idle: Whether this rank writes nothing, because the first rank has all agents too.
     """
 
     def __init__(self, folder: Path, *, shared: bool, idle: bool = False) -> None:
@@ -223,7 +223,7 @@ class RankWriter(RunWriter):
 
 
 def with_files(record: RoundRecord, files: Mapping[str, str]) -> RoundRecord:
-    """Return a record with the SHA-256 of its files, by path, and of those of each agent."""
+    """Return a record with the SHA-256 of the round's and of each agent's files, by path."""
     agents = tuple(
         replace(
             agent,

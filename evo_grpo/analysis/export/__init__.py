@@ -1,1 +1,1 @@
-"""Export of an agent of a run to a folder, with a model card."""
+"""Exports an agent of a run to a folder, with a model card."""

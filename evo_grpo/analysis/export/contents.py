@@ -1,6 +1,6 @@
-"""The contents of an export, and how they are written.
+"""Collects and writes the contents of an export.
 
-The adapter, its tokenizer, and a base that has no other source; or one merged model.
+They are the adapter, its tokenizer, and a base that has no other source; or one merged model.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def is_export_file(name: str) -> bool:
 
 
 def _files_of(folder: Path) -> list[str]:
-    """Return the paths of the files in a folder, without those that a kill left."""
+    """Return the paths of the files in a folder, without leftovers of a killed process."""
     files = [p.relative_to(folder) for p in folder.rglob("*") if not _is_folder(p)]
     return sorted(file.as_posix() for file in files if not file.parts[0].startswith(_ASIDE))
 
@@ -163,7 +163,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _replace(target: Path, aside: Path) -> None:
-    """Replace the contents of `target` by those of `aside`."""
+    """Move the contents of `aside` to `target`, after removing the contents of `target`."""
     for path in sorted(target.iterdir(), key=_order, reverse=True):
         if path == aside:
             continue
@@ -176,7 +176,7 @@ def _replace(target: Path, aside: Path) -> None:
 
 
 def _order(path: Path) -> int:
-    """Return the place of a file in the order of writing; files that loading needs come last."""
+    """Return a sort key for the order of writing; files that loading needs are written last."""
     return 2 if path.name in LOADED_BY else int(path.name != MANIFEST)
 
 
@@ -225,7 +225,7 @@ class BaseModel:
 
     @property
     def shown(self) -> str:
-        """Name of the model in the export; of a local path, only the last part."""
+        """Name of the model in the export; a local path is shortened to its last part."""
         is_path = self.source is not None and self.source.local
         return self.name.rstrip("/").rpartition("/")[2] if is_path else self.name
 

@@ -1,6 +1,6 @@
 """Exports an agent as a PEFT folder with its model card, and pushes it in one commit.
 
-The code on the card runs without this package.
+The example code on the card runs without this package.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ExampleCode:
         pushed: str | None = None,
         own: Hparams | None = None,
     ) -> ExampleCode:
-        """Return the values from the run's settings and the agent's own hyperparameters."""
+        """Return the values from the run's settings and the agent's hyperparameters."""
         own = own or Hparams()
         try:
             question = asking(config.env, config.seed, own.prompt, show_rows=False)
@@ -232,12 +232,12 @@ def _score(score: Score) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a string from outside as Markdown that shows it literally."""
+    """Escape a string from outside so that Markdown shows it literally."""
     return _MARKUP.sub(r"\\\g<0>", printable(text))
 
 
 def _code(text: str) -> str:
-    """Return a string from outside as a code span, also if it contains backticks."""
+    """Return a string from outside as a code span, even if it contains backticks."""
     text = printable(text)
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence, space = "`" * (longest + 1), " " if longest or not text else ""
@@ -266,8 +266,9 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
 ) -> Path:
     """Write an agent of a run as a folder that loads without this package, with a model card.
 
-    Without `agent`, `member`, `round`, `best_ever` and `prefer` it is the winner: in a finished run
-    that of the final comparison, before the end the best agent of the last round.
+    Without `agent`, `member`, `round`, `best_ever` and `prefer` the winner is written: of a
+    finished run the winner of the final comparison, before the end the best agent of the last
+    round.
 
     Args:
         run: Run folder with at least one finished round.
@@ -276,11 +277,11 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
         member: Id of a member, which is one life of an agent.
         round: 0-based round after which the agent is taken, by default its last round; without
             `agent` and `member`, the best agent of that round.
-        best_ever: Take the agent with the greatest fitness of all rounds, as it was then.
-        prefer: In a run with several objectives, the agent of the front with the greatest weighted
-            sum, for instance `{"tokens": 0.2}`. Each objective is normalised: its best agent on the
-            front has 1, its worst 0. Weights are from 0 to 1, together at most 1; objectives
-            without one share the rest.
+        best_ever: Take the agent with the greatest fitness of all rounds, as of its best round.
+        prefer: In a run with several objectives, take the agent of the Pareto front with the
+            greatest weighted sum, for instance `{"tokens": 0.2}`. Each objective is normalised on
+            the front: the best agent has 1, the worst 0. Weights are from 0 to 1, together at most
+            1; objectives without a weight share the rest.
         merge: Write one merged model instead of an adapter.
         push: Repository on the Hugging Face Hub, `owner/name`; a new one is private. The token is
             read from HF_TOKEN.
@@ -388,7 +389,7 @@ def check_push(repository: str) -> None:
 
 
 def push_files(repository: str, folder: Path, names: Sequence[str]) -> None:
-    """Push the files of an export in one commit, and remove those of an earlier export."""
+    """Push the files of an export in one commit, which removes the files of an earlier export."""
     # huggingface_hub takes a second to import, and few exports are pushed.
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, errors
 

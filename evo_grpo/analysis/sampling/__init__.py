@@ -1,1 +1,1 @@
-"""Sample answers of an adapter, and measure its mean reward on a split of a task."""
+"""Samples answers of an adapter, and measures its mean reward on a split of a task."""

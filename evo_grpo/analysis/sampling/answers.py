@@ -1,4 +1,4 @@
-"""sample(run, prompts): answers of an agent of a run, and of its base model.
+"""Defines sample(run, prompts), which samples answers of an agent and of its base model.
 
 `loaded` makes an agent ready to sample; the other commands of this folder use it too.
 """
@@ -72,12 +72,12 @@ def loaded(
     max_output_tokens: int | None = None,
     own: Hparams | None = None,
 ) -> Generator[Policy]:
-    """Yield the base of a configuration, a PEFT folder over it and, `with_env`, its task.
+    """Load the base and the adapter of a configuration and, `with_env`, its task; yield all.
 
-    The adapter's LoRA settings replace those of the configuration. `task` is the single-turn task
-    of the configuration, if it is already built; `env` replaces it. `max_output_tokens` is used if
-    the configuration has none. Of the agent's hyperparameters, `own`, only `max_output_tokens` and
-    `prompt` are used.
+    The adapter's LoRA settings replace `model.lora` of the configuration. `task` is the single-turn
+    task of the configuration, if it is already built; `env` replaces it. The argument
+    `max_output_tokens` is used if the configuration has none. Of the agent's hyperparameters,
+    `own`, only `max_output_tokens` and `prompt` are used.
     """
     algorithm, own = config.algorithm, own or Hparams()
     longest = algorithm.longest_output(config.search_space())
@@ -142,7 +142,8 @@ def config_of(
     """Return the settings of a run; refuse a run whose base cannot be built from them.
 
     A `command` that builds the task too needs the run's files unchanged, except those that `allow`
-    names. `env` is the environment of a run that was given one; messages name the Python `call`.
+    names. `env` is the environment, for a run that was given an object; messages name the Python
+    `call`.
     """
     recorded, from_python = recorded_objects(choice.run), FromPython(env)
     if base := [name for name in ("model", "tokenizer") if name in recorded]:
@@ -179,7 +180,7 @@ def played_out(play: Play, sampler: PopulationSampler) -> Play:
 
 
 def start_of(env: Any, split: Split, row: int) -> Any:  # noqa: ANN401 -- of any environment
-    """Return a row of a task of one turn, or the seed of an episode."""
+    """Return the prompt of a row, or the seed of an episode, by its number."""
     splits = getattr(getattr(env, "task", None), "splits", None)
     rows = None if splits is None else len(splits[split])
     if row < 0 or (rows is not None and row >= rows):
@@ -251,8 +252,9 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
         round: See `agent`.
         best_ever: See `agent`.
         prefer: See `agent`.
-        n: Answers to each prompt, >= 1; greedy decoding gives one, since all would be equal.
-        temperature: Sampling temperature, 0 for greedy decoding; None takes that of evaluations.
+        n: Answers to each prompt, >= 1; greedy decoding gives one, because all would be equal.
+        temperature: Sampling temperature, 0 for greedy decoding; None takes the temperature of
+            evaluations.
         base: Whether to sample the base model too.
         seed: Seed of the draws.
         raw: Send prompts as they are, without the template.
@@ -261,7 +263,7 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
         env: For rows, the environment given to `Population.train`, if it was an object.
 
     Returns:
-        The answers to each prompt, then to each row; those of the agent before those of the base.
+        The answers to each prompt, then to each row; the agent's answers precede the base's.
 
     Raises:
         CheckpointError: No round is finished, or the checkpoint is missing or damaged.

@@ -1,4 +1,4 @@
-"""evaluate_adapter(adapter, config): mean reward and pass@k of an adapter, and of its base."""
+"""Defines evaluate_adapter, which measures mean reward and pass@k of an adapter and its base."""
 
 from __future__ import annotations
 
@@ -55,15 +55,16 @@ class Judged:
         samples: Completions, or episodes, per prompt.
         own: Mean reward of the adapter, or the probability that at least one of k completions of
             a prompt is correct.
-        base: The same for the base with the same draws, None if it was not evaluated.
+        base: The same value for the base, with the same draws; None if it was not evaluated.
         gain: Adapter minus base, over the prompts that both answered.
-        gain_se: Paired standard error of the gain, NaN from fewer than two prompts.
+        gain_se: Paired standard error of the gain, NaN with fewer than two prompts.
         interval: Interval of the gain with probability `LEVEL`, by Student's t over prompts.
         correct: The least reward of a correct completion, for `passes`.
         k: Completions of pass@k; None for the mean reward.
         passes: pass@k for each requested k.
-        sign: 1 if the adapter is shown to be ahead of the base on these prompts, -1 if it is shown
-            to be behind, else 0, at a level of .05 (`evo_grpo.evolve.claims`); None without a base.
+        sign: 1 if the adapter is significantly ahead of the base on these prompts, -1 if behind,
+            else 0, at a level of .05 (`evo_grpo.evolve.claims`); None if the base was not
+            evaluated.
     """
 
     adapter: str
@@ -112,7 +113,7 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
     code: str | Path | None = None,
     env: object = None,
 ) -> Judged:
-    """Evaluate an adapter on a task as a run evaluates its winner: same prompts, samples and draws.
+    """Evaluate an adapter on a task, with the prompts, samples and draws of a run's final test.
 
     Args:
         adapter: A PEFT folder over the base of the configuration, such as an export; or a run
@@ -121,10 +122,11 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
             mapping as in such a file. None takes the configuration of the run.
         split: "test" repeats the test at the end of a run, "validation" the comparison of its
             finalists.
-        prompts: Number of prompts; None takes that of the run.
-        samples: Completions per prompt; None takes that of the run, or more if `pass_at` needs it.
+        prompts: Number of prompts; None takes the run's number.
+        samples: Completions per prompt; None takes the run's number, or more if `pass_at` needs
+            more.
         temperature: Sampling temperature; 0 decodes greedily, with one completion per prompt. None
-            takes that of the run's evaluations.
+            takes the temperature of the run's evaluations.
         pass_at: One k or several, for which pass@k is estimated; see
             `evo_grpo.population.evaluate.pass_at`.
         correct: The least weighted sum of rewards of a completion that counts as correct in
@@ -188,7 +190,7 @@ def _judged(
     passes: Sequence[int],
     correct: float,
 ) -> Judged:
-    """Return the result of evaluations, of which that of the base comes first."""
+    """Return the result of evaluations; if the base was evaluated, its evaluation is the first."""
     name, base = about[0], len(evaluations) > 1
     for who, result in zip(["the base", name] if base else [name], evaluations, strict=True):
         _check_finite(who, result)
@@ -211,7 +213,7 @@ def _judged(
 
 
 def _samples(fitness: FitnessConfig, split: JudgedOn, samples: int | None, most: int) -> int:
-    """Return the completions per prompt: `samples` or those of a run; refuse fewer than `most`."""
+    """Return the completions per prompt: `samples`, or a run's number; refuse fewer than `most`."""
     # Validation repeats the draws of the final comparison, and its samples where it has any.
     default = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
     per_prompt = fitness.per_prompt(samples or max(default, most))
@@ -292,7 +294,7 @@ def _adapter_and_task(
 
 
 def show_judged(console: Console, judged: Judged) -> None:
-    """Print the mean reward of an adapter, that of its base, and the difference."""
+    """Print the mean rewards of an adapter and of its base, and the difference."""
     samples = count(judged.samples, "sample")
     prompts = f"{count(judged.own.n, judged.split + ' prompt')} of {judged.task}"
     decoding = f"{samples} each at temperature {judged.temperature:g}"

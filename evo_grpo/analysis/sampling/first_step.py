@@ -1,4 +1,4 @@
-"""try_config(config): prompts, answers and rewards before training; nothing is written."""
+"""Defines try_config(config), which samples and scores answers before training."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TriedAnswer:
         ended: Whether the answer is complete, rather than cut at the limit of tokens.
         turns: Number of completions.
         rewards: Value of each reward function, without its weight; None if it abstained.
-        reward: Their weighted sum; None if all abstained.
+        reward: Weighted sum of the rewards; None if all abstained.
         error: The error of the environment that dropped the episode, else empty.
     """
 
@@ -132,7 +132,7 @@ class Tried:
     def signal_with(self, group_size: int) -> float:
         """Return the estimated share of groups of another size whose rewards would differ.
 
-        It assumes that the rewards of each prompt are drawn with their observed frequencies.
+        The estimate assumes that the rewards of each prompt have their observed frequencies.
         """
         shares: list[float] = []
         for prompt in self.prompts:
@@ -143,7 +143,7 @@ class Tried:
         return sum(shares) / len(shares)
 
     def sentences(self) -> list[str]:
-        """Return the conclusions from the answers as sentences."""
+        """Return sentences on what the answers show."""
         answers = self.answers
         length = f"{self.tokens:.0f} tokens each on average"
         if self.sampling_seconds:
@@ -292,7 +292,7 @@ def _sampled(
 def _tell_of_judges(
     env: Environment[Any], starts: Sequence[Any], tokens: int, notify: Callable[[str], None] | None
 ) -> None:
-    """Report the cost of the questions to the judges of a task; `starts` has one per answer."""
+    """Report the cost of the questions to a task's judges; `starts` has one start per answer."""
     if notify is None or not isinstance(env, ReasoningGym):
         return
     from evo_grpo.envs.rewards.judge import Judge  # it loads asyncio, and few runs have one
@@ -311,7 +311,7 @@ def _scored(
     text: str,
     notify: Callable[[str], None] | None,
 ) -> Tried:
-    """Score a text as the answer to each prompt; of the model, only the tokenizer is loaded."""
+    """Score a text as the answer to each prompt, after loading only the model's tokenizer."""
     if not isinstance(env, ReasoningGym):
         raise ConfigError(
             f"answer: expected a task of one turn, got {kind}, whose episodes go on after an "

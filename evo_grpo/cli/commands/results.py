@@ -1,4 +1,4 @@
-"""Commands that show the result of a run, and copy it to other places."""
+"""Defines the commands that show the result of a run, or copy it to other places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that train a run, and change it while it trains: run, resume, steer."""
+"""Defines the commands that train or steer a run: run, resume, steer."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def _when_carried_out(request: Request, standing: RunState) -> str:
 
 
 def _show(standing: RunState) -> None:
-    """Print the state of a run, the waiting requests, and the outcomes of earlier ones."""
+    """Print the state of a run, its pending requests, and the outcomes of earlier requests."""
     played, planned = len(standing.rounds), standing.config.population.rounds
     if standing.finished:
         state = f"finished after round {played}"

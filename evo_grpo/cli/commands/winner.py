@@ -97,7 +97,7 @@ def export(  # noqa: PLR0913 -- each is an option of the command
 
 
 def _target(out: Path | None, best: Path | None, *, named: bool) -> Path:
-    """Return the output folder; `named` says whether another agent than the winner is named."""
+    """Return the output folder; `named` is whether an agent other than the winner is named."""
     target = out or best
     if target is None or (out is not None and best is not None):
         problem = "expected one output folder, as OUT or as --best OUT"

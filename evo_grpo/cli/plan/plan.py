@@ -53,14 +53,14 @@ class Plan(NamedTuple):
     """The plan of a run. Token counts are upper bounds: completions may end early.
 
     Attributes:
-        rows: Rows per split; empty for a multi-turn environment, which has none.
+        rows: Rows per split; empty for a multi-turn environment.
         turns: Most completions in one row: 1, or the most turns of an episode.
         places: Number of agents in each round.
         decisions: Finished rounds after which the run decides, including the last.
         prompts_per_step: Prompts, or episode seeds, of one agent's step in the first round.
         group_sizes: Least and most completions per prompt of an agent.
         rows_per_step: Rows of all agents in one step, the same in every round.
-        test_prompts: Prompts of the comparison of base and best agent.
+        test_prompts: Prompts of the final comparison of base and best agent.
         tokens_per_round: Most training tokens per round, over all agents.
         evaluation_tokens: Most tokens of the evaluations after each round, over its agents, all
             evaluations of racing, and the comparison with the archive.
@@ -68,13 +68,13 @@ class Plan(NamedTuple):
         final_tokens: Most tokens of the final comparison.
         test_tokens: Most tokens of the comparison of base and best agent.
         adapter_parameters: Parameters of one adapter, or None if unknown.
-        memory: Memory of one process by dtype: with `auto`, on the CPU and on CUDA; empty if
-            unknown. On a CUDA device of unknown size, with few rows and tokens at once.
+        memory: Memory of one process by dtype; with `auto`, on the CPU and on CUDA. Empty if
+            unknown. For a CUDA device of unknown size, few rows and tokens at once are assumed.
         fit: Whether the run fits into the given or detected GPU, or into this machine; None
             if the memory or the size is unknown.
-        prompts: Lengths of the prompts; None for a task that makes its own.
-        calls: The call of each reward function for the first row; empty for a task that makes its
-            rows.
+        prompts: Lengths of the prompts; None for a task that generates its rows.
+        calls: The call of each reward function for the first row; empty for a task that generates
+            its rows.
         warnings: One sentence for each setting without effect, and for each missing requirement.
     """
 
@@ -169,8 +169,8 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     devices of this machine; with `online`, the config.json of a hub model may be fetched.
 
     Raises:
-        EvoGrpoError: The task's rows, columns or rewards, a user's strategy, or the model is not
-            usable; or the driver of a database or the package of a tracker is not installed.
+        EvoGrpoError: The task's rows, columns or rewards, a user's strategy, or the model cannot be
+            used; or a database driver or a tracker's package is not installed.
     """
     config = _check_first(config)
     task = task_of(config, find_function)
@@ -262,7 +262,7 @@ def _missing_packages(engine: EngineConfig) -> Iterator[str]:
 
 
 def _check_first(config: RunConfig) -> RunConfig:
-    """Check packages and the environment; return settings with start values from earlier runs."""
+    """Check packages and the environment; return settings with earlier runs' start values."""
     check_driver(config.record.storage)
     check_trackers(config.record.trackers)
     if is_multi_turn(config.env.kind):
@@ -278,7 +278,7 @@ def _check_first(config: RunConfig) -> RunConfig:
 
 
 def _of_models(config: RunConfig) -> Iterator[str]:
-    """Yield a warning for unread keywords of the chat template, and for uncounted reward models."""
+    """Warn of keywords that the chat template ignores, and of reward models of unknown size."""
     for reward in config.env.reward_models:
         if classifier_parameters(reward.name) is None:
             yield (
@@ -308,7 +308,7 @@ def _memory(
 
 
 def _rows_per_round(config: RunConfig, prompts: int) -> int:
-    """Return the most rows of a round, in whole groups, at least one per agent and step."""
+    """Return the most rows of a round: whole groups, at least one group per agent and step."""
     least, most = _group_sizes(config)
     steps = config.population.steps_per_round
     planned = config.population.size * prompts * config.algorithm.group_size * steps
@@ -325,7 +325,7 @@ def _replacing_tokens(config: RunConfig) -> int:
 def _read_prompts(
     config: RunConfig, task: Task | None, base: ModelSize
 ) -> tuple[PromptLengths | None, FirstPrompt | None, list[str]]:
-    """Return the lengths of the prompts, the first one, and warnings; check the chat template."""
+    """Return the lengths of the prompts, the first prompt, and warnings about the template."""
     name = config.model.name
     chats = task is None or task.conversation is not None
     if chats and has_chat_template(name) is False:

@@ -60,7 +60,7 @@ def render_plan(plan: Plan, source: str) -> RenderableType:
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield (title, text); an empty title continues the row before."""
+    """Yield (title, text); a row with an empty title continues the previous row."""
     config = plan.config
     population, algorithm = config.population, config.algorithm
     yield (
@@ -146,7 +146,7 @@ def _decisions(plan: Plan) -> str:
 
 
 def _by_round(places: Sequence[int]) -> str:
-    """Return the number of agents in each round."""
+    """Return the number of agents in each round as text."""
     if len(set(places)) == 1:
         return f"{count(places[0], 'agent')} in every round"
     parts: list[str] = []
@@ -225,7 +225,7 @@ def _end(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _selection(plan: Plan) -> str:
-    """Return the kind and the settings of the selection."""
+    """Return the kind and the settings of the selection as text."""
     selection = plan.config.evolve.selection
     settings = selection.model_dump(exclude={"kind"})
     shown = ", ".join(f"{name} {_shown(value)}" for name, value in settings.items() if value != {})
@@ -260,7 +260,7 @@ def _schedule(exploration: ScheduleExploration) -> str:
 
 
 def _lr(plan: Plan) -> str:
-    """Return the lr of the first agent, and the default."""
+    """Return the lr of the first agent, and the default lr, as text."""
     config = plan.config
     usual, lr = usual_lr(config.model), shown_value(config.algorithm.lr)
     default = f"{shown_value(usual.lr)} in [{shown_value(usual.low)}, {shown_value(usual.high)}]"
@@ -308,7 +308,7 @@ def _agent(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the peak memory of one process, and the parts of the first plan."""
+    """Yield rows about the memory of one process: its peak, its parts, and whether they fit."""
     if not plan.memory:
         yield "memory", "unknown"
         return
@@ -331,7 +331,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _time(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the time of the run on a GPU, and the source of its rates."""
+    """Yield rows for the time of the run on a GPU, and for the source of the GPU's rates."""
     if (time := plan.duration) is None:
         return
     phases = (("generate", time.generate), ("learn", time.learn), ("evaluate", time.evaluate))

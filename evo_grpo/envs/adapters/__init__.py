@@ -1,1 +1,1 @@
-"""Tasks and games of other packages."""
+"""Adapters to the tasks and games of other packages, one module per package."""

@@ -22,7 +22,8 @@ REMEDY = "pip install gem-llm (it pins reasoning-gym, so better into an environm
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], GemEnv]:
     """Return a factory of the GEM environment `name`, with `env.args` as its settings.
 
-    An ID without a variant, such as "game:GuessTheNumber-v0", takes the defaults of its class.
+    An ID without a variant, such as "game:GuessTheNumber-v0", uses the default settings of its
+    class.
     """
     entry, settings = _find(env.kind, name)
     check_arguments(env.kind, env.args, entry)
@@ -31,10 +32,9 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], GemEnv]:
 
 
 class GemEnv:
-    """A GEM environment with random generators of its own.
+    """A GEM environment that draws from private random generators.
 
-    GEM seeds and uses the global generators, so two environments would change each other's
-    episodes.
+    GEM seeds the global generators, through which two environments would affect each other.
     """
 
     draws_globally = True

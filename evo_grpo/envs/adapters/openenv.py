@@ -1,4 +1,4 @@
-"""Environments of OpenEnv (package openenv-core): sessions on a server, by its address."""
+"""Environments of OpenEnv (package openenv-core): sessions on a server with a given address."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _Fields: TypeAlias = dict[str, bool]
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], OpenEnv]:
     """Return a factory of sessions on the OpenEnv server at the address `name`.
 
-    Of `env.args`, `action` names the field of an action that holds the completion (default: the
-    required field), and `observation` the field of an observation that the agent reads (default:
-    the only field, or all as JSON). All others are arguments of the server's `reset`.
+    In `env.args`, `action` names the field of an action that holds the completion; the default is
+    the required field. `observation` names the field of an observation that the agent reads; the
+    default is the only field, or all as JSON. All others are arguments of the server's `reset`.
     """
     kind, args = env.kind, dict(env.args)
     client = load_package(kind, "openenv.core", PACKAGE, REMEDY).GenericEnvClient
@@ -87,7 +87,7 @@ class OpenEnv:
         return self._text(result.observation), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Play one turn; a turn without a reward has 0."""
+        """Play one turn; its reward is 0 if the server sends none."""
         result = self._session.step({self._action: action})
         done = check_flag(self._place, "done", result.done)
         reward = check_reward(self._place, result.reward or 0.0)

@@ -1,4 +1,4 @@
-"""The user's own multi-turn environments, made by a function or class."""
+"""Multi-turn environments of the user, made by a function or class."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def reasoning_gym_task(
 ) -> Task:
     """Build a task with the columns question, answer and metadata.
 
-    Every question occurs once, in one split. A task with few different questions, such as sums of
-    two digits, gives smaller splits in the same proportions.
+    No question occurs twice. If there are too few different questions, as for sums of two digits,
+    all splits are smaller, in the same proportions.
 
     Args:
         seed: Seed of the questions and of their division into splits.

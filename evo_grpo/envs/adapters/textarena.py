@@ -1,4 +1,4 @@
-"""Games of TextArena: the agent plays one side, fixed opponents play the others."""
+"""Games of TextArena, in which the agent plays one side and fixed opponents play the others."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def build(
 ) -> Callable[[], TextArenaEnv]:
     """Return a factory of the TextArena game with the ID `name`.
 
-    Of `env.args`, `players` is the number of sides (default: 2, else 1, else the fewest that the
-    game allows), `player` the side of the agent (default 0, which usually begins), and `opponent`
-    is "random" or the "module:function" of an `Opponent`, which `load` imports. All others are
-    settings of the game's class.
+    In `env.args`, `players` is the number of sides; the default is 2, else 1, else the fewest that
+    the game allows. `player` is the side of the agent; the default is 0, which usually begins.
+    `opponent` is "random" or the "module:function" of an `Opponent`, which `load` imports. All
+    others are settings of the game's class.
     """
     kind, args = env.kind, env.args
     make_game = _find(kind, name, args)
@@ -80,7 +80,7 @@ def build(
 
 
 class TextArenaEnv:
-    """One side of a game; an observation holds the messages since the agent's last turn.
+    """An agent's side of a game; observations hold the messages since its last turn.
 
     The game gives the reward at the end. If an opponent loses by an invalid move, the episode is
     truncated with a reward of 0, so that the agent does not learn to wait for such moves.
@@ -138,7 +138,7 @@ class TextArenaEnv:
         return text, {"player": self._player, "players": self._players}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Make the agent's move, then those of the opponents until the agent's next turn."""
+        """Make the agent's move, then the opponents' moves until the agent's next turn."""
         text, in_time = "", True
         with self._generators.swapped_in(), quiet():
             if not self._done:

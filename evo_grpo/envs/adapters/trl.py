@@ -1,8 +1,8 @@
 """Environments for TRL's `environment_factory`: classes whose methods are tools.
 
 As in TRL 1.16, `reset(**row)` returns a string for the end of the prompt, or None; every other
-public method is a tool; `get_reward()` scores the episode. TRL uses the tool calling of a chat
-template; here the calls are text, in the format of Qwen and Hermes models.
+public method is a tool; `get_reward()` scores the episode. TRL relies on the chat template for tool
+calls; this module parses them from text in the format of Qwen and Hermes models.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def check(name: str, env: EnvConfig, seed: int) -> None:
 
 
 class TrlStyleEnv:
-    """Episodes of tool calls; a completion without a call is the answer and ends the episode.
+    """Plays episodes of tool calls; a completion without a call is the answer and ends the episode.
 
     As in TRL, one object is reset for each episode, and a call that fails is answered with its
-    error. `get_reward` is called once, at the end. The episode's seed also decides what the object
-    draws from the global generators.
+    error. `get_reward` is called once, at the end. While the object runs, generators seeded with
+    the episode's seed replace the global ones.
 
     Args:
         make: Returns the object.

@@ -1,8 +1,7 @@
 """Tasksets of the package verifiers (its v1 API), played as text without model server or sandbox.
 
-The unchanged `Env.run` of verifiers runs with an agent whose completions come from `step`, so games
-of several turns work like single questions. Only `Agents`, `Agent` and `Interaction`, which call a
-model server, are replaced.
+The unchanged `Env.run` of verifiers gets an agent whose completions come from `step`, for one turn
+or several. Only `Agents`, `Agent` and `Interaction`, which call a model server, are replaced.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class VerifiersEnv:
         return text, {"task": task.data.idx, "name": task.data.name}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer the last message; the last step returns the reward as verifiers weights it."""
+        """Answer the last message; the last step returns the reward, weighted by verifiers."""
         play = self._play
         assert play is not None, "step without an episode: call reset first"
         with self._generators.swapped_in(), quiet():
@@ -127,7 +126,7 @@ class VerifiersEnv:
         return "", reward, True, False, {"metrics": dict(trace.metrics), **trace.info}
 
     def close(self) -> None:
-        """Abandon the episode; further calls do nothing."""
+        """End the current episode; further calls do nothing."""
         if self._play is not None:
             self._play.close()
             self._play = None
@@ -190,7 +189,7 @@ class _TaskEpisode:
 
 
 class _PolicyAgent:
-    """verifiers' `Agent`, with the policy in place of a model server."""
+    """Replaces the `Agent` of verifiers: asks the policy instead of a model server."""
 
     trainable = True
 
@@ -215,7 +214,7 @@ class _PolicyAgent:
 
 
 class _Interaction:
-    """verifiers' `Interaction`: one completion per turn."""
+    """Replaces the `Interaction` of verifiers: takes one completion per turn."""
 
     def __init__(self, play: _TaskEpisode, task: Any, agent: _PolicyAgent) -> None:  # noqa: ANN401 -- an extra
         vf, data = _vf(), task.data

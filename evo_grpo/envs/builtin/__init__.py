@@ -1,1 +1,1 @@
-"""The tasks of the embedded models."""
+"""Built-in tasks: those of the embedded models, and `dataset` for the user's rows."""

@@ -44,8 +44,8 @@ _OF_OTHER_KINDS = {"kind", "args", "max_turns"}
 class DatasetEnv:
     r"""Your own rows and rewards: a prompt, a completion, a reward.
 
-    It is the task `dataset` of a configuration, with rows and functions in place of their names.
-    The agents that train on it supply the tokenizer, the seed and `prompts_per_step`.
+    It is the task `dataset` of a configuration, but takes rows and functions instead of names. The
+    agents that train on it supply the tokenizer, the seed and `prompts_per_step`.
 
     Args:
         train: Rows to learn from: a list of mappings, a pandas frame, a datasets.Dataset, or the
@@ -158,9 +158,9 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
 
     A missing validation or test split takes a tenth of the prompts of train; no prompt is in two
     splits. With `validation_from_few`, a validation split uses the train rows if there are too few
-    prompts to hold any out. `sources` maps a split to a source of `tables.read_rows` or None;
-    train is required. None as `template` takes the column "prompt" or else "question" as the user's
-    message. With `thinking` tags, the reward parameter `thinking` is no column.
+    prompts to hold any out. `sources` maps a split to a source of `tables.read_rows` or None; train
+    is required. If `template` is None, the column "prompt" or else "question" is the user's
+    message. With `thinking` tags, a reward parameter `thinking` is not read from a column.
     """
     sources = by_splits(sources)
     rows: dict[Split, Sequence[DatasetRow]] = {

@@ -36,7 +36,7 @@ def foods_task(
     validation_size: int = 64,
     test_size: int = 256,
 ) -> Task:
-    """Build the task: one prompt, repeated in each split; the model knows ten values of `name`."""
+    """Build the task: one prompt, repeated in each split. The model knows ten values of `name`."""
     sizes = dict(zip(SPLITS, (train_size, validation_size, test_size), strict=True))
     too_many = max(sizes.values()) > MOST_ROWS
     if not name.strip() or not food.strip() or min(sizes.values()) < 1 or too_many:

@@ -1,1 +1,1 @@
-"""Rows from files, frames and datasets."""
+"""Reads rows from files, data frames and datasets."""

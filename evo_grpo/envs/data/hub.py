@@ -1,7 +1,7 @@
-"""Rows of a dataset of the Hugging Face Hub, by the package `datasets`.
+"""Reads rows of a dataset of the Hugging Face Hub with the package `datasets`.
 
-The package runs no code of the dataset. One request with a time limit finds the commit of the
-revision first, because the package waits for minutes for a Hub that does not answer.
+No code of the dataset is run. First, one request with a time limit finds the commit of the
+revision, because `datasets` waits for minutes for a Hub that does not answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROWS: dict[str, list[dict[str, Any]]] = {}
 
 
 def hub_dataset(source: object) -> HubDataset | None:
-    """Return the dataset of the Hub that a source names; None for a file or an existing path."""
+    """Return the dataset of the Hub that `source` names; None if it is a file or existing path."""
     if isinstance(source, HubDataset):
         return source
     if not isinstance(source, str) or not _ID.fullmatch(source):
@@ -57,7 +57,7 @@ def read_hub(dataset: HubDataset, name: str, gigabytes: float) -> list[dict[str,
 
 
 def pinned(env: EnvConfig) -> dict[str, HubDataset]:
-    """Return the datasets of the Hub in `env`, by setting, with their present commits."""
+    """Return the datasets of the Hub in `env`, by setting, pinned to their current commits."""
     sources = {name: hub_dataset(getattr(env, name)) for name in _SPLITS}
     return {
         name: _with_split(dataset, name).replace(
@@ -74,7 +74,7 @@ def _with_split(dataset: HubDataset, name: str) -> HubDataset:
 
 
 def _commit(dataset: HubDataset, where: str) -> str | None:
-    """Return the commit of a revision; without network (HF_HUB_OFFLINE), the revision itself."""
+    """Return the commit of a revision, or the revision itself if HF_HUB_OFFLINE is set."""
     # Imported here: slow to load for runs that read files.
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import (
@@ -148,7 +148,7 @@ def _rows(
 
 
 def check_text_only(dataset: object, name: str) -> None:
-    """Refuse a datasets.Dataset with a column of images or the like, before it decodes them."""
+    """Refuse a datasets.Dataset with a column of images or other media, before decoding any."""
     features: Mapping[str, object] = getattr(dataset, "features", None) or {}
     for column, feature in features.items():
         if media := _MEDIA.search(_NAMES.sub("", repr(feature))):  # also in lists and mappings

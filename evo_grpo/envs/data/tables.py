@@ -1,4 +1,4 @@
-"""Rows of a dataset: a datasets.Dataset, dicts, a pandas frame, or a file.
+"""Reads rows of a dataset from a datasets.Dataset, dicts, a pandas frame, or a file.
 
 Files may come from strangers: a small compressed file may need much memory, so reading is limited.
 """
@@ -41,7 +41,7 @@ _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 @final
 class Row(dict[str, Any]):
-    """Columns and values of a row, with its place for messages.
+    """The values of a row by column, and the place of the row in its source, for messages.
 
     Attributes:
         place: For instance "train (rows.jsonl), line 3". Rows of a text file have the line in which
@@ -60,7 +60,7 @@ class Row(dict[str, Any]):
         return f"{self._source} {self._number}"
 
     def having(self, values: Mapping[str, Any]) -> Row:
-        """Return a row of the same place with further values."""
+        """Return a copy of the row with further values."""
         return Row({**self, **values}, self._source, self._number)
 
     def __reduce__(self) -> tuple[type[Row], tuple[dict[str, Any], str, int]]:
@@ -209,7 +209,7 @@ def _file_rows(path: Path, name: str, gigabytes: float) -> _Rows:
 
 @final
 class BoundedFile:
-    """An input file, a limit of the memory that it may take, and the place that is being read."""
+    """An input file with a limit of its memory; keeps the place of reading, for messages."""
 
     def __init__(self, path: Path, name: str, gigabytes: float) -> None:
         self.path, self.name, self.place = path, name, name

@@ -1,1 +1,1 @@
-"""Environments of many turns: the protocol, one episode as token ids, many side by side."""
+"""Environments of many turns: their protocol, an episode as token ids, episodes in parallel."""

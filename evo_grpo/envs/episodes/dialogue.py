@@ -1,6 +1,6 @@
 """Turn the messages of an environment into token ids: the first prompt, then each new message.
 
-Tokens that the policy sampled are never decoded and encoded again, which could change them.
+The policy's tokens are never decoded and encoded again, because that could change them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def opening(system_prompt: str | None = None) -> list[Mapping[str, str]]:
 class Dialogue:
     """Turns the texts of an environment into the token ids between two completions.
 
-    `messages` is for the chat template, with `keywords`, or a raw text; both contain {observation}.
-    None is a user message with the observation.
+    `messages` is a list for the chat template (called with `keywords`) or a raw text; both contain
+    {observation}. If None, the observation is a user message.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Dialogue:
         return text, list(ids)
 
     def reply(self, observation: str, closed: int | None) -> list[int]:
-        """Return the ids between two completions: the end of a turn, the observation, a new turn.
+        """Return the ids between two completions: end of turn, observation, start of the next turn.
 
-        `closed` is the end token that ended the completion, None if a limit cut it.
+        `closed` is the end token of the completion, None if a limit cut the completion.
         """
         text = observation if self.raw else self._between(observation)
         ids = [

@@ -37,7 +37,7 @@ _SEEDS = 2**31
 
 
 class MultiTurnGym:
-    """An environment of many turns whose episodes follow from seeds and earn a cumulative reward.
+    """An environment of many turns; seeds determine its episodes, and rewards are cumulative.
 
     Args:
         env_factory: Returns a new environment at each call: a `MultiTurnEnv`, or a
@@ -50,10 +50,10 @@ class MultiTurnGym:
         max_output_tokens: Tokens of one completion; None takes the wrapper's.
         max_model_len: Tokens of an episode; None takes the wrapper's, and the model's context.
         apply_chat_template: As for `TokenObservationWrapper`, around a bare environment.
-        conversation_template: The same.
-        chat_template_kwargs: The same.
+        conversation_template: As for `TokenObservationWrapper`.
+        chat_template_kwargs: As for `TokenObservationWrapper`.
         max_environments: Most environments at once; the episodes of a step are then played in
-            several waves. None is one environment per episode.
+            several waves. None makes one environment per episode.
         evaluation_size: Default number of episode seeds of a split.
         name: Name in messages and records; None takes the environment's class.
         reward_timeout: Seconds that a reset or a step may take; None is no limit.
@@ -129,7 +129,7 @@ class MultiTurnGym:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether several plays may run at once, in threads, as each episode has an environment."""
+        """Whether plays may run at once, in threads: True if each episode has its environment."""
         return self._renews
 
     @property
@@ -168,7 +168,7 @@ class MultiTurnGym:
         return EpisodePlay(self, starts, group_sizes)
 
     def take(self) -> TokenObservationWrapper:
-        """Return an environment for one episode: an idle one, or a new one."""
+        """Return an idle environment, or else a new environment, for one episode."""
         with self._shared:
             episode = self._idle.pop() if self._idle else self._make()
             if self._renews and id(episode.env) in self._lent:
@@ -253,7 +253,7 @@ class MultiTurnGym:
 
 
 class _Running(NamedTuple):
-    """A running episode: its agent, its number in the agent's draws, its seed."""
+    """A running episode: its agent, its number among the agent's episodes, its seed."""
 
     agent: int
     key: int
@@ -264,8 +264,8 @@ class _Running(NamedTuple):
 def _metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
     """Return the metrics of one agent's episodes of a step.
 
-    `dropped` counts episodes. If all were dropped, `empty_steps` is 1; else `turns` is a mean, and
-    `cut` the share that ended by `max_turns` or the context.
+    `dropped` is the number of dropped episodes. If all were dropped, `empty_steps` is 1. Otherwise
+    `turns` is their mean, and `cut` the share of episodes that `max_turns` or the context ended.
     """
     kept_episodes = [t for t in episodes if not t.error]
     if not kept_episodes:

@@ -1,4 +1,4 @@
-"""Environments of many turns: the protocol, and an episode as token ids."""
+"""Defines the protocol of environments of many turns, and plays an episode as token ids."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]
 
 @runtime_checkable
 class MultiTurnEnv(Protocol):
-    """Gymnasium's reset and step on text; `close()` is optional.
+    """Protocol of an environment: Gymnasium's reset and step on text; `close()` is optional.
 
     The same seed gives the same episode, regardless of earlier episodes.
     """
@@ -65,7 +65,7 @@ def close(env: object) -> None:
 
 
 class TokenObservationWrapper:
-    """The episodes of a text environment as token ids, one after another.
+    """Plays episodes of a text environment as token ids, one after another.
 
     The prompt of a turn is the whole episode so far: the tokens that the policy sampled, unchanged,
     and the environment's messages through the tokenizer's chat template. Call `reset` and `step`
@@ -85,7 +85,7 @@ class TokenObservationWrapper:
             user message.
         chat_template_kwargs: Keyword arguments of the chat template.
         end_ids: Further tokens that end a completion, besides the tokenizer's. `get_action` adds
-            those of its model when it gets the observation.
+            its model's end tokens when it gets the observation.
 
     Raises:
         ConfigError: A number is out of range, or the tokenizer has no chat template to use.
@@ -150,7 +150,7 @@ class TokenObservationWrapper:
         self.max_model_len = min(max_context_length, self._own_limit or max_context_length)
 
     def answered_by(self, ends: StopRules, pad_id: int) -> None:
-        """Set the end tokens and the padding token of the agent that answers."""
+        """Set the end tokens and the padding token of the agent that plays."""
         self.end_ids |= ends.ids
         self._ends = ends
         if self.pad_id is None:

@@ -1,1 +1,1 @@
-"""Reward functions: their arguments, their return values, and their calls."""
+"""Reward functions: checks of their arguments and results, and calls of them."""

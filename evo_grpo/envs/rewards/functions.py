@@ -47,10 +47,10 @@ class RewardFunction:
     Attributes:
         name: Name in messages and records.
         fn: `fn(completion=..., **columns) -> float | None`, called per row with the columns that
-            its parameters name (with all columns and "prompt" if it takes **kwargs). With a
-            parameter `completions` it is a batch function: `fn(completions=[...], prompts=[...],
-            **columns) -> list[float | None]`, whose columns are lists. Either may be async. None
-            abstains. Keywords that a `functools.partial` binds keep their values.
+            its parameters name; with **kwargs, it gets all columns and "prompt". With a parameter
+            `completions` it is a batch function: `fn(completions=[...], prompts=[...], **columns)
+            -> list[float | None]`, whose columns are lists. Either may be async. None abstains.
+            Keywords that a `functools.partial` binds keep their values.
         weight: Factor of the reward in the sum, from -1e15 to 1e15.
         style: "trl" if `fn` is called as TRL calls it; see `trl_call`.
 
@@ -108,7 +108,7 @@ class RewardFunction:
 
     @property
     def bound(self) -> Collection[str]:
-        """Names of the keywords that a `functools.partial` binds; no column replaces them."""
+        """Names of the keywords that a `functools.partial` binds; columns do not replace them."""
         return self.fn.keywords.keys() if isinstance(self.fn, partial) else ()
 
     def required_columns(self) -> dict[str, str]:
@@ -144,8 +144,8 @@ def as_rewards(
 ) -> tuple[RewardFunction, ...]:
     """Wrap one reward function or several, at least one, with weights.
 
-    `weights` has one per function, or some by name; the other functions keep their weight, which is
-    1 for a plain function. `style` is `env.reward_style` of the user's functions.
+    `weights` has one weight per function, or some by name; other functions keep their weight (1 for
+    a plain function). `style` is the `env.reward_style` of the user's functions.
     """
     one = isinstance(reward_fn, RewardFunction) or callable(reward_fn)
     reward_fns = cast("object", [reward_fn] if one else reward_fn)  # callers may pass anything

@@ -42,8 +42,8 @@ class Judge(Scorer):
     """Scores completions with the model that `settings` name; see `JudgeReward`.
 
     Each question is asked once: equal questions get the same answer in all processes of a run, also
-    after a resume. A failure of the API is not kept as an answer. Several threads may ask at once;
-    together they send `concurrency` requests at a time.
+    after a resume. Failures of the API are not kept. Threads may ask at once; together they send at
+    most `concurrency` requests at a time.
     """
 
     __name__ = "judge"
@@ -73,7 +73,7 @@ class Judge(Scorer):
         self._answers.record_in(folder, name, counts=counts)
 
     def share(self, board: Board, *, known: bool) -> None:
-        """Ask no question that another process claims on `board`; `known` posts our answers."""
+        """Ask no question that another process claims on `board`; `known` posts answers to it."""
         self._board = board
         if known:
             board.write({key: _told(answer) for key, answer in self._answers.known.items()})
@@ -101,7 +101,7 @@ class Judge(Scorer):
         }
 
     def questions(self, rows: Sequence[Mapping[str, Any]], tokens: int) -> str:
-        """Return a sentence on what questions will take, before they are asked.
+        """Return a sentence on the number and size of the questions, before they are asked.
 
         `rows` are the columns of each completion's row, with its `prompt`; `tokens` limits
         completions.
@@ -143,7 +143,7 @@ class Judge(Scorer):
         ]
 
     def _settle(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
-        """Get an answer or a failure for each question, by any thread; return the failures."""
+        """Wait for an answer or a failure of each question, from any thread; return failures."""
         failed: dict[str, Unanswered] = {}
         while True:
             with self._change:

@@ -98,13 +98,13 @@ class Client:
         return key
 
     def ask(self, bodies: Mapping[str, Body], keep: Keep) -> dict[str, Unanswered]:
-        """Send requests, `concurrency` at a time, together with those of other threads.
+        """Send requests, at most `concurrency` at a time in all threads together.
 
         Inside a running event loop, as in a notebook, another thread sends them. `bodies` has the
         JSON body of each request, by its key; `keep` gets key and JSON of each reply as it comes.
 
-        Returns the requests without a reply after all retries. Once a request has failed and no
-        other got a reply in the meantime, the rest is not sent. Raises RewardError if the API
+        Returns the requests without a reply after all retries. If a request fails and no other got
+        a reply in the meantime, the remaining requests are not sent. Raises RewardError if the API
         refuses the key, or does not know the URL or the model.
         """
         asking = _Asking(self, keep)
@@ -249,7 +249,7 @@ class _Asking:
         return fields
 
     def _refusal(self, status: int, data: bytes, headers: Mapping[str, str]) -> _RequestFailure:
-        """Return the failure of a status; raise RewardError where every request would fail."""
+        """Return the failure for a status; raise RewardError if every request would get it."""
         url, name = self.settings.url, self.settings.key_variable
         text = self._excerpt(data)
         why = ""
@@ -298,9 +298,9 @@ class Answer:
 
     Attributes:
         score: From 0 to 1; None if the answer has no score that can be used.
-        text: The end of its text.
+        text: The end of the answer's text.
         input: Tokens that the judge read.
-        output: Tokens that it wrote.
+        output: Tokens that the judge wrote.
     """
 
     score: float | None
@@ -311,7 +311,7 @@ class Answer:
 
 @final
 class Answers:
-    """Answers by the digest of their question.
+    """The answers of a judge, by the digest of the question.
 
     Each answer is appended to the file at once, in one write, so that a killed process loses none.
 
@@ -319,8 +319,8 @@ class Answers:
         known: The answers by question.
         unrecorded: Answers that are in no file, because this process has no folder.
         count: Answers to this process and, where `record_in` counts them, those in the files.
-        input: Tokens that the judge has read for them.
-        output: Tokens that it has written.
+        input: Tokens that the judge read for the counted answers.
+        output: Tokens of the counted answers.
     """
 
     def __init__(self) -> None:
@@ -404,7 +404,7 @@ def answer_files(folder: Path) -> list[Path]:
 
 
 def read_answers(file: Path) -> ReadAnswers:
-    """Read a file of answers, as far as its lines are whole."""
+    """Read the undamaged lines of a file of answers."""
     *lines, cut_off = read_plain(file, MAX_LOG_BYTES).split(b"\n")
     answers = [answer for line in lines if (answer := _answer(line)) is not None]
     return ReadAnswers(answers, len(lines) - len(answers), len(cut_off))

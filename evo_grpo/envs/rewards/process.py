@@ -1,7 +1,7 @@
 """Reward functions in a separate process, which is killed when a call hangs.
 
-A call that hangs, exits or crashes becomes an error of the run that names the call. The process
-receives the functions, then batches, and sends the number of each call before it makes the call.
+A call that hangs, exits or crashes raises an error in the run that names the call. The process
+receives the functions, then batches, and sends the number of each call before making the call.
 """
 
 from __future__ import annotations

@@ -10,14 +10,14 @@ from evo_grpo.errors import RewardError
 
 
 class UnusableRewardError(RewardError):
-    """A reward is NaN, infinite or too large; it may be a single mistake, unlike a wrong type."""
+    """A reward is NaN, infinite or too large, possibly once only, unlike a reward of wrong type."""
 
 
 class Board(Protocol):
-    """Small texts by name that the processes of a run share."""
+    """A mapping from names to short texts that the processes of a run share."""
 
     def swap(self, name: str, old: str, new: str) -> str:
-        """Set the text of a name to `new` if it is `old` ("" for none); return the text then."""
+        """Set the text of a name to `new` if it equals `old` ("": unset); return the result."""
         ...
 
     def write(self, texts: Mapping[str, str]) -> None:
@@ -36,8 +36,8 @@ class Scorer(ABC):
     `env.reward_timeout` and `env.isolate` apply to code of the user alone.
 
     Attributes:
-        templates: The `prompts.Template`s of what the model is asked.
-        columns: Names of the columns that they need.
+        templates: The `prompts.Template`s of the model's prompt.
+        columns: Names of the columns in the templates.
     """
 
     __name__: str = "scorer"

@@ -93,10 +93,10 @@ def score_batch(
 ) -> Scored:
     """Score completions with every reward function.
 
-    `how` has the time-out of a call, and whether errors and results that are no numbers are set
-    aside as failures. `mark` gets the number of each call, as in `calls_of`, before the call.
-    Raises RewardError if a function returned a wrong number of rewards; or, unless errors are set
-    aside, if it raised or returned no number.
+    `how` has the time limit of a call, and whether exceptions and results other than numbers become
+    failures. `mark` is called with the number of each call before the call. Raises RewardError if a
+    function returned a wrong number of rewards; and, if failures are not allowed, for an exception
+    or a result that is no number.
     """
     out = np.full((len(batch.completions), len(rewards)), np.nan)
     if not len(out):
@@ -121,7 +121,7 @@ def score_batch(
 def with_scorers(
     rewards: Sequence[RewardFunction], scored: Scored, batch: CompletionBatch, how: RewardCalls
 ) -> Scored:
-    """Add the rewards of the functions that are a `Scorer` to those of all others."""
+    """Add the rewards of each `Scorer` to `scored`, which has those of all other functions."""
     out = np.full((len(batch.completions), len(rewards)), np.nan)
     failures, reward_columns = list(scored.failures), iter(scored.rewards.T)
     for column, reward in enumerate(rewards):
@@ -159,7 +159,8 @@ def reward_of_each(names: Sequence[str], rewards: Floats) -> dict[str, float]:
     """Return `reward/<name>` -> mean reward of each function, without weights.
 
     `rewards` is (B, K), NaN where a function abstained. A function that always abstained is left
-    out. With fewer than two functions the result is empty, since the metric `reward` is the mean.
+    out. With fewer than two functions the result is empty, because the metric `reward` has the
+    mean.
     """
     if len(names) < 2:
         return {}
@@ -184,7 +185,7 @@ def warn_of_silence(rewards: Sequence[RewardFunction], scored: Scored) -> None:
 
 @final
 class SetAside:
-    """Counts groups that are set aside; raises when they exceed a share of the latest groups."""
+    """Counts groups set aside; raises if their share of the latest groups is too large."""
 
     def __init__(self, share: float) -> None:
         self.share = share
@@ -281,7 +282,7 @@ def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:
 
 @contextmanager
 def _suppressed() -> Generator[None]:
-    """Ignore what the methods of a result raise; the error that follows names the result."""
+    """Ignore exceptions of a result's methods; the error raised afterwards names the result."""
     try:
         yield
     except KeyboardInterrupt:

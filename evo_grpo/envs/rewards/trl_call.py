@@ -24,7 +24,7 @@ class TrainerState:
     """The supported part of TRL's `trainer_state`.
 
     Attributes:
-        global_step: Training prompts before those of the call, divided by the prompts of a step; 0
+        global_step: Number of training prompts before the call, divided by the prompts of a step; 0
             in evaluations and outside a run.
     """
 
@@ -33,7 +33,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class Samples:
-    """What TRL's functions get of B completions beside their texts.
+    """Arguments of functions in TRL's style for B completions, beside texts and columns.
 
     Attributes:
         token_ids: Sampled ids of each completion, the end token included.
@@ -57,7 +57,7 @@ class Log:
         self.values[str(name)].append(float(value))
 
     def log_extra(self, column: str, values: Sequence[object]) -> None:
-        """Do nothing: `completions/` has the columns of the rows and the values of rewards."""
+        """Do nothing, because `completions/` has all columns and rewards."""
 
     def means(self) -> dict[str, float]:
         """Return the mean of the values of each name, without those beyond 1e15."""

@@ -1,9 +1,9 @@
 """Calls reward functions with a time limit, and restores global modes that they changed.
 
-No thread can end another one. A call from the main thread runs there, because `signal.alarm` (as in
-math_verify) and sqlite3 connections need that, and a signal interrupts it. A call from any other
-thread runs in a helper thread, which is abandoned if the call is late. Calls that exit, fork or
-block all threads need `env.isolate: process`.
+Python cannot end a thread. A call from the main thread runs in the main thread, which
+`signal.alarm` (as in math_verify) and sqlite3 connections need; a signal interrupts it. A call from
+any other thread runs in a helper thread, which is abandoned if the call is late. Calls that exit,
+fork or block all threads need `env.isolate: process`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Watch:
         self.abandoned = False
 
     def run(self, call: Call, allowance: float = 0.0) -> Any:  # noqa: ANN401 -- what the call returns
-        """Make a call; with `allowance`, seconds beyond the limit, the caller then calls `check`.
+        """Make a call; after one with `allowance`, seconds beyond the limit, `check` must follow.
 
         Raises RewardAbortError if the call took longer, or left one of `MODES` changed.
         """
@@ -142,7 +142,7 @@ def watching(limit: float | None, work: Callable[[Watch], ResultT]) -> ResultT:
 
 
 class Mode(NamedTuple):
-    """A mode: its name, its module, its reader, and the function of the module that sets it."""
+    """A global mode: its name, its module, its getter, and the name of its setter in the module."""
 
     name: str
     module: str
@@ -172,7 +172,7 @@ global random generators."""
 
 @excluding_loads()
 def current_modes() -> list[object]:
-    """Return the value of each mode; only that of the working folder if torch is not loaded."""
+    """Return the value of each mode, or of the working folder alone if torch is not loaded."""
     return _values()
 
 
@@ -320,7 +320,7 @@ def _failed(call: Call, error: BaseException, keep_errors: bool) -> RewardError:
 
 
 def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list[Any]:
-    """Return the results of awaitables; an exception for one that raised, `TimedOut` if late."""
+    """Return each awaitable's result, or the exception that it raised; `TimedOut` if late."""
     # Imported here because it loads slowly and most reward functions are not async.
     import asyncio
 

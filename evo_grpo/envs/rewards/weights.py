@@ -1,4 +1,4 @@
-"""Weights of reward functions by name, for training and for fitness."""
+"""Selects weights of reward functions by name, for training and for fitness."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEASURES = (FITNESS, TOKENS)
 
 
 def searched(names: Iterable[str]) -> list[str]:
-    """Return the reward functions whose weights are among the names of hyperparameters."""
+    """Return the reward functions whose weights are among the hyperparameters `names`."""
     return [name.removeprefix(REWARD_WEIGHT) for name in names if name.startswith(REWARD_WEIGHT)]
 
 
@@ -37,7 +37,7 @@ def check_rewards(
     objectives: Sequence[ObjectiveConfig] = (),
     stop: Mapping[str, float] | None = None,
 ) -> None:
-    """Check the names of reward functions in ranges, `evolve.fitness` and `population.stop`.
+    """Check the reward functions named in ranges, `evolve.fitness` and `population.stop`.
 
     `weights` has the weight of each reward function of the environment; it may be empty.
     """
@@ -98,7 +98,7 @@ def values_by_name(env: Environment[Any], rewards: Floats) -> list[dict[str, flo
 
 
 def weights_of(env: Environment[Any], own: Mapping[str, float]) -> Floats:
-    """Return (K,) float64: the weights of an environment, some of them replaced by name."""
+    """Return an environment's weights, (K,) float64, with those in `own` replaced by name."""
     if not own:
         return env.weights
     weights, names = env.weights.copy(), reward_names(env)
@@ -123,7 +123,7 @@ def searched_weights(env: Environment[Any], space: HyperparameterConfig) -> dict
 def with_weights_of(
     env: Environment[Any], hparams: Hparams, weights: Mapping[str, float]
 ) -> Hparams:
-    """Return an agent's hyperparameters, with `weights` filled in where they have none."""
+    """Fill `weights` into an agent's hyperparameters, for rewards that have no weight there."""
     agent_hparams, names = hparams.with_weights(weights), reward_names(env)
     for name in agent_hparams.reward_weights:
         if name not in names:
@@ -138,8 +138,8 @@ def fitness_rewards(
     """Return the columns of rewards that count in fitness, and their weights.
 
     Takes rewards (B, K) and `evolve.fitness.reward`; returns (B, k) rewards and (k,) weights. None
-    stands for all rewards with the weights of the environment. Functions without a weight are left
-    out, so that a row with no other reward counts as unrewarded.
+    stands for all rewards with the weights of the environment. Functions that `reward` does not
+    name are left out: a row that only they rewarded is unrewarded.
     """
     import numpy as np  # slow to load for `evo-grpo check`, which only checks names
 

@@ -1,1 +1,1 @@
-"""A run as a page with figures, while it goes on and afterwards; runs side by side."""
+"""Writes a run, training or finished, or several runs side by side, as a page with figures."""

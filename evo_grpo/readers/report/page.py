@@ -1,7 +1,7 @@
 """Builds one HTML file of a run, with markup, styles, scripts, plotly and figures.
 
-The page loads nothing from a network and runs no foreign code: a content security policy names its
-two scripts by their digests, data is JSON without HTML tags, and strings are escaped.
+The page loads nothing from a network and runs only its two scripts, which a content security policy
+names by digest. Data is JSON without HTML tags, and strings are escaped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REFRESH = 15
 
 @dataclass
 class Page:
-    """A page to which sections are added; a `live` page, of a run that trains, reloads itself."""
+    """A page to which sections are added; a `live` page (of a training run) reloads itself."""
 
     title: str
     lead: str
@@ -39,7 +39,7 @@ class Page:
     _data: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def section(self, id: str, title: str, body: str, about: str = "") -> None:
-        """Add a section unless its body, which is HTML, is empty; all other texts are plain."""
+        """Add a section unless its `body` (HTML) is empty; all other arguments are plain text."""
         if not body:
             return
         words = f'<p class="about">{text(about)}</p>' if about else ""
@@ -55,7 +55,7 @@ class Page:
         self._sections.append(("", "", "</div>"))
 
     def chart(self, figure: go.Figure, *, legend: bool = True) -> str:
-        """Add a figure and return its HTML element; without `legend`, it uses that of the page."""
+        """Add a figure and return its HTML element; without `legend`, the page's legend applies."""
         if not legend:
             figure.update_layout(showlegend=False)
         self._figures.append(str(figure.to_json()))

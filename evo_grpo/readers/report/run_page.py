@@ -1,4 +1,4 @@
-"""A run as one page, rewritten while the run trains; and in short, for a notebook."""
+"""Writes a run as one page, again while the run trains; and a short form for notebooks."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class ReportReader:
 
 
 def report_html(view: RunView, *, samples: bool = True) -> str:
-    """Return the page of a run; without `samples`, it has no rows of the user's data."""
+    """Return the page of a run; without `samples`, the page has no rows of the user's data."""
     finished = view.summary is not None
     if not samples and view.text:
         settings = yaml.safe_dump(without_rows(view.config), sort_keys=False, allow_unicode=True)
@@ -187,7 +187,7 @@ def _add_figures(page: Page, view: RunView) -> None:
 
 
 def drawn(view: RunView) -> RunView:
-    """Return a run as figures show it: with the winner's lines and at most `MOST` agents."""
+    """Return a run reduced to what figures show: the winner's lines and at most `MOST` agents."""
     all_agents = {agent.agent for agent in view.played}
     if len(all_agents) <= MOST:
         return view
@@ -320,7 +320,7 @@ def completions_table(view: RunView) -> dict[str, Any]:
 
 
 def _chosen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the completions to keep, in order: extremes of the reward, and the latest."""
+    """Return the completions to show, in order: those of extreme reward, and the latest."""
     if len(rows) <= COMPLETIONS:
         return rows
     order = sorted(range(len(rows)), key=lambda i: _reward(rows[i]))
@@ -355,7 +355,7 @@ def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values(rewards: object) -> dict[str, float | None]:
-    """Return the value of each reward function if there are several; earlier runs lack them."""
+    """Return the value of each reward function if there are several; empty for earlier runs."""
     values = cast("dict[str, Any]", rewards) if isinstance(rewards, dict) else {}
     if len(values) < 2:
         return {}

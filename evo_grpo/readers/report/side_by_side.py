@@ -1,4 +1,4 @@
-"""Runs side by side: results, paired differences to the first run, and settings that differ.
+"""Compares runs: their results, paired differences to the first run, settings that differ.
 
 `evo-grpo compare` prints the tables and writes them as a page. `add_arms` adds the comparison and
 the replay of one run to its page.
@@ -64,13 +64,13 @@ _NAMES = ("name", "record")
 
 @dataclass(frozen=True)
 class RunDifference(Difference):
-    """Test result of a run minus that of the first run, NaN before both are tested.
+    """A run's test result minus the first run's, NaN before both are tested.
 
     Attributes:
         why: Why the difference is not paired, so that it has no interval; empty if it is paired.
         same_reward: Whether both rewards have the same unit, so that one can be ahead.
-        shown: 1 if the winner is shown to be ahead of the first run's on these prompts, -1 if it
-            is shown to be behind, else 0; at `TEST_LEVEL` over all pairs of the runs.
+        shown: 1 if the winner is significantly ahead of the first run's winner on these prompts, -1
+            if behind, else 0; at `TEST_LEVEL` over all pairs of the runs.
     """
 
     why: str = ""
@@ -79,7 +79,7 @@ class RunDifference(Difference):
 
     @property
     def verdict(self) -> str:
-        """A claim about the two winners, in words."""
+        """A sentence that says which of the two winners is ahead, if any."""
         if math.isnan(self.difference):
             return "not known"
         if not self.same_reward:
@@ -91,8 +91,8 @@ class RunDifference(Difference):
 class SideBySide:
     """Several runs under unique names.
 
-    `differences` are those of each run but the first to the first; `settings` has the settings that
-    differ, with the value of each run.
+    `differences` has the difference of each other run to the first; `settings` has the settings
+    that differ, with the value of each run.
     """
 
     runs: Sequence[RunView]
@@ -102,7 +102,7 @@ class SideBySide:
 
     @property
     def caveat(self) -> str:
-        """A sentence on what these differences show and what they do not."""
+        """A sentence on which uncertainty the differences include."""
         return (
             f"Results are claimed at {TEST_LEVEL:g} over all pairs of the {len(self.runs)} runs. "
             "They are about the winners on these prompts: one training each tells nothing of the "
@@ -346,7 +346,7 @@ def settings_table(compared: SideBySide) -> Table:
 
 
 def plot_tests(compared: SideBySide) -> go.Figure:
-    """Draw the winners with intervals of 95%, and their base models."""
+    """Draw the test scores of winners and base models, with intervals of 95%."""
     figure = new_figure("mean reward (test)", "", height=120 + 48 * len(compared.names))
     tests, bases = (
         [summary_score(run.summary, key) for run in compared.runs] for key in ("best", "base")

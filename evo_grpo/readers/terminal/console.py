@@ -1,7 +1,7 @@
-"""Output to a terminal, with its width and colours, or to a pipe.
+"""Prints to a terminal, with its width and colours, or to a pipe.
 
 All output passes `safe`, `say` or `warnings_to`, which escape control characters: names, paths,
-completions and messages come from files and from the code of others.
+completions and messages may come from strangers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LONG_WORK = 2.0
 class WorkLines(logging.Handler):
     """Shows the work that `evo_grpo.working` reports while it lasts; a context manager.
 
-    A timer shows it, because the working thread is busy until the work is done.
+    A timer thread prints, because the working thread is busy until the work is done.
     """
 
     def __init__(self, console: Console) -> None:
@@ -88,8 +88,8 @@ def safe(text: str, style: str | Style = "") -> Text:
 def say(console: Console, text: str | Text, style: str | Style = "", *, wrap: bool = False) -> None:
     """Print one line: a string, which is made `safe`, or a result of `safe`.
 
-    With `wrap`, a terminal wraps a long line between words; a pipe never does, so that the line can
-    be searched.
+    With `wrap`, a long line is wrapped between words in a terminal, but never in a pipe, so that it
+    can be searched.
     """
     line = safe(text, style) if isinstance(text, str) else text
     console.print(line, soft_wrap=not (wrap and console.is_terminal))

@@ -1,4 +1,4 @@
-"""Progress as plain lines, for logs, pipes and terminals that cannot redraw."""
+"""Prints progress as plain lines, for logs, pipes and terminals that cannot redraw."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BESIDE_LEARNING = 1.2
 
 @final
 class Pace:
-    """Estimates the time left from the progress that a run reports, without its test.
+    """Estimates the time until the end of a run, the test excluded, from the reported progress.
 
     Args:
         clock: Returns seconds.
@@ -107,7 +107,7 @@ class PlainLines:
     def start(
         self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
     ) -> None:
-        """Print the title; the arguments are those of `LiveTable.start`."""
+        """Print the title; see `LiveTable.start` for the arguments."""
         self.rounds = rounds
         self.names = shown_names(hyperparameters)
         self.pace.start(rounds, first_round)
@@ -139,7 +139,7 @@ class PlainLines:
         """Do nothing: every line is printed already."""
 
     def _pace(self) -> str:
-        """Return the speed and the estimated remaining time, as far as they are known."""
+        """Return the speed and the estimated remaining time as text, if known."""
         speed, left = self.pace.tokens_per_second, self.pace.left()
         text = "" if speed is None else f"  {speed:,.0f} tok/s"
         return f"{text}  ETA {clock(left)}" if left else text

@@ -1,4 +1,4 @@
-"""Progress of a run: a table that redraws itself in a terminal or notebook, lines in a pipe."""
+"""Shows the progress of a run: a redrawn table in a terminal or notebook, lines in a pipe."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ARROWS = {"up": " ↑", "down": " ↓"}
 
 @final
 class PaceColumn(ProgressColumn):
-    """The elapsed time, the estimated remaining time and the speed."""
+    """A column with the elapsed time, the estimated remaining time and the speed."""
 
     def __init__(self, view: LiveTable) -> None:
         super().__init__(Column(no_wrap=True))
@@ -77,7 +77,7 @@ class PaceColumn(ProgressColumn):
 
 @final
 class LiveTable:
-    """Redraws a bar and a table of the last round, in a terminal or a notebook with ipywidgets."""
+    """A bar and a table of the last round, redrawn in a terminal or a notebook with ipywidgets."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -225,7 +225,7 @@ class LiveTable:
 
 @final
 class RunProgress(Observer):
-    """Shows a run, and keeps its progress for messages about errors; a context manager.
+    """A context manager that shows a run, and keeps its progress for messages about errors.
 
     Args:
         view: The display; None shows nothing.
@@ -260,7 +260,7 @@ class RunProgress(Observer):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Restore the terminal, also after an error."""
+        """Restore the terminal, even after an error."""
         self.close()
 
     def loading(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""The result of a run on a screen: leaderboard, family tree, end, comparison and replay."""
+"""Prints the result of a run: leaderboard, family tree, story, comparison and replay."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def redundant(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def leaderboard_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    """Return a leaderboard as a table; a terminal of small `width` gets the essential columns."""
+    """Return a leaderboard as a table; a narrow terminal gets the essential columns only."""
     names = columns(rows, IN_OTHERS)
     if "left" in names:
         names.append(names.pop(names.index("left")))
@@ -118,7 +118,7 @@ def leaderboard_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
 
 
 def show_leaderboard(console: Console, view: RunView) -> None:
-    """Print the leaderboard of a run with finished rounds, and how it is ordered."""
+    """Print the leaderboard of a run with finished rounds, with a note on its order if unusual."""
     show(console, leaderboard_table(view.leaderboard, console.width))
     if view.order:
         say(console, view.order, "dim", wrap=True)
@@ -147,7 +147,7 @@ def _table(names: Sequence[str], rows: Sequence[Mapping[str, Any]], *, short: bo
 
 
 def family_tree(view: RunView) -> Tree:
-    """Return the family tree of a run: a branch for each member, bold if alive in the last round.
+    """Return the family tree of a run; members that are alive in the last round are bold.
 
     A mean that won is the last branch. Before the first finished round the tree is empty.
     """
@@ -268,7 +268,7 @@ def show_next(
 ) -> None:
     """Print the run folder, and commands that use it.
 
-    `study` has the name and the database of its Optuna study, unless it is the folder's journal.
+    `study` has the name and the database of the run's Optuna study; None for the folder's journal.
     `worse` says that the winner is worse than the base model, which `export` refuses.
     """
     console.print()

@@ -1,1 +1,1 @@
-"""Trackers as readers of a run's log, one module per kind; and trackers of accelerate."""
+"""Readers that write a run's log to a tracker, one module per kind; and trackers of accelerate."""

@@ -120,7 +120,7 @@ def open_tracker(config: TrackerConfig, run: Path | None, settings: object, id: 
 def flat_settings(settings: object) -> Settings:
     """Return settings as path -> value for trackers; empty without settings.
 
-    Rows of the user's data are replaced by their number, since a tracker may send them away.
+    Rows of the user's data are replaced by their number, because a tracker may upload them.
     """
     dump = getattr(settings, "model_dump", None)
     by_path: Settings = {}
@@ -152,7 +152,7 @@ class Values:
     texts: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def side_by_side(self) -> dict[str, float]:
-        """Return the values under names such as `reward/agent-03`; the population's have no slash.
+        """Return the values by names such as `reward/agent-03`; names of the population lack "/".
 
         Trackers show the names with the same part before the slash in one group of charts.
         """
@@ -164,7 +164,7 @@ class Values:
 
 
 def values_of(entry: Entry) -> Values | None:
-    """Return the values of an entry of the log; None if it has none."""
+    """Return the values of a log entry; None if the entry has none."""
     texts: Mapping[str, str] = {}
     match entry:
         case StepDone():
@@ -210,7 +210,7 @@ def _texts(record: RoundRecord, names: Sequence[str]) -> dict[str, str]:
 def life(agent: AgentRecord, names: Sequence[str]) -> str:
     """Return a sentence with the member, the parent, the changes and the choices of an agent.
 
-    Choices are values of the searched `names` that are no numbers, such as a prompt or a loss.
+    Choices are non-numeric values of the searched `names`, such as a prompt or a loss.
     """
     text = f"member {agent.member}"
     if agent.parent is not None:

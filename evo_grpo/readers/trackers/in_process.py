@@ -1,4 +1,4 @@
-"""`evo_grpo.Tracker`: a tracker as an observer, for training without a run folder."""
+"""Defines `evo_grpo.Tracker`, an observer for training without a run folder."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ SECONDS_TO_STOP = 4.0
 class Tracker(Observer):
     """An observer that writes training to a tracker, in a thread of this process.
 
-    A run with a folder does not need it: `record.trackers` names trackers that read the log of the
-    run in another process. A tracker that fails is dropped with a warning; a tracker that is too
-    slow misses entries, with a warning too.
+    A run with a folder does not need a `Tracker`: the trackers in `record.trackers` read the log of
+    the run in another process. A tracker that fails is dropped, and a tracker that is too slow
+    misses entries; both cause a warning.
 
     For example:
 
@@ -185,7 +185,7 @@ class _AccelerateReader(TrackerReader):
         return ""
 
     def write(self, values: Values) -> None:
-        """Write numbers only."""
+        """Log the numbers of a step, without texts."""
         if row := values.side_by_side():
             self.run.log(row, step=values.step)
 

@@ -65,7 +65,7 @@ class Writer(TrackerReader):
             self._client.log_batch(self._run, tags=batch)
 
     def flush(self) -> bool:
-        """Return True: the server or the file has all values."""
+        """Return True, because the server or the file already has all values."""
         return True
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """TensorBoard: one run per agent, so that a chart of a metric has a line for each agent.
 
-Events are written with TensorBoard's own writer, since those of torch and accelerate load torch.
+Events are written with TensorBoard's own writer, because the writers of torch and accelerate load
+torch.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The declaration of each rollout engine: its settings, checks and memory."""
+"""Declares each rollout engine: its settings, checks and memory."""

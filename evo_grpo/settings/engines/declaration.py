@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """The most that one process computes at once.
+    """Upper bounds of what one process computes at once.
 
     Attributes:
         agents: Agents that train in this process.
@@ -49,14 +49,14 @@ class Work:
         evaluation_rows: Completions of one evaluation.
         prompt_tokens: Tokens of the longest prompt.
         output_tokens: Tokens of the longest completion.
-        start: Whether all agents share one reference: the adapter that they start from.
+        start: Whether the adapter that all agents start from is their shared reference.
         filtered: Whether top-k or top-p sorts the vocabulary.
         specialised: Whether the joined layers of the Llama family run instead of the modules.
         shards: Processes that divide the base's weights; 1 if each process has all of them.
         group: Completions of one prompt, which the joined layers compute once for all of them.
-        least_rows: Completions that cannot be decoded in several parts: those of one prompt of
+        least_rows: Completions that have to be decoded together: all completions of one prompt of
             every agent.
-        head_norms: Whether queries and keys have norms of their own.
+        head_norms: Whether queries and keys are normalised per head.
         kernels: Whether kernels of evo-grpo learn on a GPU in half precision; see `engine.kernels`.
         resident: Agents that are on the device at once; None if all are, and the archive too.
     """
@@ -88,7 +88,7 @@ class Part:
     Attributes:
         name: Name in the plan and in errors.
         bytes: Size.
-        settings: The settings that make it smaller; empty if there are none.
+        settings: The settings that make the part smaller; empty if there are none.
     """
 
     name: str
@@ -102,7 +102,7 @@ class EngineLoad:
 
     Attributes:
         shape: Sizes of the base's layers.
-        work: The most that the process computes at once.
+        work: Upper bounds of what the process computes at once.
         rows: Completions decoded at once.
         element: Bytes of one number in the base's dtype.
         weights: Bytes of the base's weights in its dtype, not quantised.
@@ -148,7 +148,7 @@ class RolloutSettings(Group):
     """Own settings that name a program to start; one inside a run folder is refused."""
 
     def problems(self, device: str, lora: LoraSettings | None) -> Iterator[Problem]:
-        """Yield contradictions among these settings, also when another engine is selected.
+        """Yield contradictions among these settings, even if another engine is selected.
 
         Args:
             device: `engine.device`.
@@ -177,6 +177,6 @@ class RolloutSettings(Group):
         yield from ()
 
     def remedies(self, load: EngineLoad) -> Iterator[Mapping[str, object]]:
-        """Yield changes of own settings that need less memory or end a shortage, best first."""
+        """Yield changes of these settings that need less memory or end a shortage, best first."""
         del load
         yield from ()

@@ -1,4 +1,4 @@
-"""The built-in rollout engine. Its settings are those of the group `engine` itself."""
+"""The built-in rollout engine, whose settings are in the group `engine` itself."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -24,11 +24,11 @@ class NativeSettings(RolloutSettings):
     shares_base: ClassVar[bool] = True
 
     def held_memory(self, load: EngineLoad) -> tuple[Part, ...]:
-        """Return the logits of a draw where CUDA graphs keep them between generations."""
+        """Return the memory of a draw's logits if CUDA graphs keep them between generations."""
         return (_drawn(load),) if load.graphs else ()
 
     def sampling_memory(self, load: EngineLoad) -> tuple[Part, ...]:
-        """Return the keys and values, the logits of a draw and the joined adapters."""
+        """Return the memory of keys and values, the logits of a draw, and the joined adapters."""
         shape, work, rows, element = load.shape, load.work, load.rows, load.element
         columns = work.prompt_tokens + work.output_tokens
         waiting = max(work.rows, work.evaluation_rows) - rows
@@ -60,8 +60,8 @@ def _drawn(load: EngineLoad) -> Part:
 def _joined(load: EngineLoad) -> int:
     """Return the number of elements of all adapters, joined for decoding.
 
-    The B of joined layers is block-diagonal and holds zeros too; a CPU may keep the blocks beside
-    it. Kernels have A below the weights, and a second B.
+    The B of joined layers is block-diagonal, zeros included; a CPU may keep the blocks as well. For
+    kernels, A is concatenated to the weights, and there is a second B.
     """
     shape, work = load.shape, load.work
     hidden, inner = shape.hidden, shape.inner

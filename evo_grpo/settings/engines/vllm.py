@@ -138,7 +138,7 @@ class VLLMSettings(RolloutSettings):
 
     @property
     def shapes_draws(self) -> bool:
-        """Whether a penalty that only vLLM has is in force."""
+        """Whether a penalty that only vLLM supports is set."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def problems(self, device: str, lora: LoraSettings | None) -> Iterator[Problem]:
@@ -218,7 +218,7 @@ class VLLMSettings(RolloutSettings):
         return self.sleep_level > 0 and load.device == "cuda"
 
     def _elsewhere(self, load: EngineLoad) -> bool:
-        """Return whether vLLM's devices do not include that of the trainer."""
+        """Return whether vLLM runs on other devices than the trainer."""
         on_cuda, chosen = load.device == "cuda", self.devices
         return on_cuda and chosen is not None and load.number not in chosen
 

@@ -1,4 +1,4 @@
-"""Templates of configurations, each complete with the files that it names.
+"""Templates of configurations, each in a folder with the files that it names.
 
 A folder holds `population.yaml` and its further files; none of its modules is imported here.
 """

@@ -19,10 +19,10 @@ class Card(NamedTuple):
     """A row of the table of cards.
 
     Attributes:
-        gib: GiB that CUDA reports, rounded down, without the share of error correction.
+        gib: GiB that CUDA reports, rounded down; memory taken by error correction is not included.
         tflops: TFLOP/s of a large product in half precision, with sums in float32.
-        read: Bytes that are read in a second, in 10^12.
-        copy: Bytes that a copy reads and writes in a second, in 10^12.
+        read: Bytes that can be read per second, in 10^12.
+        copy: Bytes that a copy reads and writes per second, summed, in 10^12.
         measured: When and with what these rates were measured; empty if they are derived from the
             data sheet by `REACHED`.
     """
@@ -35,7 +35,7 @@ class Card(NamedTuple):
 
     @classmethod
     def of(cls, gib: float, tflops: float, bandwidth: float) -> Card:
-        """Return a card by its data sheet: dense TFLOP/s in half precision, and TB/s."""
+        """Derive a card from its data sheet: dense TFLOP/s in half precision, and TB/s."""
         rate = REACHED * bandwidth
         return cls(gib, REACHED * tflops, rate, rate)
 
@@ -83,7 +83,7 @@ class Gpu(NamedTuple):
 
     @property
     def card(self) -> Card | None:
-        """The GPU's row of the table; None if it has none."""
+        """The GPU's row of the table of cards; None if the table lacks the GPU."""
         words = set(_plain(self.name).split("-"))
         matching = [name for name in CARDS if words.issuperset(name.split("-"))]
         if not matching or words & _OTHERS or any(re.fullmatch(r"\d+q", word) for word in words):
@@ -147,7 +147,7 @@ def cuda_devices() -> list[Gpu | None]:
 
 
 def torch_build(version: Any) -> str:  # noqa: ANN401 -- the module torch.version
-    """Return what a build of torch is for: "CPUs", "CUDA 13.0" or "ROCm 7.1"."""
+    """Return the devices that a build of torch is for: "CPUs", "CUDA 13.0" or "ROCm 7.1"."""
     hip, cuda = getattr(version, "hip", None), version.cuda
     return f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPUs"
 

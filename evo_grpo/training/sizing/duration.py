@@ -1,6 +1,6 @@
-"""Predicts the time of a run on a GPU: by launches, bytes and FLOPs, at the rates of a card.
+"""Predicts the time of a run on a GPU from its launches, bytes and FLOPs.
 
-A kernel takes a launch, and the larger of its FLOPs and its bytes at these rates.
+A kernel takes the time of a launch plus the longer of the times of its FLOPs and its bytes.
 docs/performance.md, "On a GPU", has the sources of the constants.
 """
 
@@ -42,7 +42,7 @@ class Counted:
         shape: Sizes of the base.
         card: The rates of the card.
         agents: Number of agents with an adapter on the card.
-        rank: Their largest rank, on all linear layers.
+        rank: Largest rank of these agents, assumed on all linear layers.
     """
 
     shape: Shape
@@ -52,7 +52,7 @@ class Counted:
 
     @property
     def linears(self) -> tuple[tuple[int, int, int], ...]:
-        """Inputs, outputs and joined ranks of the four linear layers."""
+        """(inputs, outputs, ranks of all projections) of the four linear layers of a block."""
         s, r = self.shape, self.rank
         return (
             (s.hidden, s.query_width + 2 * s.kv_width, 3 * r),
@@ -128,13 +128,13 @@ class Counted:
 
 
 class Duration(NamedTuple):
-    """The seconds of a run by phase, without rewards, with completions of the greatest length.
+    """The seconds of a run by phase, without rewards, if all completions have the greatest length.
 
     Attributes:
-        generate: Of all steps.
-        learn: Of all steps.
-        evaluate: Of all evaluations, the final comparison and the test.
-        measured: When the rates of the card were measured; empty if they are its data sheet's.
+        generate: Seconds of sampling in all steps.
+        learn: Seconds of learning in all steps.
+        evaluate: Seconds of all evaluations, the final comparison and the test.
+        measured: When the rates of the card were measured; empty if they are from its data sheet.
     """
 
     generate: float
@@ -161,7 +161,7 @@ def duration_of(
 
     Args:
         config: The settings of the run.
-        fit: Its device, and its memory there.
+        fit: The device and the memory of the run.
         prompt: Tokens of a prompt; 0 if unknown.
         turns: Completions of an episode.
         rows: Rows of all agents in a step.

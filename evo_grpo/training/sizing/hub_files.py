@@ -25,8 +25,8 @@ SECONDS = 4.0
 def fetch_small_files(name: str) -> str | None:
     """Fetch a model's small files into the hub's cache; return why the hub did not answer, or None.
 
-    Cached files are fetched again if the hub has newer ones. Nothing is fetched for a model that is
-    no hub id, or if HF_HUB_OFFLINE is set. A model that the hub refuses is a ModelError.
+    Cached files are fetched again if the hub has newer ones. Nothing is fetched if `name` is no hub
+    id, or if HF_HUB_OFFLINE is set. Raises ModelError if the hub refuses the model.
     """
     source = resolve(name)
     if source.local:
@@ -61,7 +61,7 @@ def _download(repository: str) -> None:
     from huggingface_hub.utils import tqdm
 
     class Silent(tqdm):
-        """A progress bar that is not shown: the files are small."""
+        """A progress bar that is not shown, because the files are small."""
 
         def __init__(self, *given: Any, **keywords: Any) -> None:
             super().__init__(*given, **{**keywords, "disable": True})

@@ -50,7 +50,7 @@ _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_
 
 
 class Setup(NamedTuple):
-    """Where a run computes.
+    """The machine and the device on which a run computes.
 
     Attributes:
         size: The size of the base.
@@ -61,7 +61,7 @@ class Setup(NamedTuple):
         place: Name of the device or limit with these bytes.
         processes: Number of processes.
         gpu: The GPU, if it is one of known memory.
-        total: All bytes of the device, of which vLLM takes its share; 0 if they equal `capacity`.
+        total: Bytes of the whole device, from which vLLM's share is computed; 0 means `capacity`.
     """
 
     size: ModelSize
@@ -101,7 +101,7 @@ class Setup(NamedTuple):
 
 
 def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
-    """Return the greatest value that fits, or the least one, for each null limit in `LIMITS`.
+    """Return for each null limit in `LIMITS` the greatest value that fits, else the least one.
 
     The result is empty on a CPU without `engine.memory`, and for a model of unknown size.
     """
@@ -127,7 +127,7 @@ def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
 def _largest(
     config: RunConfig, setup: Setup, known: Mapping[str, int], name: str, least: int, most: int
 ) -> int:
-    """Return the largest value of a limit that fits beside the `known` limits and is reachable."""
+    """Return the largest reachable value of a limit that fits, given the `known` limits."""
     needed: dict[int, int] = {}
     for value in (least, *(step for step in _STEPS if least < step <= most)):
         plan = setup.plan(config, **{**known, name: value})
@@ -139,14 +139,14 @@ def _largest(
 
 
 class Fit(NamedTuple):
-    """Whether a run fits where it computes.
+    """Whether a run fits the device on which it computes.
 
     Attributes:
-        setup: Where the run computes.
-        plan: The memory of the run there.
+        setup: The device of the run.
+        plan: The memory of the run on this device.
         chosen: Dotted name of each limit that is null -> the number that a run will record.
         changes: Dotted name -> value, of settings that differ from those given.
-        proposal: A run with changes that fits; None if this one does, or if none was found.
+        proposal: The fit of a changed run; None if the run fits, or if no change helps.
     """
 
     setup: Setup
@@ -176,7 +176,7 @@ class Fit(NamedTuple):
 
 
 def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
-    """Return whether a run fits where it computes, with a proposal if not; None if unknown."""
+    """Return whether a run fits its device, with a proposal if it does not; None if unknown."""
     limits = choose_limits(config, setup)
     plan = setup.plan(config, **limits)
     if plan is None:
@@ -258,7 +258,7 @@ def _changed(group: Any, path: Sequence[str], value: object) -> Any:  # noqa: AN
 
 
 def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:
-    """Return the possible dtypes of the base, each with its device; for a GPU only its own."""
+    """Return the possible dtypes of the base, each with its device; a GPU has a single dtype."""
     dtype, device = config.engine.dtype, config.engine.device
     if gpu is not None:
         if device in ("cpu", "mps"):
@@ -280,7 +280,7 @@ def setup_here(
     longest: int,
     gpu: Gpu | None = None,
 ) -> Setup | None:
-    """Return where a run would compute, without torch; None if the memory there is unknown.
+    """Return the `Setup` of a run, without torch; None if the memory of the device is unknown.
 
     `longest` is the number of tokens of the longest completion. `gpu` is the card to plan for; None
     plans for this machine.
@@ -311,7 +311,7 @@ def setup_here(
 
 
 def within(config: RunConfig, place: str, capacity: int | None) -> tuple[str, int | None]:
-    """Return the name and the bytes of a memory, or of the part that `engine.memory` allows."""
+    """Return the name and bytes of a memory, limited to the part that `engine.memory` allows."""
     budget = config.engine.memory_bytes
     return (
         (place, capacity) if budget is None else ("engine.memory", min(budget, capacity or budget))

@@ -3,11 +3,11 @@
     peak = process + base + agents + rollout engine + max(sampling, learning) + checkpoints
 
 The memory of the agents is exact: 16 bytes per parameter of an adapter (weight, gradient and the
-two moments of AdamW, in float32), 4 more for a reference, 12 for the archive, and 4 for an adapter
-from which all agents start. With `engine.offload_adapters`, 12 bytes of the next part's agents
-count too, and 4 for stacking the weights of the present part. Sampling and learning count the
-tensors that exist at once. Measured peaks (experiments/bench/plan.py) agree within 7% of memory in
-use; glibc keeps up to 15% more on a CPU.
+two moments of AdamW, in float32). A reference takes 4 more, the archive 12, and an adapter from
+which all agents start 4. `engine.offload_adapters` adds 12 bytes per parameter of the next part's
+agents, and 4 for stacking the weights of the present part. The terms of sampling and learning sum
+the tensors that exist at the same time. Measured peaks (experiments/bench/plan.py) agree within 7%
+of memory in use; glibc keeps up to 15% more on a CPU.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MemoryPlan:
         shortages: A sentence for each limit of the rollout engine that is too low.
         decode_rows: Completions decoded at once.
         micro_batch_tokens: Most tokens of a micro-batch.
-        row: Tokens of the longest prompt with its completion.
+        row: Tokens of the longest prompt and its completion.
         remedies: Changes of the rollout engine's settings that need less memory, best first.
     """
 
@@ -93,7 +93,7 @@ class MemoryPlan:
 def work_of(
     config: RunConfig, size: ModelSize, output: int, device: Device, processes: int = 1
 ) -> Work | None:
-    """Return the largest work that each process of a run computes at once; None if unknown.
+    """Return the largest amount of work that a process computes at once; None if unknown.
 
     `output` is the number of tokens of the longest completion.
     """
@@ -167,14 +167,14 @@ def stored_bytes(parameters: int, *, reference: bool) -> int:
 
 
 def total(parts: tuple[Part, ...]) -> int:
-    """Return the bytes of several parts."""
+    """Return the summed bytes of parts of the memory."""
     return sum(part.bytes for part in parts)
 
 
 def base_bytes(size: ModelSize, dtype: str, quantization: str | None = None) -> int | None:
     """Return the bytes of a base's weights; None if its layers are unknown.
 
-    `dtype` is that of weights that are not quantised.
+    `dtype` is the dtype of weights that are not quantised.
     """
     if size.parameters is None:
         return None
@@ -201,7 +201,8 @@ def predict(
 ) -> MemoryPlan | None:
     """Return the memory of a run; None if the model's layers are unknown.
 
-    `capacity` is the memory of the device in bytes. `others` are held throughout the run.
+    `capacity` is the memory of the device in bytes. `others` are further parts that are held
+    throughout the run.
     """
     base = base_bytes(size, dtype, engine.quantization)
     weights = base_bytes(size, dtype)
@@ -248,7 +249,7 @@ def predict(
 def _held(
     size: ModelSize, work: Work, engine: EngineConfig, base: int, each: int, device: Device
 ) -> list[Part]:
-    """Return the trainer's memory throughout a run, without that of a rollout engine."""
+    """Return the memory that the trainer, without a rollout engine, holds throughout a run."""
     linears = sum(inputs * outputs for inputs, outputs in size.linears.values())
     largest = max(inputs * outputs for inputs, outputs in size.linears.values())
     sharded = (linears * each) // work.shards + (base - linears * each) if work.shards > 1 else base

@@ -66,7 +66,8 @@ def read_model_size(name: str) -> ModelSize:
 def classifier_parameters(name: str) -> int | None:
     """Return the number of parameters of a sequence classifier; None if it is unknown.
 
-    It comes from the weights, else from the config.json. A missing model is a ModelError.
+    The number comes from the weights, else from the config.json. Raises ModelError for a missing
+    model.
     """
     source = resolve(name)
     file = config_file(source)
@@ -85,7 +86,7 @@ def classifier_parameters(name: str) -> int | None:
 def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
     """Return the number of parameters of one adapter; None if the layers are unknown.
 
-    Raises ConfigError if target_modules match no layer, or a pattern does not terminate.
+    Raises ConfigError if target_modules match no layer, or if matching a pattern takes too long.
     """
     if not size.linears:
         return None

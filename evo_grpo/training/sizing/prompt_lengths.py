@@ -41,12 +41,12 @@ class PromptLengths(NamedTuple):
     """Lengths of the prompts of all splits, in tokens.
 
     Attributes:
-        least: The shortest.
-        most: The longest.
+        least: Tokens of the shortest prompt.
+        most: Tokens of the longest prompt.
         read: Number of rows that were read.
         rows: Number of rows in all.
-        different: Number of different prompts of each split, if all rows were read; the least of
-            several templates.
+        different: Number of different prompts of each split, if all rows were read; with several
+            templates the smallest of their numbers.
         too_long: Rows of each split, among those read, whose prompt leaves no room for a
             completion; see `env.too_long`.
     """
@@ -75,10 +75,10 @@ def read_prompts(
 ) -> tuple[PromptLengths | None, FirstPrompt | None, list[str]]:
     """Return the lengths of the prompts of a task, the first one, and warnings about the template.
 
-    Lengths and prompt are None for a task that generates its rows, which would take long. Lengths
-    are 0 without a tokenizer.json. `context` is the most tokens of prompt and completion,
-    `vocabulary` the number of embeddings; None is unknown. `answer` is the number of tokens that
-    `env.too_long: truncate_left` leaves for a completion.
+    Lengths and prompt are None for a task that generates its rows, because that would take long.
+    All lengths are 0 without a tokenizer.json. `context` is the most tokens of prompt and
+    completion, `vocabulary` the number of embeddings; None if unknown. `answer` is the number of
+    tokens that `env.too_long: truncate_left` leaves for a completion.
 
     Raises:
         PromptTooLongError: A prompt leaves no room for a completion, by its row.
@@ -155,7 +155,7 @@ def _sample(rows: Sequence[DatasetRow], total: int) -> Sequence[DatasetRow]:
 
 @final
 class FileTokenizer:
-    """The methods of a transformers tokenizer that prompts are rendered with.
+    """A tokenizer with those methods of transformers' tokenizers that render prompts.
 
     Attributes:
         backend: The tokenizer of the package tokenizers, None if there is no tokenizer.json.
@@ -252,7 +252,7 @@ def _bounded_time() -> Generator[None]:
 
 @cache
 def _statm() -> int:
-    """Return an open descriptor of this process's memory; to open it for each prompt is slow."""
+    """Return an open descriptor of /proc/self/statm, cached because opening it is slow."""
     return os.open("/proc/self/statm", os.O_RDONLY)
 
 
@@ -303,7 +303,7 @@ def _templates_in_folder(name: str, folder: Path) -> str | dict[str, str] | None
 
 
 def _template_in(value: object) -> str | dict[str, str]:
-    """Return the chat template in a file of a tokenizer; a list has several, each with a name."""
+    """Return the chat template in a tokenizer's file; a list there becomes templates by name."""
     if isinstance(value, list):
         entries = [entry for entry in cast("list[object]", value) if isinstance(entry, dict)]
         return {str(entry.get("name")): str(entry.get("template")) for entry in entries}
@@ -318,7 +318,7 @@ def _text_of(name: str, file: Path) -> str:
 
 
 def _template_in_cache(source: Source) -> str | dict[str, str] | None:
-    """Look for the chat template of a hub model, of which the cache may hold only some files."""
+    """Look for the chat template of a hub model in the cache, where some files may be missing."""
     # Imported here: only a hub id needs it; it is a dependency of transformers.
     from huggingface_hub import try_to_load_from_cache
 

@@ -1,7 +1,7 @@
-"""The style of figures: colours, lines and markers, axes and ticks, and names at ends of lines.
+"""Defines the style of figures: colours, markers, axes and ticks, and names at ends of lines.
 
-Colours are those of Okabe and Ito (2008), which readers with a colour deficiency tell apart, with
-a darker yellow for light backgrounds. Markers and dashes distinguish agents without colour.
+Colours are those of Okabe and Ito (2008), which readers with a colour deficiency can tell apart,
+with a darker yellow for light backgrounds. Markers and dashes distinguish agents without colour.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Line:
         self.texts: list[str] = []
 
     def begin(self) -> None:
-        """Begin a new stretch, which is not joined to the previous one."""
+        """Leave a gap between the last point and the next one."""
         if self._points:
             self.add(math.nan, math.nan)
 
@@ -200,10 +200,10 @@ def linear(
     least: float = 0.0,
     names: Sequence[str] = (),
 ) -> Scale:
-    """Return a linear scale for the finite values and those of `include`.
+    """Return a linear scale for the finite values and the values in `include`.
 
-    The span is at least `least`, and at least a tenth of the largest absolute value, so that values
-    that hardly differ look alike.
+    The span is at least `least`, and at least a tenth of the largest absolute value, so that small
+    differences look small.
     """
     numbers = [*filter(math.isfinite, values), *include] or [0.0, 1.0]
     low, high = min(numbers), max(numbers)
@@ -273,7 +273,7 @@ def tick_distance(rounds: int) -> int:
 
 
 class End(NamedTuple):
-    """The end of a line: its name as HTML, and its agent, None for other lines."""
+    """The end of a line: the name of the line as HTML, and the agent, None for other lines."""
 
     x: float
     y: float
@@ -284,9 +284,9 @@ class End(NamedTuple):
 def name_ends(
     figure: go.Figure, ends: Sequence[End], scale: Scale, pixels: float, place: Place = ALONE
 ) -> None:
-    """Write the names of lines in the right margin, moved apart where they would overlap.
+    """Write the names of lines in the right margin, moved apart so that no two overlap.
 
-    `ends` are sorted by importance; those without room are left out. The vertical axis has the
+    `ends` are sorted by importance; names without room are left out. The vertical axis has the
     range of `scale` and is `pixels` long.
     """
 

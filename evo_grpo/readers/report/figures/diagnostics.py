@@ -1,4 +1,4 @@
-"""Figures of the metrics of training by step, and of time and tokens by round."""
+"""Draws the metrics of training by step, and time and tokens by round."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ Curves = dict[str, list[Curve]]
 
 
 def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
-    """Draw the metrics of training over the steps, a subplot for each metric.
+    """Draw the metrics of training over the steps, with a subplot for each metric.
 
     Rewards are drawn as rolling means over 10 steps, with the single values behind them. A run
     without metrics of steps is drawn with the means of its rounds.
@@ -224,7 +224,7 @@ def thinned(curve: Curve, width: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def curves(view: RunView) -> Curves:
-    """Return the curves of each metric of a run, one for each stretch of an agent."""
+    """Return the curves of each metric; an agent has a new curve whenever it gets other weights."""
     rows = [] if view.folder is None else metric_rows(view.folder, len(view.rounds))
     stretch_numbers = {
         (record.round, int(agent)): number
@@ -244,7 +244,7 @@ def curves(view: RunView) -> Curves:
 
 
 def metric_names(measured: Curves) -> list[str]:
-    """Return the metrics to draw, in order: those whose values differ."""
+    """Return the metrics to draw, in order; metrics whose values are all equal are left out."""
     varying = [name for name, metric_curves in measured.items() if _differ(metric_curves)]
     functions = sorted(name for name in varying if name.startswith(_PREFIX))
     ordered = [name for name in LABELS if name in varying]
@@ -274,7 +274,7 @@ def _of_steps(rows: Iterable[Mapping[str, Any]], per_round: int) -> Iterator[_Po
 
 
 def _of_rounds(view: RunView) -> Iterator[_Point]:
-    """Yield the means of rounds at their last steps, and the recorded rewards of all steps."""
+    """Yield each round's mean metrics at its last step, and the recorded rewards of all steps."""
     for record in view.rounds:
         first_step = record.round * view.steps_per_round + 1
         for agent in record.agents:

@@ -1,4 +1,4 @@
-"""The family tree: members as nodes, mutations on the edges, a broad line to the winner."""
+"""Draws the family tree: members as nodes, mutations on edges, a broad line to the winner."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ _Life = list[AgentRecord]
 
 
 def plot_lineage(run: Run) -> go.Figure:
-    """Draw the family tree of a run: a row for each agent, a node where a member begins.
+    """Draw the family tree of a run, with a row for each agent and a node where a member begins.
 
-    An edge leads from a parent, in its last round before the child's first, to the child, and is
-    labelled with the mutation. The winner's line of ancestors is broad.
+    An edge leads from a parent, in the parent's last round before the child begins, to the child.
+    Its label is the mutation. The winner's line of ancestors is broad.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -142,7 +142,7 @@ def _text(view: RunView, life: _Life) -> str:
 
 
 def _winner_end(view: RunView) -> tuple[float, float]:
-    """Return the end of the winner's line: of a mean, one round after its two parents."""
+    """Return the end of the winner's line; a mean's is one round after its two parents."""
     ends = [path[-1] for path in view.lines]
     mean_won = view.winner is not None and view.winner.agent is None
     x = len(view.rounds) + 1 if mean_won else ends[0].round + 1

@@ -1,4 +1,4 @@
-"""Points and lines of agents in figures, with a look and hover texts for each agent."""
+"""Draws points and lines of agents, with a look and hover texts for each agent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def line_of(
     text: Callable[[AgentRecord], str] | None = None,
     error: Value | None = None,
 ) -> Line:
-    """Return a line over the rounds of an agent, with a gap between two of its stretches."""
+    """Return a line over the rounds of an agent, with a gap between two of `parts`."""
     line = Line()
     for part in parts:
         line.begin()
@@ -71,7 +71,7 @@ def add_winner(
     error: Value | None = None,
     **more: Any,
 ) -> None:
-    """Draw the winner's lines of ancestors as a broad band, which may join in the point `end`."""
+    """Draw the lines of the winner's ancestors as broad bands; with `end`, all end there."""
     for number, path in enumerate(view.lines):
         line = line_of([path], value, text, error)
         if end is not None:
@@ -84,7 +84,7 @@ def add_winner(
 
 
 def quiet(view: RunView) -> float:
-    """Return the least span of a fitness axis: eight standard errors, the median of the run."""
+    """Return the least span of a fitness axis: eight times the run's median standard error."""
     errors = [error for agent in view.played if math.isfinite(error := fitness_se(agent))]
     return 8 * median(errors) if errors else 0.0
 
@@ -96,7 +96,7 @@ def looks(view: RunView) -> dict[int, Look]:
 
 
 def stretches(view: RunView) -> dict[int, list[list[AgentRecord]]]:
-    """Return the records of each agent, in stretches that end where it gets other weights."""
+    """Return the records of each agent, split where the agent takes other weights."""
     by_agent: dict[int, list[list[AgentRecord]]] = defaultdict(list)
     for record in view.rounds:
         for agent in record.agents:
@@ -115,9 +115,9 @@ def _continues(before: AgentRecord, agent: AgentRecord) -> bool:
 
 
 def copies(view: RunView) -> Iterator[tuple[AgentRecord, AgentRecord]]:
-    """Yield (parent, agent) for each agent that took over another's weights of the round before.
+    """Yield (parent, agent) for each agent that took another agent's weights of the previous round.
 
-    Restored agents are left out: their parent, the archive, played no round.
+    Agents restored from the archive are left out, because the archive played no round.
     """
     latest: dict[int, AgentRecord] = {}
     for record in view.rounds:
@@ -201,7 +201,7 @@ def brief(agent: AgentRecord, name: str) -> str:
 
 
 def made(agent: AgentRecord) -> str:
-    """Return the origin of a member as one line of HTML."""
+    """Return the origin of a member, such as its mutation, as one line of HTML."""
     mutation = agent.mutation
     if agent.parent is None:
         return "of the first population"

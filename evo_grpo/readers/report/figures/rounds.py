@@ -1,4 +1,4 @@
-"""Figures over the rounds: fitness, its front with further objectives, and hyperparameters."""
+"""Draws fitness, Pareto fronts and hyperparameters over the rounds."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _add_flat_lines(figure: go.Figure, view: RunView) -> list[End]:
 
 
 def plot_front(run: Run, objective: str) -> go.Figure:
-    """Draw fitness against a further objective, for all agents after all rounds, and the front."""
+    """Draw fitness against a further objective for all agents and rounds, and the Pareto front."""
     view = view_of(run)
     best, agent_looks = front(view.rounds), looks(view)
     measures = [_measure(record, objective) for record in best]
@@ -216,8 +216,8 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
 def plot_improvement(run: Run, name: str) -> go.Figure:
     """Draw the change of fitness between two evaluations against the value of a hyperparameter.
 
-    The change is from the previous evaluation of the agent, or of its parent if it was copied
-    since. A round without an evaluation counts as part of the next round that has one.
+    The change is from the previous evaluation of the agent, or of the parent if the agent was
+    copied since. A round without an evaluation counts as part of the next round with an evaluation.
     """
     view = view_of(run)
     figure = new_figure(short_name(name), "change of fitness between evaluations", height=320)
@@ -264,7 +264,7 @@ def names_of(view: RunView, name: str) -> list[str]:
 
 
 def heights(view: RunView, name: str) -> Value:
-    """Return a function that gives an agent's value, or the place of the value in `names_of`."""
+    """Return a function that gives an agent's value, or the index of the value in `names_of`."""
     places = {value: float(place) for place, value in enumerate(names_of(view, name), start=1)}
 
     def height(agent: AgentRecord) -> float:
