@@ -99,7 +99,7 @@ def play(folder: str, kill: bool) -> None:
 @pytest.mark.slow
 def test_a_kill_after_steering_changes_nothing():
     # Rounds so long that all is asked for within the second one, on a slow machine too.
-    Path("my_reward.py").write_text(REWARD.replace("0.1", "0.2"))
+    Path("my_reward.py").write_text(REWARD.replace("0.1", "0.35"))
     for name, kill in (("whole", False), ("killed", True)):
         play(name, kill)
     whole, killed = Path("whole"), Path("killed")
