@@ -315,6 +315,8 @@ def test_weights_belong_to_functions():
     rewards = as_rewards([boom, RewardFunction("other", batch_boom, 0.5)])
     assert [(reward.name, reward.weight) for reward in rewards] == [("boom", 1.0), ("other", 0.5)]
     assert [reward.weight for reward in as_rewards([boom, boom], [2, 0.25])] == [2, 0.25]
+    second = as_rewards([boom, boom])[1]
+    assert [reward.weight for reward in as_rewards([second, boom], np.array([1, 3]))] == [1, 3]
     assert as_rewards(boom)[0].fn is boom
 
 
