@@ -300,6 +300,8 @@ def as_number(name: str, value: object, batch: CompletionBatch, position: int) -
     """Return a reward as a float; None abstains and becomes NaN."""
     if value is None:
         return math.nan
+    if type(value) is float and -LARGEST <= value <= LARGEST:  # most values, without a context
+        return value
     kind, expected = RewardError, "a finite number"
     with _suppressed():
         plain = _plain(value)
