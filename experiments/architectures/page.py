@@ -40,10 +40,11 @@ python experiments/architectures/sweep.py --page  # writes this page
 
 ## The Llama family
 
-These model types run by layers of evo-grpo's own, which compute the same with fewer passes over
-memory and each prompt of a group once; [Architecture](architecture.md#the-shared-forward-pass) says
-how. A model of such a type that differs from it runs by its own modules, as all others do. Sliding
-windows act in rows of any length, and prompts of different lengths share a batch.
+These model types run by layers of evo-grpo's own. They compute the same with fewer passes over
+memory, and compute each prompt of a group only once;
+[Architecture](architecture.md#the-shared-forward-pass) says how. A model of such a type with other
+layers runs by its own modules, as all other models do. Sliding windows act in rows of any length,
+and prompts of different lengths share a batch.
 
 {families}
 
@@ -55,7 +56,7 @@ windows act in rows of any length, and prompts of different lengths share a batc
   the completions, are the same. For such models, sampling is fastest if prompts have few different
   lengths.
 - **Sliding windows**: rows within the window share one batch. Longer rows are decoded by length,
-  past the window, as `generate` does.
+  as `generate` decodes them.
 - **Layers that flatten rows** have adapters like other layers. Experts that share one parameter
   have none: `all-linear` then means the existing linear layers, mostly those of the attention, and
   a warning lists them. `lora.target_modules` selects others.
@@ -163,11 +164,11 @@ def _families(rows: Sequence[Row]) -> str:
     versions = found[0]["versions"]
     about = (
         "The error is the greatest of the sweep, as above. The other columns are the processor "
-        "time of the model's own modules over that of the joined layers, 8 agents of rank 8, 8 "
-        "completions of 32 tokens a prompt, one prompt (10M parameters) or four (1M) an agent, "
-        f"with prompts of {' / '.join(map(str, prompts))} tokens. Windows are of 16 tokens, where "
-        "the modules decode prompts of one length without a mask and read as few columns: there, "
-        "generating gains little or loses up to a tenth. "
+        "time of the model's own modules divided by that of evo-grpo's layers: 8 agents of rank 8, "
+        "8 completions of 32 tokens a prompt, one prompt (10M parameters) or four (1M) an agent, "
+        f"and prompts of {' / '.join(map(str, prompts))} tokens. Windows have 16 tokens. With a "
+        "window, the modules decode prompts of one length without a mask and read as few columns "
+        "as evo-grpo's layers, so generating gains little or loses up to a tenth. "
         "Learning gains most from prompts that a group shares; matrix products take most of the "
         "rest. "
         f"Measured {found[0]['date'][:10]} on a busy machine with two cores (torch "
