@@ -26,8 +26,9 @@ MOST_BYTES = 1 << 24
 MOST_REPEATS = 10_000
 """Most layers; transformers builds an object for each before it reads any weight."""
 MOST_EXPERTS = 1 << 17
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _COUNTS = (
-    *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_labels"),
+    *(*_LAYERS, "num_labels"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -80,9 +81,11 @@ def check_config(config: Mapping[str, Any]) -> None:
     for part in parts:  # the loop appends to `parts`
         parts += [inner for inner in part.values() if isinstance(inner, dict)]
         for key in _BOUNDS.keys() & part.keys():
-            value, most = part[key], _BOUNDS[key]
-            if isinstance(value, float) or (isinstance(value, int) and value > most):
-                raise ValueError(f"{key}: expected an integer of at most {most:,}, got {value:,}")
+            value, least, most = part[key], int(key in _LAYERS), _BOUNDS[key]
+            if isinstance(value, float) or (isinstance(value, int) and not least <= value <= most):
+                raise ValueError(
+                    f"{key}: expected an integer from {least} to {most:,}, got {value:,}"
+                )
 
 
 def read_config(name: str, file: Path) -> dict[str, Any]:
