@@ -14,8 +14,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from evo_grpo.model.base import SharedBase
+from evo_grpo.model.forward.choice import open_forward
 from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.model.forward.train import open_forward
 from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.engine import NativeEngine

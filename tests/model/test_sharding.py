@@ -63,7 +63,7 @@ def test_every_pass_comes_by_the_base_where_it_is_counted():
         ("learn/learner.py", "self.updates.backward"),
         ("learn/updates.py", "self.slots.base.backward"),
         # Before the first step on a GPU, of a base that is not divided.
-        ("model/llama/cuda/choice.py", "base.backward"),
+        ("model/forward/choice.py", "base.backward"),
         # DeepSpeed's own, which go by `SharedBase.entry` and have their backwards counted by it.
         ("population/zero/engine.py", "trunk"),
         ("population/zero/engine.py", "self.engine.backward"),

@@ -4,7 +4,7 @@ import tiny
 import torch
 from torch import nn
 
-from evo_grpo.model.upcast import in_float32
+from evo_grpo.model.probing import in_float32
 
 HALF = (torch.bfloat16, torch.float16)
 BUILDS = (tiny.llama, tiny.gpt2, architectures.mpt, architectures.gemma3, architectures.mixtral)

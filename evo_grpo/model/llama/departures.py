@@ -33,7 +33,7 @@ from evo_grpo.model.forward.stacks import make_chunks
 from evo_grpo.model.llama.attention import Attention
 from evo_grpo.model.llama.families import LayerKind, describe
 from evo_grpo.model.llama.functions import Span, linear
-from evo_grpo.model.llama.train import attention_of, normalized, normalized_heads, run_layer
+from evo_grpo.model.llama.train import attention_of, normalized, run_layer
 from evo_grpo.model.llama.weights import (
     JoinedLayer,
     JoinedLinear,
@@ -51,12 +51,13 @@ from evo_grpo.model.origin import (
 from evo_grpo.model.out_of_memory import is_out_of_memory
 from evo_grpo.model.probing import (
     CANNOT_RUN,
+    HALF,
+    in_float32,
     own_generator,
     probe_ids,
     relative_error,
     tolerance,
 )
-from evo_grpo.model.upcast import HALF, in_float32
 
 _log = logging.getLogger(__name__)
 _DIFFERENCE, _LOGGED = "llama difference", "llama departures"
@@ -317,8 +318,7 @@ def _joined(
         chunks = make_chunks((1,), columns, 0, x.device)
         spans = (Span(0, 1, columns, chunks, *weights.rotary(columns, x[0], kind.table)),)
         attentions[kind] = attention_of(description, kind, spans, None, x[0])
-    run = attentions[kind]
-    return run_layer(description, layer, x[0], run, _product, normalized, normalized_heads)[None]
+    return run_layer(description, layer, x[0], attentions[kind], _product, normalized)[None]
 
 
 def _product(base: JoinedLinear, x: Tensor, residual: Tensor | None = None) -> Tensor:

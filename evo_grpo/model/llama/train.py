@@ -21,15 +21,7 @@ from evo_grpo.model.forward.stacks import Chunks, make_chunks
 from evo_grpo.model.llama.adapter_views import adapter_views
 from evo_grpo.model.llama.attention import Attention
 from evo_grpo.model.llama.families import Description, LayerKind
-from evo_grpo.model.llama.functions import (
-    HeadNorms,
-    LoraLinear,
-    NormGroup,
-    RmsNorm,
-    Span,
-    glu,
-    linear,
-)
+from evo_grpo.model.llama.functions import LoraLinear, RmsNorm, Span, glu, linear
 from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights, Norm
 from evo_grpo.model.lora.slots import AdapterSlots
 
@@ -53,6 +45,7 @@ class LlamaForward:
         indexed = reversed(list(enumerate(self._views.adapters)))
         self._places = {name: index for index, name in indexed}
         self._layout: RowLayout | None = None
+        self._norm = normalized if self.base.compiled is None else _by_module
 
     @contextmanager
     def rows(self, layout: RowLayout, dropout: Sequence[int] | None = None) -> Generator[None]:
@@ -64,8 +57,8 @@ class LlamaForward:
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
         """See `ModuleForward.hidden_at`."""
         x = self._run(ids) if prefix is None else self._run_shared(prefix)
-        norm = _by_module if self.base.compiled is not None else normalized
-        return norm(self.weights.norm, x.index_select(0, where if prefix is None else prefix.where))
+        where = where if prefix is None else prefix.where
+        return self._norm(self.weights.norm, x.index_select(0, where))
 
     def collect_gradients(self) -> None:
         """Write the gradient of each adapter to its parameters."""
@@ -140,11 +133,7 @@ class LlamaForward:
 
     def _layer(self, layer: JoinedLayer, x: Tensor, *, attention: Attention) -> Tensor:
         product = partial(self._linear, spans=attention.spans)
-        description = self.weights.description
-        if self.base.compiled is not None:
-            heads = partial(heads_one_by_one, norm=_by_module)
-            return run_layer(description, layer, x, attention, product, _by_module, heads)
-        return run_layer(description, layer, x, attention, product, normalized, normalized_heads)
+        return run_layer(self.weights.description, layer, x, attention, product, self._norm)
 
     def _linear(
         self,
@@ -185,13 +174,11 @@ def run_layer(
     attention: Callable[[Tensor], Tensor],
     product: Callable[..., Tensor],
     norm: Callable[[Norm, Tensor], Tensor],
-    heads: Callable[[Description, JoinedLayer, Tensor], Tensor],
 ) -> Tensor:
     """Run a decoder layer on hidden states (M, H).
 
     `attention` maps concatenated q, k and v to the outputs of the heads. `product` takes a joined
-    linear layer, its input and an optional summand of its output. `norm` takes a norm and its
-    input; `heads` is like `normalized_heads`.
+    linear layer, its input and an optional summand of its output; `norm` a norm and its input.
     """
     before, after, before_mlp, after_mlp = layer.norms
 
@@ -205,7 +192,7 @@ def run_layer(
 
     qkv = product(layer.qkv, x if before is None else norm(before, x))
     if layer.head_norms:
-        qkv = heads(description, layer, qkv)
+        qkv = _normalized_heads(description, layer, qkv, norm)
     x = added(layer.out, attention(qkv), x, after)
     gate_and_up = product(layer.gate_up, x if before_mlp is None else norm(before_mlp, x))
     inner = glu(gate_and_up, gelu=description.gelu)
@@ -223,17 +210,10 @@ def normalized(norm: Norm, x: Tensor) -> Tensor:
     return nn.functional.rms_norm(x.float(), weight.shape, weight, norm.eps).to(x.dtype)
 
 
-def normalized_heads(d: Description, layer: JoinedLayer, joined: Tensor) -> Tensor:
-    """Apply the norms of q and k to concatenated q, k and v (M, (heads + 2 kv_heads) D)."""
-    if joined.device.type == "cpu":
-        return HeadNorms.apply(joined, _groups(d, layer))
-    return heads_one_by_one(d, layer, joined, normalized)
-
-
-def heads_one_by_one(
+def _normalized_heads(
     d: Description, layer: JoinedLayer, joined: Tensor, norm: Callable[[Norm, Tensor], Tensor]
 ) -> Tensor:
-    """Apply the norms of q and k as `normalized_heads` does, calling `norm` for each."""
+    """Apply the norms of q and k to concatenated q, k and v (M, (heads + 2 kv_heads) D)."""
     *parts, v = joined.split([n * d.head_dim for n in (d.heads, d.kv_heads, d.kv_heads)], dim=-1)
     rows = (-1,) if d.family.head_norms == "all" else (-1, d.head_dim)
     normed = [
@@ -241,17 +221,3 @@ def heads_one_by_one(
         for head_norm, part in zip(layer.head_norms, parts, strict=True)
     ]
     return torch.cat([*normed, v], dim=-1)
-
-
-def _groups(d: Description, layer: JoinedLayer) -> tuple[NormGroup, ...]:
-    """Return the groups of features that the norms of q and k normalize."""
-    q, k = layer.head_norms
-    weights = q.weight, k.weight
-    if d.family.head_norms == "each":
-        weights = weights[0].expand(d.heads, -1), weights[1].expand(d.kv_heads, -1)
-        if q.eps == k.eps:
-            return (NormGroup(0, torch.cat(weights), q.eps, q.rounds_once),)
-    else:
-        weights = weights[0][None], weights[1][None]
-    q_group = NormGroup(0, weights[0], q.eps, q.rounds_once)
-    return q_group, NormGroup(q_group.stop, weights[1], k.eps, k.rounds_once)

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 
 from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.forward.train import open_forward
+from evo_grpo.model.forward.choice import open_forward
 from evo_grpo.model.llama.departures import (
     can_join_layers,
     departures_of,

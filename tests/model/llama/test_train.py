@@ -18,9 +18,9 @@ from fused_cases import (
     take_gradients,
 )
 
+from evo_grpo.model.forward.choice import ModuleForward, open_forward
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
-from evo_grpo.model.forward.train import ModuleForward, open_forward
 from evo_grpo.model.llama import attention
 from evo_grpo.model.llama.departures import can_join_layers, departures_of
 from evo_grpo.model.llama.train import LlamaForward

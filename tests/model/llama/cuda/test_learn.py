@@ -14,11 +14,12 @@ import torch
 from fused_cases import take_gradients
 from tiny_cohort import PLAIN, build_cohort, learn, make_rows, perturb
 
+from evo_grpo.model.forward import choice
 from evo_grpo.model.forward import prefix as prefixes
+from evo_grpo.model.forward.choice import open_forward
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import find_shared_prefixes
-from evo_grpo.model.forward.train import open_forward
-from evo_grpo.model.llama.cuda import attention, choice, operators
+from evo_grpo.model.llama.cuda import operators, segments
 from evo_grpo.model.llama.cuda.learn import KernelForward
 from evo_grpo.model.llama.train import LlamaForward
 
@@ -181,7 +182,7 @@ def learned(kernels, rows, hparams=PLAIN, build=tiny.llama, broken=None, **setti
 @pytest.fixture
 def on(monkeypatch):
     """Take the kernels as if Triton were there."""
-    monkeypatch.setattr("evo_grpo.model.llama.cuda.choice._refusal", lambda base: None)
+    monkeypatch.setattr("evo_grpo.model.forward.choice._refusal", lambda base: None)
 
 
 @pytest.mark.usefixtures("on")
@@ -309,13 +310,13 @@ def test_the_order_of_sums_is_set_for_the_backward_alone(in_order, monkeypatch):
         modes.append(torch.get_deterministic_debug_mode())
         return call(*given)
 
-    monkeypatch.setattr(attention, "flash_backward", partial(watched, attention.flash_backward))
+    monkeypatch.setattr(segments, "flash_backward", partial(watched, segments.flash_backward))
     prefix = shared_prefix(make_rows(1, groups=2, prompt=(6, 7)))
-    segments = attention.Segments(prefix, prefix.ids, in_order=in_order)
+    plan = segments.Segments(prefix, prefix.ids, in_order=in_order)
     tokens = prefix.ids.numel() + prefix.rest.numel()
     q, kv = (tiny.noise(shape, 1).detach() for shape in ((tokens, 2, 8), (2, tokens, 1, 8)))
-    out, kept = segments.attend(q, kv, 0.3)
-    segments.gradients(out, q, kv, out, kept, 0.3)
+    out, kept = plan.attend(q, kv, 0.3)
+    plan.gradients(out, q, kv, out, kept, 0.3)
     # A mode of 1 would only warn, and flash attention would keep to no order.
     assert modes == [2 if in_order else 0] * 2
     assert torch.get_deterministic_debug_mode() == 0
