@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from evo_grpo.errors import ModelError
+from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs, module_logprobs
 from evo_grpo.model.origin import is_plain_linear
@@ -219,11 +219,15 @@ class SharedBase:
     def compile(self, mode: str) -> None:
         """Compile the layers without adapters (norms, rotary embeddings) with torch.compile.
 
-        Compiled linear layers would be recompiled for each layout of rows.
+        Compiled linear layers would be recompiled for each layout of rows. An unknown mode raises
+        ConfigError.
         """
         for module in self.trunk.modules():
             if type(module).__name__.endswith(("Norm", "RotaryEmbedding")):
-                module.compile(mode=mode, dynamic=True)
+                try:
+                    module.compile(mode=mode, dynamic=True)
+                except RuntimeError as error:
+                    raise ConfigError(f"engine.compile: {error}") from error
         self.compiled = mode
 
     @property

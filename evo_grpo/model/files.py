@@ -75,17 +75,19 @@ MOST_DEPTH = 4
 def check_config(config: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the key, for a number of objects or features no model has.
 
-    Configurations inside of the configuration, of any depth, are checked too.
+    Configurations inside of the configuration, of any depth, are checked too; a part of a model
+    may have no layers.
     """
     parts = [config]
     for part in parts:  # the loop appends to `parts`
         parts += [inner for inner in part.values() if isinstance(inner, dict)]
         for key in _BOUNDS.keys() & part.keys():
-            value, least, most = part[key], int(key in _LAYERS), _BOUNDS[key]
-            if isinstance(value, float) or (isinstance(value, int) and not least <= value <= most):
-                raise ValueError(
-                    f"{key}: expected an integer from {least} to {most:,}, got {value:,}"
-                )
+            value, most = part[key], _BOUNDS[key]
+            if isinstance(value, float) or (isinstance(value, int) and value > most):
+                raise ValueError(f"{key}: expected an integer of at most {most:,}, got {value:,}")
+    for key in _LAYERS:
+        if isinstance(value := config.get(key), int) and value < 1:
+            raise ValueError(f"{key}: expected a layer or more, got {value}")
 
 
 def read_config(name: str, file: Path) -> dict[str, Any]:
