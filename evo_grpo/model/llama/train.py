@@ -20,7 +20,7 @@ from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.forward.stacks import Chunks, make_chunks
 from evo_grpo.model.llama.adapter_views import adapter_views
 from evo_grpo.model.llama.attention import Attention
-from evo_grpo.model.llama.families import Description, LayerKind
+from evo_grpo.model.llama.families import Description
 from evo_grpo.model.llama.functions import LoraLinear, RmsNorm, Span, glu, linear
 from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights, Norm
 from evo_grpo.model.lora.slots import AdapterSlots
@@ -117,13 +117,14 @@ class LlamaForward:
         prefix: SharedPrefix | None = None,
     ) -> Tensor:
         """Run all layers on x (M, H); `spans` maps a rotary table to the spans of the batch."""
-        w = self.weights
-        kinds = w.description.layers
+        d = self.weights.description
         attentions = {
-            kind: attention_of(w.description, kind, spans(kind.table), prefix, x)
-            for kind in dict.fromkeys(kinds)
+            kind: Attention(
+                d.heads, d.kv_heads, spans(kind.table), prefix, x, scale=d.scale, window=kind.window
+            )
+            for kind in dict.fromkeys(d.layers)
         }
-        for layer, kind in zip(w.layers, kinds, strict=True):
+        for layer, kind in zip(self.weights.layers, d.layers, strict=True):
             run = partial(self._layer, layer, attention=attentions[kind])
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(run, x, use_reentrant=False)
@@ -153,18 +154,6 @@ class LlamaForward:
 
 def _by_module(norm: Norm, x: Tensor) -> Tensor:
     return norm.module(x)
-
-
-def attention_of(
-    described: Description,
-    kind: LayerKind,
-    spans: tuple[Span, ...],
-    prefix: SharedPrefix | None,
-    like: Tensor,
-) -> Attention:
-    """Return the attention of the layers of a kind; see `Attention`."""
-    d = described
-    return Attention(d.heads, d.kv_heads, spans, prefix, like, scale=d.scale, window=kind.window)
 
 
 def run_layer(
