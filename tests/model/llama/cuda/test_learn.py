@@ -188,7 +188,7 @@ def on(monkeypatch):
 
 @pytest.mark.usefixtures("on")
 @in_full
-@pytest.mark.parametrize("family", list(MODELS))
+@pytest.mark.parametrize("family", ["qwen3", "granite", "gemma3", "short windows"])
 def test_agents_learn_the_same_in_micro_batches(family):
     rows = [make_rows(slot, groups=2, prompt=(4, 9)) for slot in range(3)]
     hparams = PLAIN.replace(beta=0.1, update_epochs=2, batch_size=6)
