@@ -37,9 +37,8 @@ from evo_grpo.learn.packing import StepTotals, assign_minibatches, filter_and_wh
 from evo_grpo.learn.rows import AgentBatch, AgentTraining, MicroBatch, Row, collate
 from evo_grpo.learn.updates import LossScales, OwnOptimizers, Updates, first_scale
 from evo_grpo.model.alone import excluding_loads
+from evo_grpo.model.forward.choice import TrainForward, give_up_kernels, open_forward
 from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.model.forward.train import TrainForward, open_forward
-from evo_grpo.model.llama.cuda.choice import give_up_kernels
 from evo_grpo.model.llama.cuda.operators import KernelError
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory

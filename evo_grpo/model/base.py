@@ -86,7 +86,7 @@ class SharedBase:
         self.head_kernels = False
         #: The setting `engine.kernels`.
         self.kernels: Kernels = "auto"
-        #: Whether flash attention adds gradients in a fixed order; see `llama.cuda.attention`.
+        #: Whether flash attention adds gradients in a fixed order; see `llama.cuda.segments`.
         self.in_order = True
         #: The mode given to `compile`; None if it was not called.
         self.compiled: str | None = None
@@ -103,9 +103,13 @@ class SharedBase:
             config = config.get_text_config()
         self.head: nn.Linear = _head(model, self.name)
         self.trunk: nn.Module = _trunk(model)
-        self.logit_scale = float(
-            getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0)
-        )
+        divisor = getattr(config, "logits_scaling", 1.0)
+        if divisor == 0:
+            raise ModelError(
+                f"model {self.name!r}: logits_scaling: expected a number other than 0 in its "
+                "config, since logits are divided by it"
+            )
+        self.logit_scale = float(getattr(config, "logit_scale", None) or 1.0 / divisor)
         self.softcap = next((float(v) for n in _SOFT_CAPS if (v := getattr(config, n, None))), 0.0)
         positions = next((int(n) for c in _CONTEXTS if (n := getattr(config, c, 0))), 0)
         self.row_limit = RowLimit(self.trunk, self.name, positions)
@@ -215,12 +219,15 @@ class SharedBase:
     def compile(self, mode: str) -> None:
         """Compile the layers without adapters (norms, rotary embeddings) with torch.compile.
 
-        Compiled linear layers would be recompiled for each layout of rows.
+        Compiled linear layers would be recompiled for each layout of rows. An unknown mode raises
+        ConfigError.
         """
-        _try_compiler(mode, self.device)
         for module in self.trunk.modules():
             if type(module).__name__.endswith(("Norm", "RotaryEmbedding")):
-                module.compile(mode=mode, dynamic=True)
+                try:
+                    module.compile(mode=mode, dynamic=True)
+                except RuntimeError as error:
+                    raise ConfigError(f"engine.compile: {error}") from error
         self.compiled = mode
 
     @property
@@ -393,16 +400,3 @@ def _linear_features(trunk: nn.Module) -> int:
         elif not isinstance(module, nn.Embedding) and isinstance(weight, Tensor):
             total += sum(weight.shape) if weight.ndim == 2 else 0
     return total
-
-
-def _try_compiler(mode: str, device: torch.device) -> None:
-    """Compile a small function, so that a missing compiler is noticed before the first round."""
-    try:
-        torch.compile(lambda x: x + 1, mode=mode)(torch.zeros(1, device=device))
-    except RuntimeError as error:
-        got = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"engine.compile: {mode!r}: expected a mode of torch.compile and a compiler for it, "
-            f"got {type(error).__name__}: {got}; correct the mode, install the compiler (for a CPU "
-            "g++, on Debian: apt install g++), or leave engine.compile out"
-        ) from error

@@ -26,8 +26,9 @@ MOST_BYTES = 1 << 24
 MOST_REPEATS = 10_000
 """Most layers; transformers builds an object for each before it reads any weight."""
 MOST_EXPERTS = 1 << 17
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _COUNTS = (
-    *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_labels"),
+    *(*_LAYERS, "num_labels"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -74,7 +75,8 @@ MOST_DEPTH = 4
 def check_config(config: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the key, for a number of objects or features no model has.
 
-    Configurations inside of the configuration, of any depth, are checked too.
+    Configurations inside of the configuration, of any depth, are checked too; a part of a model
+    may have no layers.
     """
     parts = [config]
     for part in parts:  # the loop appends to `parts`
@@ -83,6 +85,9 @@ def check_config(config: Mapping[str, Any]) -> None:
             value, most = part[key], _BOUNDS[key]
             if isinstance(value, float) or (isinstance(value, int) and value > most):
                 raise ValueError(f"{key}: expected an integer of at most {most:,}, got {value:,}")
+    for key in _LAYERS:
+        if isinstance(value := config.get(key), int) and value < 1:
+            raise ValueError(f"{key}: expected a layer or more, got {value}")
 
 
 def read_config(name: str, file: Path) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from torch import Tensor  # noqa: E402
 from evo_grpo.model.forward.fused import population_forward  # noqa: E402
 from evo_grpo.model.forward.layout import RowLayout  # noqa: E402
 from evo_grpo.model.llama.cuda import operators  # noqa: E402
-from evo_grpo.model.llama.cuda.decode import KernelDecoder  # noqa: E402
+from evo_grpo.model.llama.cuda.generate import KernelDecoder  # noqa: E402
 from evo_grpo.model.llama.weights import LlamaWeights  # noqa: E402
 from evo_grpo.population.cohort.cohort import Cohort  # noqa: E402
 from evo_grpo.rollout.native.graphs import StepGraphs  # noqa: E402

@@ -24,7 +24,7 @@ from device import Place, add_longest, build, busy_seconds, kernels_of  # noqa: 
 from jobs import EXPECTED, Job, Work, counted, population  # noqa: E402
 from shapes import LARGE, LARGEST  # noqa: E402
 
-from evo_grpo.model.llama.cuda.choice import serves_head  # noqa: E402
+from evo_grpo.model.forward.choice import serves_head  # noqa: E402
 from evo_grpo.settings.engines.declaration import Shape  # noqa: E402
 from evo_grpo.settings.engines.declaration import Work as PlannedWork  # noqa: E402
 from evo_grpo.training.sizing.memory import LearnBatch, saved_bytes  # noqa: E402

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from evo_grpo import GRPO, Population
 from evo_grpo.analysis.export.export import export
 from evo_grpo.learn.rows import AgentBatch
+from evo_grpo.model.forward.choice import open_forward
 from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.model.forward.train import open_forward
 from evo_grpo.population.cohort.archive import may_mix
 from evo_grpo.sources import resolve
 

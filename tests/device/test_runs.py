@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from evo_grpo import GRPO, MultiTurnGym, run
 from evo_grpo.cli.commands import app
-from evo_grpo.model.llama.cuda.choice import differs
+from evo_grpo.model.forward.choice import differs
 from evo_grpo.model.llama.departures import can_join_layers
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.engine import NativeEngine

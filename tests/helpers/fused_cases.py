@@ -6,6 +6,7 @@ import tiny
 import torch
 
 from evo_grpo.model.forward.fused import population_forward
+from evo_grpo.model.llama.train import LlamaForward
 
 T = 7
 
@@ -41,6 +42,16 @@ def fused_gradients(slots, layout, input_ids, weights, *, dropout=None, recomput
     with mode, population_forward(slots.layers, layout, dropout=dropout):
         hidden = slots.base.hidden(input_ids)
         (scores(slots.base, hidden, input_ids) * weights).sum().backward()
+    return hidden.detach(), take_gradients(slots, layout.adapters)
+
+
+def llama_gradients(slots, layout, input_ids, weights, *, recompute=False):
+    """The same by the joined layers."""
+    step = LlamaForward(slots, layout.adapters, recompute=recompute)
+    with step.rows(layout):
+        hidden = all_hidden(step, input_ids)
+        (scores(slots.base, hidden, input_ids) * weights).sum().backward()
+    step.collect_gradients()
     return hidden.detach(), take_gradients(slots, layout.adapters)
 
 

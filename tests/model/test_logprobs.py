@@ -1,5 +1,6 @@
 import itertools
 
+import architectures
 import pytest
 import tiny
 import torch
@@ -249,12 +250,6 @@ def test_no_tokens(pieces):
     assert values.shape == entropies.shape == (0,)
 
 
-def granite():
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    return tiny._built(0, GraniteForCausalLM, GraniteConfig(**tiny._settings(logits_scaling=4.0)))
-
-
 def cohere():
     from transformers import CohereConfig, CohereForCausalLM
 
@@ -276,7 +271,9 @@ def phi():
     return model
 
 
-@pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2, tiny.qwen2, granite, cohere, gemma2, phi])
+@pytest.mark.parametrize(
+    "build", [tiny.llama, tiny.gpt2, tiny.qwen2, architectures.granite, cohere, gemma2, phi]
+)
 def test_a_models_own_logits_give_the_same(build):
     base = SharedBase(build())
     input_ids = tiny.ids(2, 6)

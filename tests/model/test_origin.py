@@ -1,7 +1,6 @@
 import functools
 
 import pytest
-import tiny
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -23,43 +22,15 @@ def own(x):
     return x
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        nn.Linear.forward,
-        nn.Module.__call__,
-        modeling_llama.LlamaRotaryEmbedding.forward,
-        modeling_llama.apply_rotary_pos_emb,
-        LlamaForCausalLM.forward,
-        torch.nn.functional.scaled_dot_product_attention,
-    ],
-)
-def test_libraries(function):
-    assert from_libraries(function)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        own,
-        functools.wraps(nn.Linear.forward)(own),
-        torch.no_grad()(own),
-        functools.partial(nn.Linear.forward),
-        object(),
-    ],
-)
-def test_others(function):
-    """A wrapper with another's name and module, and one of torch around another's code."""
-    assert not from_libraries(function)
-
-
-def test_classes(monkeypatch):
-    class Own(nn.Linear):
-        pass
-
-    assert class_from_libraries(nn.Linear)
+def test_code_of_torch_and_transformers_is_told_from_a_persons_own(monkeypatch):
+    """Also in a wrapper with another's name and module, and in one of torch around it."""
+    theirs = nn.Module.__call__, modeling_llama.apply_rotary_pos_emb, LlamaForCausalLM.forward
+    assert all(map(from_libraries, (*theirs, torch.nn.functional.scaled_dot_product_attention)))
+    wrapped = functools.wraps(nn.Linear.forward)(own), torch.no_grad()(own)
+    for function in (own, *wrapped, functools.partial(nn.Linear.forward), object()):
+        assert not from_libraries(function)
     assert class_from_libraries(LlamaForCausalLM)
-    assert not class_from_libraries(Own)
+    assert not class_from_libraries(type("Own", (nn.Linear,), {}))
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", own)
     assert not class_from_libraries(modeling_llama.LlamaMLP)
 
@@ -99,6 +70,7 @@ def test_what_changes_an_instance(change, said):
     linear = nn.Linear(2, 2)
     assert forward_change(linear) is None
     assert is_plain_linear(linear)
+    assert not is_plain_linear(nn.LayerNorm(2))
     change(linear)
     assert forward_change(linear) == said
     assert not is_plain_linear(linear)
@@ -111,7 +83,3 @@ def test_hooks_on_all_modules():
     hook.remove()
     with ModuleTracker():
         assert global_hook() is None
-
-
-def test_a_norm_has_no_plain_product():
-    assert not is_plain_linear(tiny.llama().model.norm)

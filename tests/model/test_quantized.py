@@ -5,6 +5,7 @@ import sys
 import pytest
 import tiny
 import torch
+from fused_cases import assert_close, fused_gradients, inputs, one_at_a_time
 from small_run import outcome, small, stopped_and_resumed
 
 from evo_grpo import run
@@ -12,7 +13,6 @@ from evo_grpo.errors import EngineUnavailable, ModelError
 from evo_grpo.model import quantized
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.digest import base_digest, comparable_digests
-from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.sources import Source, resolve
 
@@ -101,24 +101,12 @@ def test_the_population_forward_is_that_of_peft_one_at_a_time(folder, kind):
     base = SharedBase.load(str(folder), device="cpu", tokenizer=object(), quantization=kind)
     slots = tiny.population(base, (4, 2))
     assert all(p.dtype == torch.float32 for name in slots.names for p in slots.parameters(name))
-    ids = tiny.ids(5, 6)
-    with population_forward(slots.layers, RowLayout(("a0", "a1"), (2, 3))):
-        together = base.hidden(ids)
-    weights = tiny.noise(together.shape, 1)
-    (together * weights).sum().backward()
-    grads = [p.grad.clone() for name in slots.names for p in slots.parameters(name)]
-    apart = []
-    for name, rows in (("a0", slice(0, 2)), ("a1", slice(2, 5))):
-        slots.activate(name)
-        for parameter in slots.parameters(name):
-            parameter.grad = None
-        hidden = base.hidden(ids[rows])
-        (hidden * weights[rows]).sum().backward()
-        torch.testing.assert_close(together[rows], hidden, atol=1e-4, rtol=1e-4)
-        apart += [p.grad for p in slots.parameters(name)]
-    assert any(grad.abs().max() > 0.01 for grad in apart)
-    for own, expected in zip(grads, apart, strict=True):
-        torch.testing.assert_close(own, expected, atol=1e-3, rtol=1e-3)
+    layout = RowLayout(("a0", "a1"), (2, 3))
+    input_ids, weights = inputs(layout.rows)
+    hidden, gradients = fused_gradients(slots, layout, input_ids, weights)
+    expected, apart = one_at_a_time(slots, layout, input_ids, weights)
+    torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+    assert_close(gradients, apart, atol=1e-4)
 
 
 def test_its_digest_is_not_compared_and_packing_does_not_change_the_micro_batch(base, plain):

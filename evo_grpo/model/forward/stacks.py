@@ -33,13 +33,10 @@ class Stack:
         return Stack(self.a.index_select(0, rows), self.b.index_select(0, rows))
 
 
-def build_stack(
-    layer: LoraLayer, adapters: Sequence[str | None], dtype: torch.dtype | None
-) -> Stack:
+def build_stack(layer: LoraLayer, adapters: Sequence[str | None], dtype: torch.dtype) -> Stack:
     """Stack adapters of one layer, differentiably, padded with zeros to the largest rank.
 
-    An adapter None, the base alone, becomes zeros; at least one must not be None. With dtype None,
-    adapters keep their dtype.
+    An adapter None, the base alone, becomes zeros; at least one must not be None.
     """
     lora_a = layer.lora_A
     # A slot may lack a module that another slot adapts: it adds nothing there.
@@ -49,7 +46,6 @@ def build_stack(
     ]
     present = [pair for pair in pairs if pair is not None]
     rank = max(a.shape[0] for a, _ in present)
-    dtype = dtype or present[0][0].dtype
     scales = [
         0.0 if pair is None else float(layer.scaling[str(name)])
         for name, pair in zip(adapters, pairs, strict=True)

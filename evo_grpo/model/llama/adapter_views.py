@@ -111,30 +111,25 @@ KEPT_DEVICE_ELEMENTS = 1 << 21
 
 @dataclass(frozen=True)
 class Part:
-    """The module name of an adapted linear layer, and its place in the joined layer.
+    """An adapted linear layer, and its place in the joined layer.
 
-    The layer has `rank` rows of the joined rank, starting at `row`, and `size` output features,
-    starting at `column`. `rank` is the largest rank of all slots.
+    Attributes:
+        name: Its module name.
+        rows: Its rows of the joined rank, as many as the largest rank of all slots.
+        columns: Its columns of the joined output.
     """
 
     name: str
-    row: int
-    rank: int
-    column: int
-    size: int
+    rows: slice
+    columns: slice
 
     @property
-    def rows(self) -> slice:
-        """The part's rows of the joined rank."""
-        return slice(self.row, self.row + self.rank)
-
-    @property
-    def columns(self) -> slice:
-        """The part's columns of the joined output."""
-        return slice(self.column, self.column + self.size)
+    def rank(self) -> int:
+        """The largest rank of all slots."""
+        return self.rows.stop - self.rows.start
 
     def block(self, b: Tensor) -> Block:
-        """Return the part's block of the joined B, given its leaf (N, size, rank)."""
+        """Return the part's block of the joined B, given its leaf (N, outputs, rank)."""
         return Block(self.rows, self.columns, b.transpose(1, 2))
 
 
@@ -274,7 +269,7 @@ class AdapterViews:
             ]
             rank = max((len(pair[0]) for pair in weights if pair is not None), default=0)
             if rank:
-                parts.append(Part(name, row, rank, column, size))
+                parts.append(Part(name, slice(row, row + rank), slice(column, column + size)))
                 pairs.append(weights)
                 row += rank
             column += size
@@ -283,17 +278,18 @@ class AdapterViews:
         like = next(pair for pair in pairs[0] if pair is not None)[0]
         count = len(self.adapters)
         a = like.new_zeros(count, row, like.shape[1])
-        b = [like.new_zeros(count, part.size, part.rank) for part in parts]
+        b = [
+            like.new_zeros(count, part.columns.stop - part.columns.start, part.rank)
+            for part in parts
+        ]
         scale = like.new_zeros(count, row)
         for part, b_leaf, weights in zip(parts, b, pairs, strict=True):
             for i, (name, pair) in enumerate(zip(self.adapters, weights, strict=True)):
                 if pair is not None:
-                    rank = len(pair[0])
-                    a[i, part.row : part.row + rank] = pair[0]
+                    rank, scaling = len(pair[0]), self._layers[part.name].scaling[str(name)]
+                    a[i, part.rows][:rank] = pair[0]
                     b_leaf[i, :, :rank] = pair[1]
-                    scale[i, part.row : part.row + rank] = self._layers[part.name].scaling[
-                        str(name)
-                    ]
+                    scale[i, part.rows][:rank] = scaling
         joined = (a.requires_grad_(), tuple(weights.requires_grad_() for weights in b))
         width = sum(base.sizes)
         limit = KEPT_ELEMENTS if like.device.type == "cpu" else KEPT_DEVICE_ELEMENTS

@@ -33,7 +33,7 @@ from evo_grpo.model.forward.stacks import make_chunks
 from evo_grpo.model.llama.attention import Attention
 from evo_grpo.model.llama.families import LayerKind, describe
 from evo_grpo.model.llama.functions import Span, linear
-from evo_grpo.model.llama.train import attention_of, normalized, normalized_heads, run_layer
+from evo_grpo.model.llama.train import normalized, run_layer
 from evo_grpo.model.llama.weights import (
     JoinedLayer,
     JoinedLinear,
@@ -51,12 +51,13 @@ from evo_grpo.model.origin import (
 from evo_grpo.model.out_of_memory import is_out_of_memory
 from evo_grpo.model.probing import (
     CANNOT_RUN,
+    HALF,
+    in_float32,
     own_generator,
     probe_ids,
     relative_error,
     tolerance,
 )
-from evo_grpo.model.upcast import HALF, in_float32
 
 _log = logging.getLogger(__name__)
 _DIFFERENCE, _LOGGED = "llama difference", "llama departures"
@@ -308,17 +309,18 @@ def _joined(
     x: Tensor,
 ) -> Tensor:
     """Return the output of the joined layer of a module, x (1, T, H)."""
-    description = weights.description
-    kind = description.layers[number]
+    d = weights.description
+    kind = d.layers[number]
     # A copy of one layer: in half precision its weights have been widened for now.
-    layer = JoinedLayer.join(module, description.family, {}, in_place=False)
+    layer = JoinedLayer.join(module, d.family, {}, in_place=False)
     if kind not in attentions:
         columns = x.shape[1]
         chunks = make_chunks((1,), columns, 0, x.device)
         spans = (Span(0, 1, columns, chunks, *weights.rotary(columns, x[0], kind.table)),)
-        attentions[kind] = attention_of(description, kind, spans, None, x[0])
-    run = attentions[kind]
-    return run_layer(description, layer, x[0], run, _product, normalized, normalized_heads)[None]
+        attentions[kind] = Attention(
+            d.heads, d.kv_heads, spans, None, x[0], scale=d.scale, window=kind.window
+        )
+    return run_layer(d, layer, x[0], attentions[kind], _product, normalized)[None]
 
 
 def _product(base: JoinedLinear, x: Tensor, residual: Tensor | None = None) -> Tensor:

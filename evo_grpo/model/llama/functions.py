@@ -48,7 +48,11 @@ class Span:
 
 
 class RmsNorm(torch.autograd.Function):
-    """y = x / sqrt(mean(x^2) + eps) * w (arXiv:1910.07467), in fp32 as in transformers."""
+    """y = x / sqrt(mean(x^2) + eps) * w (arXiv:1910.07467), in fp32 as in transformers.
+
+    In half precision, results are rounded before and after multiplying by the weight; with
+    `rounds_once`, only after it.
+    """
 
     @staticmethod
     def forward(
@@ -58,76 +62,22 @@ class RmsNorm(torch.autograd.Function):
         eps: float,
         rounds_once: bool = False,
     ) -> Tensor:
-        """Normalize x (..., H) over its last dimension; see `rms_norm`."""
-        y, inverse = rms_norm(x, weight, eps, rounds_once=rounds_once)
+        """Normalize x (..., H) over its last dimension."""
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return y
+        y = wide * inverse
+        return y.mul_(weight).to(x.dtype) if rounds_once else y.to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return dx = (g - x mean(g x) / (mean(x^2) + eps)) / sqrt(mean(x^2) + eps), g = dy w."""
         x, weight, inverse = ctx.saved_tensors
-        return rms_norm_backward(grads[0], x, weight, inverse), None, None, None
-
-
-class HeadNorms(torch.autograd.Function):
-    """The norms of q and k, on concatenated q, k and v."""
-
-    @staticmethod
-    def forward(ctx: Context, joined: Tensor, groups: tuple[NormGroup, ...]) -> Tensor:
-        """Normalize the groups of features in joined (M, all heads * D); copy the rest."""
-        out = torch.empty_like(joined)
-        inverses: list[Tensor] = []
-        for group in groups:
-            _, inverse = rms_norm(
-                group.of(joined),
-                group.weight,
-                group.eps,
-                rounds_once=group.rounds_once,
-                out=group.of(out),
-            )
-            inverses.append(inverse)
-        stop = groups[-1].stop
-        out[:, stop:] = joined[:, stop:]
-        ctx.save_for_backward(joined, *inverses)
-        ctx.groups = groups
-        return out
-
-    @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
-        """Overwrite the gradient of the output, which nothing else uses."""
-        groups: tuple[NormGroup, ...] = ctx.groups
-        joined, *inverses = ctx.saved_tensors
-        (grad,) = grads
-        for group, inverse in zip(groups, inverses, strict=True):
-            group_grad = group.of(grad)
-            rms_norm_backward(group_grad, group.of(joined), group.weight, inverse, out=group_grad)
-        return grad, None
-
-
-@dataclass(frozen=True)
-class NormGroup:
-    """Consecutive features, from `start` on, normalized in rows of equal length.
-
-    Attributes:
-        weight: (rows, features), the factors.
-        eps: Added to the mean square.
-        rounds_once: See `rms_norm`.
-    """
-
-    start: int
-    weight: Tensor
-    eps: float
-    rounds_once: bool
-
-    @property
-    def stop(self) -> int:
-        """Index after the last feature."""
-        return self.start + self.weight.numel()
-
-    def of(self, joined: Tensor) -> Tensor:
-        """Return a view (M, rows, features) of (M, F)."""
-        return joined[:, self.start : self.stop].unflatten(-1, self.weight.shape)
+        wide, grad = x.float(), (grads[0] * weight).float()
+        along = (grad * wide).sum(-1, keepdim=True)
+        along.mul_(inverse.pow(3)).div_(-x.shape[-1])
+        return grad.mul_(inverse).addcmul_(wide, along).to(x.dtype), None, None, None
 
 
 class Glu(torch.autograd.Function):
@@ -276,44 +226,6 @@ class LoraLinear(torch.autograd.Function):
                 chunks.add_product(span.rows_of(d_x), d_low, chunks.per_chunk(down))
         d_residual = grad if ctx.needs_input_grad[1] else None
         return d_x, d_residual, None, None, None, None, d_a, *adapters.apart(d_b)
-
-
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    rounds_once: bool = False,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the normalized x (..., H), and 1 / sqrt(mean(x^2) + eps) (..., 1) in fp32.
-
-    In half precision, results are rounded before and after multiplying by the weight; with
-    `rounds_once`, only after it.
-    """
-    wide = x.float()
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    if out is not None and out.dtype == torch.float32:
-        return torch.mul(wide, inverse, out=out).mul_(weight), inverse
-    y = wide * inverse
-    y = y.mul_(weight).to(x.dtype) if rounds_once else y.to(x.dtype).mul_(weight)
-    return (y if out is None else out.copy_(y)), inverse
-
-
-def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, *, out: Tensor | None = None
-) -> Tensor:
-    """Return dx = (g - x mean(g x) inverse^2) inverse of `rms_norm`, g = dy w; `out` may be dy."""
-    wide = x.float()
-    in_place = out is not None and out.dtype == torch.float32
-    grad = torch.mul(dy, weight, out=out) if in_place else (dy * weight).float()
-    along = (grad * wide).sum(-1, keepdim=True)
-    along.mul_(inverse.pow(3)).div_(-x.shape[-1])
-    grad.mul_(inverse).addcmul_(wide, along)
-    if in_place:
-        return grad
-    return grad.to(x.dtype) if out is None else out.copy_(grad)
 
 
 def glu(both: Tensor, *, gelu: bool) -> Tensor:

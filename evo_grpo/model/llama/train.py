@@ -20,16 +20,8 @@ from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.forward.stacks import Chunks, make_chunks
 from evo_grpo.model.llama.adapter_views import adapter_views
 from evo_grpo.model.llama.attention import Attention
-from evo_grpo.model.llama.families import Description, LayerKind
-from evo_grpo.model.llama.functions import (
-    HeadNorms,
-    LoraLinear,
-    NormGroup,
-    RmsNorm,
-    Span,
-    glu,
-    linear,
-)
+from evo_grpo.model.llama.families import Description
+from evo_grpo.model.llama.functions import LoraLinear, RmsNorm, Span, glu, linear
 from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights, Norm
 from evo_grpo.model.lora.slots import AdapterSlots
 
@@ -53,6 +45,7 @@ class LlamaForward:
         indexed = reversed(list(enumerate(self._views.adapters)))
         self._places = {name: index for index, name in indexed}
         self._layout: RowLayout | None = None
+        self._norm = normalized if self.base.compiled is None else _by_module
 
     @contextmanager
     def rows(self, layout: RowLayout, dropout: Sequence[int] | None = None) -> Generator[None]:
@@ -64,8 +57,8 @@ class LlamaForward:
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
         """See `ModuleForward.hidden_at`."""
         x = self._run(ids) if prefix is None else self._run_shared(prefix)
-        norm = _by_module if self.base.compiled is not None else normalized
-        return norm(self.weights.norm, x.index_select(0, where if prefix is None else prefix.where))
+        where = where if prefix is None else prefix.where
+        return self._norm(self.weights.norm, x.index_select(0, where))
 
     def collect_gradients(self) -> None:
         """Write the gradient of each adapter to its parameters."""
@@ -124,13 +117,14 @@ class LlamaForward:
         prefix: SharedPrefix | None = None,
     ) -> Tensor:
         """Run all layers on x (M, H); `spans` maps a rotary table to the spans of the batch."""
-        w = self.weights
-        kinds = w.description.layers
+        d = self.weights.description
         attentions = {
-            kind: attention_of(w.description, kind, spans(kind.table), prefix, x)
-            for kind in dict.fromkeys(kinds)
+            kind: Attention(
+                d.heads, d.kv_heads, spans(kind.table), prefix, x, scale=d.scale, window=kind.window
+            )
+            for kind in dict.fromkeys(d.layers)
         }
-        for layer, kind in zip(w.layers, kinds, strict=True):
+        for layer, kind in zip(self.weights.layers, d.layers, strict=True):
             run = partial(self._layer, layer, attention=attentions[kind])
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(run, x, use_reentrant=False)
@@ -140,11 +134,7 @@ class LlamaForward:
 
     def _layer(self, layer: JoinedLayer, x: Tensor, *, attention: Attention) -> Tensor:
         product = partial(self._linear, spans=attention.spans)
-        description = self.weights.description
-        if self.base.compiled is not None:
-            heads = partial(heads_one_by_one, norm=_by_module)
-            return run_layer(description, layer, x, attention, product, _by_module, heads)
-        return run_layer(description, layer, x, attention, product, normalized, normalized_heads)
+        return run_layer(self.weights.description, layer, x, attention, product, self._norm)
 
     def _linear(
         self,
@@ -166,18 +156,6 @@ def _by_module(norm: Norm, x: Tensor) -> Tensor:
     return norm.module(x)
 
 
-def attention_of(
-    described: Description,
-    kind: LayerKind,
-    spans: tuple[Span, ...],
-    prefix: SharedPrefix | None,
-    like: Tensor,
-) -> Attention:
-    """Return the attention of the layers of a kind; see `Attention`."""
-    d = described
-    return Attention(d.heads, d.kv_heads, spans, prefix, like, scale=d.scale, window=kind.window)
-
-
 def run_layer(
     description: Description,
     layer: JoinedLayer,
@@ -185,13 +163,11 @@ def run_layer(
     attention: Callable[[Tensor], Tensor],
     product: Callable[..., Tensor],
     norm: Callable[[Norm, Tensor], Tensor],
-    heads: Callable[[Description, JoinedLayer, Tensor], Tensor],
 ) -> Tensor:
     """Run a decoder layer on hidden states (M, H).
 
     `attention` maps concatenated q, k and v to the outputs of the heads. `product` takes a joined
-    linear layer, its input and an optional summand of its output. `norm` takes a norm and its
-    input; `heads` is like `normalized_heads`.
+    linear layer, its input and an optional summand of its output; `norm` a norm and its input.
     """
     before, after, before_mlp, after_mlp = layer.norms
 
@@ -205,7 +181,7 @@ def run_layer(
 
     qkv = product(layer.qkv, x if before is None else norm(before, x))
     if layer.head_norms:
-        qkv = heads(description, layer, qkv)
+        qkv = _normalized_heads(description, layer, qkv, norm)
     x = added(layer.out, attention(qkv), x, after)
     gate_and_up = product(layer.gate_up, x if before_mlp is None else norm(before_mlp, x))
     inner = glu(gate_and_up, gelu=description.gelu)
@@ -223,17 +199,10 @@ def normalized(norm: Norm, x: Tensor) -> Tensor:
     return nn.functional.rms_norm(x.float(), weight.shape, weight, norm.eps).to(x.dtype)
 
 
-def normalized_heads(d: Description, layer: JoinedLayer, joined: Tensor) -> Tensor:
-    """Apply the norms of q and k to concatenated q, k and v (M, (heads + 2 kv_heads) D)."""
-    if joined.device.type == "cpu":
-        return HeadNorms.apply(joined, _groups(d, layer))
-    return heads_one_by_one(d, layer, joined, normalized)
-
-
-def heads_one_by_one(
+def _normalized_heads(
     d: Description, layer: JoinedLayer, joined: Tensor, norm: Callable[[Norm, Tensor], Tensor]
 ) -> Tensor:
-    """Apply the norms of q and k as `normalized_heads` does, calling `norm` for each."""
+    """Apply the norms of q and k to concatenated q, k and v (M, (heads + 2 kv_heads) D)."""
     *parts, v = joined.split([n * d.head_dim for n in (d.heads, d.kv_heads, d.kv_heads)], dim=-1)
     rows = (-1,) if d.family.head_norms == "all" else (-1, d.head_dim)
     normed = [
@@ -241,17 +210,3 @@ def heads_one_by_one(
         for head_norm, part in zip(layer.head_norms, parts, strict=True)
     ]
     return torch.cat([*normed, v], dim=-1)
-
-
-def _groups(d: Description, layer: JoinedLayer) -> tuple[NormGroup, ...]:
-    """Return the groups of features that the norms of q and k normalize."""
-    q, k = layer.head_norms
-    weights = q.weight, k.weight
-    if d.family.head_norms == "each":
-        weights = weights[0].expand(d.heads, -1), weights[1].expand(d.kv_heads, -1)
-        if q.eps == k.eps:
-            return (NormGroup(0, torch.cat(weights), q.eps, q.rounds_once),)
-    else:
-        weights = weights[0][None], weights[1][None]
-    q_group = NormGroup(0, weights[0], q.eps, q.rounds_once)
-    return q_group, NormGroup(q_group.stop, weights[1], k.eps, k.rounds_once)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -29,10 +29,6 @@ def is_llama_family(base: SharedBase) -> bool:
     if "quantised" not in base.derived:
         base.derived["quantised"] = any(is_quantized(module) for module in base.trunk.modules())
     return not base.derived["quantised"]
-
-
-#: cos and sin (positions, head_dim) of rotary positions; sin is None where there are none.
-RotaryTable: TypeAlias = tuple[Tensor, Tensor | None]
 
 
 @dataclass
@@ -205,7 +201,9 @@ class LlamaWeights:
         factor = self.description.embedding_multiplier
         return x if factor == 1.0 else x * factor
 
-    def rotary(self, length: int, like: Tensor, table: str | None = ALL_LAYERS) -> RotaryTable:
+    def rotary(
+        self, length: int, like: Tensor, table: str | None = ALL_LAYERS
+    ) -> tuple[Tensor, Tensor | None]:
         """Return cos and sin (length, head_dim) by the model's own rotary embedding.
 
         The first half of sin is negated. Without rotary positions, cos is 1 and sin None.

@@ -54,7 +54,7 @@ class AdapterPlan:
         config: New configuration of the slot; None for no change.
         shapes: Shapes of the slot's parameters after `apply`, by PEFT's file keys, in the order of
             the parameters.
-        own: Shapes of the adapter's tensors as they were read.
+        read_shapes: Shapes of the adapter's tensors as they were read.
     """
 
     slots: AdapterSlots
@@ -63,7 +63,7 @@ class AdapterPlan:
     state: dict[str, Tensor]
     config: LoraConfig | None
     shapes: Mapping[str, Sequence[int]]
-    own: Mapping[str, tuple[int, ...]]
+    read_shapes: Mapping[str, tuple[int, ...]]
     notes: tuple[str, ...]
 
     def apply(self) -> None:

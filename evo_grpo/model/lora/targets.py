@@ -75,10 +75,9 @@ def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
         )
     # A layer that no token reaches would never learn, so it is left out silently.
     missing = _leaves({name for name in linear - served if unserved.get(name) != "unseen"})
-    experts, converted = expert_modules(base), _is_converted(base, config, ALL)
-    if experts or converted:
-        names = ", ".join(name for name in _leaves(experts) if name != "experts")
-        missing.append("experts that share one parameter" + (f" ({names})" if names else ""))
+    converted = _is_converted(base, config, ALL)
+    if converted or _has_stacked_experts(base):
+        missing.append("experts that share one parameter")
     if missing:
         warnings.warn(
             f"model {base.name!r}: all-linear adapts {', '.join(_leaves(served))} here, without "
@@ -147,17 +146,14 @@ def _leaves(names: Collection[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
 
 
-def expert_modules(base: SharedBase) -> frozenset[str]:
-    """Return the names of modules whose own parameters are experts' weights, by their class."""
-    inside = {id(module) for module in base.trunk.modules()}
-    return frozenset(
-        name
-        for name, module in base.model.named_modules()
-        if id(module) in inside
-        and "expert" in type(module).__name__.lower()
+def _has_stacked_experts(base: SharedBase) -> bool:
+    """Return whether modules hold experts' weights as their own parameters, by their class."""
+    return any(
+        "expert" in type(module).__name__.lower()
         and not isinstance(module, nn.Linear)
         # One matrix is enough: DBRX concatenates the experts of a layer along the rows.
         and any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+        for module in base.trunk.modules()
     )
 
 

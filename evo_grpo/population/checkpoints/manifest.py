@@ -59,7 +59,7 @@ def read_moments(folder: Path, plan: AdapterPlan) -> dict[int, dict[str, torch.T
     for place, (parameter, shape) in enumerate(plan.shapes.items()):
         keys = {name: f"{parameter}.{name}" for name in _MOMENTS}
         values = {name: tensors[key] for name, key in keys.items() if key in tensors}
-        if len(values) == len(_MOMENTS) and _fit(values, plan.own.get(parameter)):
+        if len(values) == len(_MOMENTS) and _fit(values, plan.read_shapes.get(parameter)):
             for key in keys.values():
                 del tensors[key]
             wide = {n: v if n == "step" else v.new_zeros(shape) for n, v in values.items()}

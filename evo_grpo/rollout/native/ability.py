@@ -28,13 +28,14 @@ from evo_grpo.model.out_of_memory import is_out_of_memory
 from evo_grpo.model.probing import (
     CANNOT_RUN,
     EXACT,
+    HALF,
     check_causal,
+    in_float32,
     own_generator,
     probe_ids,
     relative_error,
     tolerance,
 )
-from evo_grpo.model.upcast import HALF, in_float32
 from evo_grpo.rollout.native.decoder import (
     Decoder,
     EqualLengthDecoder,

@@ -19,10 +19,10 @@ from torch import Tensor
 from evo_grpo.model.alone import excluding_loads
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.ends import StopRules
+from evo_grpo.model.forward.choice import give_up_kernels, open_decoder
 from evo_grpo.model.forward.fused import FusedForward, RowLayout, population_forward
 from evo_grpo.model.forward.sending import send
-from evo_grpo.model.llama.cuda.choice import give_up_kernels, open_decoder
-from evo_grpo.model.llama.cuda.decode import KernelDecoder
+from evo_grpo.model.llama.cuda.generate import KernelDecoder
 from evo_grpo.model.llama.cuda.operators import KernelError
 from evo_grpo.model.llama.decode import LlamaDecoder
 from evo_grpo.model.llama.departures import can_join_layers

@@ -20,7 +20,7 @@ from evo_grpo.model.forward.fused import FusedForward
 from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.cache import Refill
 from evo_grpo.model.llama.cuda import operators
-from evo_grpo.model.llama.cuda.decode import KernelDecoder
+from evo_grpo.model.llama.cuda.generate import KernelDecoder
 from evo_grpo.rollout.native.decoder import Decoder, RefillDecoder
 from evo_grpo.rollout.native.graphs import StepGraphs
 from evo_grpo.rollout.native.rows import (

@@ -11,8 +11,8 @@ from fused_cases import (
     take_gradients,
 )
 
+from evo_grpo.model.forward.choice import ModuleForward
 from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.model.forward.train import ModuleForward
 
 LAYOUT = RowLayout(("a0", "a1"), (1, 3))
 

@@ -15,7 +15,7 @@ from evo_grpo.model.llama.functions import Glu, LoraLinear, RmsNorm, Rotate, Spa
 
 def one_part(a, b, scale=None):
     """The adapters of a single layer: A (N, R, in), B (N, out, R)."""
-    part = Part("layer", 0, a.shape[1], 0, b.shape[1])
+    part = Part("layer", slice(0, a.shape[1]), slice(0, b.shape[1]))
     scale = torch.ones(a.shape[:2]) if scale is None else scale
     return JoinedAdapters(a, (b,), scale, (part,), b.shape[1])
 

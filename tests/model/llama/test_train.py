@@ -8,32 +8,22 @@ import pytest
 import tiny
 import torch
 from fused_cases import (
-    BATCHES,
     all_hidden,
     assert_close,
     assert_same_bits,
     inputs,
+    llama_gradients,
     one_at_a_time,
     scores,
     take_gradients,
 )
 
+from evo_grpo.model.forward.choice import ModuleForward, open_forward
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
-from evo_grpo.model.forward.train import ModuleForward, open_forward
 from evo_grpo.model.llama import attention
 from evo_grpo.model.llama.departures import can_join_layers, departures_of
 from evo_grpo.model.llama.train import LlamaForward
-
-
-def llama_gradients(slots, layout, input_ids, weights, *, recompute=False):
-    """Hidden states and each agent's gradients."""
-    step = LlamaForward(slots, layout.adapters, recompute=recompute)
-    with step.rows(layout):
-        hidden = all_hidden(step, input_ids)
-        (scores(slots.base, hidden, input_ids) * weights).sum().backward()
-    step.collect_gradients()
-    return hidden.detach(), take_gradients(slots, layout.adapters)
 
 
 def compare_with_one_at_a_time(slots, layout, *, recompute=False):
@@ -55,18 +45,6 @@ def length(request, monkeypatch):
 both_lengths = pytest.mark.parametrize("length", ["short", "long"], indirect=True)
 
 
-@both_lengths
-@pytest.mark.parametrize(
-    ("batch", "recompute"),
-    [*((name, False) for name in BATCHES), ("two-equal", True), ("eight-ragged-ranks", True)],
-)
-def test_gradients_equal_those_of_one_agent_at_a_time(batch, recompute):
-    ranks, counts = BATCHES[batch]
-    slots = tiny.population(tiny.llama(), ranks)
-    layout = RowLayout(tiny.names(len(ranks)), counts)
-    compare_with_one_at_a_time(slots, layout, recompute=recompute)
-
-
 MEMBERS = {
     "bias on q k v": tiny.qwen2,
     "as many key heads": partial(tiny.llama, num_key_value_heads=4),
@@ -86,26 +64,9 @@ def test_members_of_the_family(build, recompute):
     compare_with_one_at_a_time(slots, RowLayout(("a0", "a1"), (1, 3)), recompute=recompute)
 
 
-def test_scaling_of_rslora_and_patterns():
-    changes = {"use_rslora": True, "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"v_proj": 32}}
-    slots = tiny.population(tiny.llama(), (4, 4), **changes)
-    layout = RowLayout(("a0", "a1"), (1, 3))
-    compare_with_one_at_a_time(slots, layout)
-
-
 @pytest.mark.parametrize("modules", [["q_proj"], ["v_proj"], ["k_proj", "up_proj"], ["o_proj"]])
 def test_some_of_the_joined_layers_may_have_adapters(modules):
     slots = tiny.population(tiny.llama(), (4, 4), target_modules=modules)
-    layout = RowLayout(("a0", "a1"), (1, 3))
-    compare_with_one_at_a_time(slots, layout)
-
-
-def test_a_slot_may_leave_out_modules_that_another_adapts():
-    slots = tiny.population(tiny.llama(), ())
-    slots.add("a0", tiny.lora(4, target_modules=["q_proj", "down_proj"]))
-    slots.add("a1", tiny.lora(2, target_modules=["v_proj", "down_proj"]))
-    for index in range(2):
-        tiny.stir(slots, f"a{index}", index + 1)
     layout = RowLayout(("a0", "a1"), (1, 3))
     compare_with_one_at_a_time(slots, layout)
 
@@ -123,26 +84,6 @@ def test_a_micro_batch_may_hold_some_of_the_agents():
             (scores(slots.base, hidden, input_ids[rows]) * weights[rows]).sum().backward()
     step.collect_gradients()
     assert_close(take_gradients(slots, layout.adapters), whole)
-
-
-@both_lengths
-@pytest.mark.parametrize("counts", [(2, 2, 2), (3, 1, 2)], ids=["equal", "ragged"])
-@pytest.mark.parametrize("where", ["loss", "weights"])
-def test_one_agents_nan_reaches_no_other(counts, where):
-    slots = tiny.population(tiny.llama(), (4, 4, 2))
-    layout = RowLayout(tiny.names(3), counts)
-    input_ids, weights = inputs(layout.rows)
-    _, clean = llama_gradients(slots, layout, input_ids, weights)
-    if where == "loss":
-        weights[list(layout.slices())[1]] = math.nan
-    else:
-        with torch.no_grad():
-            for parameter in slots.parameters("a1"):
-                parameter.fill_(math.nan)
-    _, broken = llama_gradients(slots, layout, input_ids, weights)
-    assert all(torch.isnan(g).any() for g in broken["a1"])
-    assert_same_bits(broken["a0"], clean["a0"])
-    assert_same_bits(broken["a2"], clean["a2"])
 
 
 def test_none_takes_the_base_alone():

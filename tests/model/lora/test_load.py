@@ -129,18 +129,18 @@ def test_a_merge_takes_the_union_of_the_modules(tmp_path):
 
 
 def test_of_every_other_field_the_live_value_stays_with_a_warning(tmp_path):
-    saved(tmp_path, tiny.lora(lora_alpha=32, lora_dropout=0.25))
+    saved(tmp_path, tiny.lora(lora_alpha=32, lora_dropout=0.25, alpha_pattern={"q_proj": 2}))
     made = slots()
     with pytest.warns(UserWarning, match="merge_lora_configs: ") as caught:
         load_adapter(made, "actor_0", tmp_path, merge=True)
     told = [str(w.message) for w in caught]
-    assert [text.split()[1] for text in told] == ["lora_alpha", "lora_dropout", "the"]
-    assert "was scaled by 8, the merged one is by 2 (from lora_alpha and r)" in told[2]
-    assert "acts 0.25 times as strongly" in told[2]
-    assert (made.lora_config("actor_0").lora_alpha, made.lora_config("actor_0").lora_dropout) == (
-        8,
-        0.0,
-    )
+    fields = ["lora_alpha", "lora_dropout", "alpha_pattern", "the"]
+    assert [text.split()[1] for text in told] == fields
+    assert "alpha_pattern of the checkpoint is {'q_proj': 2}, the live value {} stays" in told[2]
+    assert "was scaled by 8, the merged one is by 2 (from lora_alpha and r)" in told[3]
+    assert "acts 0.25 times as strongly" in told[3]
+    kept = made.lora_config("actor_0")
+    assert (kept.lora_alpha, kept.lora_dropout, kept.alpha_pattern) == (8, 0.0, {})
 
 
 @pytest.mark.parametrize(
@@ -274,14 +274,6 @@ def test_other_words_for_the_same_modules_are_no_difference(tmp_path):
     load_adapter(made, "actor_0", tmp_path)
     assert_same({"actor_0": loaded}, {"actor_0": made.state("actor_0")})
     assert all(a is b for a, b in zip(parameters, made.parameters("actor_0"), strict=True))
-
-
-def test_an_alpha_pattern_stays_as_every_other_field_does(tmp_path):
-    saved(tmp_path, tiny.lora(alpha_pattern={"q_proj": 2}))
-    with pytest.warns(UserWarning, match="merge_lora_configs: ") as caught:
-        load_adapter(slots(), "actor_0", tmp_path, merge=True)
-    (told,) = [str(w.message) for w in caught]
-    assert "alpha_pattern of the checkpoint is {'q_proj': 2}, the live value {} stays" in told
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import torch
 from fused_cases import all_hidden, assert_close, fused_gradients, inputs, one_at_a_time, scores
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
-from transformers import JetMoeConfig, Mamba2Config
+from transformers import DbrxConfig, GptOssConfig, JetMoeConfig, Lfm2Config, Mamba2Config
 
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.base import SharedBase
+from evo_grpo.model.forward.choice import ModuleForward
 from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.model.forward.train import ModuleForward
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.lora.targets import resolve_targets
 
@@ -49,6 +49,39 @@ def mamba2():
         n_groups=1, num_hidden_layers=2, chunk_size=4, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     return tiny.of(config)
+
+
+def gpt_oss():
+    config = GptOssConfig(
+        **architectures.WIDTHS, head_dim=8, num_local_experts=4, num_experts_per_tok=2
+    )
+    return tiny.of(config)
+
+
+def dbrx():
+    """Experts of a layer in one matrix, below one another."""
+    config = DbrxConfig(
+        vocab_size=tiny.VOCABULARY, d_model=tiny.HIDDEN, n_heads=4, n_layers=2,
+        max_seq_len=tiny.CONTEXT, eos_token_id=tiny.EOS, pad_token_id=0,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        # Older releases of transformers run with this width alone.
+        ffn_config={"ffn_hidden_size": tiny.HIDDEN, "moe_num_experts": 4, "moe_top_k": 2},
+    )  # fmt: skip
+    return tiny.of(config)
+
+
+def experts_of_linear_layers():
+    """Layers of their own can carry adapters, or are named one by one."""
+    model = tiny.llama()
+    mlp = model.model.layers[0].mlp
+    mlp.__class__ = type("Experts", (type(mlp),), {})
+    return model
+
+
+def lfm2():
+    """A convolution, whose weight has three dimensions."""
+    layers = ["conv", "full_attention"]
+    return tiny.of(Lfm2Config(**architectures.WIDTHS, head_dim=8, layer_types=layers))
 
 
 class TestFlattenedRows:
@@ -95,11 +128,8 @@ class TestExperts:
                 {"q_proj", "gate_proj", "shared_expert_gate"},
                 "adapts down_proj, .* here, without experts that share one parameter, which are no",
             ),
-            (
-                jetmoe,
-                {"kv_proj"},
-                r"without .*experts that share one parameter \(input_linear, output_linear\)",
-            ),
+            *((build, set(), "here, without .*experts that share") for build in (gpt_oss, dbrx)),
+            (jetmoe, {"kv_proj"}, "without .*experts that share one parameter"),
             # PEFT would load adapters of dense layers into the experts of the other layers.
             (
                 partial(architectures.qwen3_moe, mlp_only_layers=[0]),
@@ -114,6 +144,11 @@ class TestExperts:
         with pytest.warns(UserWarning, match=warning):
             slots = tiny.population(build(), (4, 2))
         assert adapted <= leaves(slots)
+
+    @pytest.mark.parametrize("build", [lfm2, experts_of_linear_layers])
+    def test_other_weights_are_no_experts(self, build, recwarn):
+        tiny.population(build(), (4,))
+        assert not [w for w in recwarn if "experts" in str(w.message)]
 
     def test_what_is_saved_peft_loads_for_the_same_layers(self, tmp_path):
         with pytest.warns(UserWarning, match="all-linear"):

@@ -181,6 +181,11 @@ HEADER = r"model\.safetensors is not a complete safetensors file: "
         (b"[]", None, "expected an object in"),
         (None, None, r"holds no config\.json"),
         ({"model_type": "llama", "num_hidden_layers": 100_000_000}, None, COUNT),
+        (
+            {"model_type": "llama", "num_hidden_layers": 0},
+            None,
+            "layers: expected a layer or more, got 0",
+        ),
         # Counts of any architecture and part.
         (UNKNOWN | {"num_hidden_layers": 4.0}, None, COUNT),
         (UNKNOWN | {"encoder_layers": 20_000}, None, COUNT),

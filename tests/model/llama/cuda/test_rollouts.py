@@ -9,9 +9,10 @@ import tiny
 from architectures import FAMILIES
 from engine_contract import prompts_of
 
+from evo_grpo.model.forward import choice
 from evo_grpo.model.llama import decode
 from evo_grpo.model.llama.cache import FixedCache
-from evo_grpo.model.llama.cuda import choice, operators
+from evo_grpo.model.llama.cuda import operators
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native import engine as native
 from evo_grpo.rollout.native.engine import NativeEngine

@@ -1,4 +1,4 @@
-"""Chooses between kernels and torch's operations.
+"""Chooses what computes a rollout or an optimizer step: modules, joined layers or their kernels.
 
 Kernels are first compared with torch: compilers, drivers and torch's private flash-attention API
 vary, and a wrong gradient raises no error.
@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.forward.fused import FusedForward
+from evo_grpo.model.forward.fused import FusedForward, population_forward
 from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.model.forward.prefix import find_shared_prefixes
-from evo_grpo.model.llama.cuda.decode import KernelDecoder
+from evo_grpo.model.forward.prefix import SharedPrefix, find_shared_prefixes
+from evo_grpo.model.llama.cuda.generate import KernelDecoder
 from evo_grpo.model.llama.cuda.learn import KernelForward
 from evo_grpo.model.llama.cuda.operators import FAILED, KernelError, interpreted
 from evo_grpo.model.llama.decode import LlamaDecoder
+from evo_grpo.model.llama.departures import can_join_layers
 from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.model.llama.weights import LlamaWeights, layers_of
 from evo_grpo.model.lora.slots import AdapterSlots
@@ -43,6 +49,85 @@ _NOISE = 0.02
 _COLUMNS, _PROMPT = 180, 150
 
 
+@final
+class ModuleForward:
+    """Runs the base and some adapters for one optimizer step through the model's own modules.
+
+    It works for every architecture. Weights do not change within the step. `recompute` turns on
+    gradient checkpointing.
+    """
+
+    def __init__(self, slots: AdapterSlots, *, recompute: bool = False) -> None:
+        self.slots = slots
+        self.recompute = recompute
+
+    @contextmanager
+    def rows(self, layout: RowLayout, dropout: Sequence[int] | None = None) -> Generator[None]:
+        """Set the layout of the next rows, in a context that must span their backward.
+
+        `dropout` has a seed for the LoRA dropout of each row.
+        """
+        with (
+            self._checkpointing(),
+            population_forward(self.slots.layers, layout.joined(), dropout=dropout),
+        ):
+            yield
+
+    def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
+        """Return the final hidden states (M, H) at flat positions `where` (M,) of ids (B, T).
+
+        `prefix` has the same rows and positions, split into shared prefixes and rests.
+        `LlamaForward` uses it; the modules run whole rows.
+        """
+        return self.slots.base.hidden(ids).flatten(0, 1).index_select(0, where)
+
+    def collect_gradients(self) -> None:
+        """Write the gradients to the adapters' parameters; here autograd has already done it."""
+
+    @contextmanager
+    def _checkpointing(self) -> Generator[None]:
+        """Turn on gradient checkpointing for the layers only; train() would also enable dropout."""
+        modules = self.slots.base.trunk.modules() if self.recompute else ()
+        layers = [m for m in modules if isinstance(m, GradientCheckpointingLayer)]
+        # The layers' own switches: the model's method leaves one more hook on the embeddings at
+        # every call, and its name changed within transformers 5.
+        for layer in layers:
+            vars(layer).update(
+                gradient_checkpointing=True,
+                training=True,
+                _gradient_checkpointing_func=partial(_run_checkpointed, layer),
+            )
+        try:
+            yield
+        finally:
+            for layer in layers:
+                vars(layer).update(gradient_checkpointing=False, training=False)
+
+
+def _run_checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 -- what the layer takes and returns
+    """Run a layer's forward under gradient checkpointing.
+
+    A layer checkpoints only while its `training` is True. Many layers (OPT, XGLM, Falcon, the
+    decoders of the Bart family) also use `training` for dropout, which draws from the global
+    generator and would not match the rollout. `training` is therefore False while the layer
+    computes.
+    """
+
+    def in_evaluation(*args: Any) -> Any:  # noqa: ANN401 -- as above
+        was_training = layer.training
+        vars(layer)["training"] = False
+        try:
+            return forward(*args)
+        finally:
+            vars(layer)["training"] = was_training
+
+    return checkpoint(in_evaluation, *args, use_reentrant=False)
+
+
+#: The forward of an optimizer step.
+TrainForward: TypeAlias = LlamaForward | ModuleForward
+
+
 def open_decoder(
     weights: LlamaWeights, fused: FusedForward, columns: int, wanted: Kernels
 ) -> LlamaDecoder | KernelDecoder:
@@ -56,11 +141,22 @@ def open_decoder(
     return LlamaDecoder(weights, fused, columns)
 
 
-def open_learner(
-    slots: AdapterSlots, adapters: Sequence[str | None], *, recompute: bool
-) -> LlamaForward:
-    """Return the forward of an optimizer step, with kernels if they support the base."""
+def open_forward(
+    slots: AdapterSlots,
+    adapters: Sequence[str | None],
+    *,
+    recompute: bool = False,
+    plain: bool = False,
+) -> TrainForward:
+    """Return the forward of one optimizer step, with kernels if they support the base.
+
+    The model's modules run if `plain`, with LoRA dropout, and for other architectures. Of the
+    step's `adapters` only None may repeat. `recompute` is gradient checkpointing.
+    """
     base = slots.base
+    dropout = any(slots.lora_config(name).lora_dropout for name in adapters if name is not None)
+    if plain or dropout or not can_join_layers(base, slots.layers):
+        return ModuleForward(slots, recompute=recompute)
     weights = LlamaWeights.of(base, slots.layers)
     if _expected(base, weights.dtype, base.kernels):
         reason = _refusal(base) or _unsupported_learning(weights) or _unserved(weights)

@@ -173,7 +173,7 @@ def _in_a_fixed_order() -> Generator[None]:
 
 
 @operator()
-def flash_forward(
+def flash_forward(  # noqa: PLR0913 -- the arguments of torch
     q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, longest_query: int,
     longest_key: int, causal: bool, scale: float, window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -188,7 +188,7 @@ def flash_forward(
 
 
 @operator()
-def flash_backward(
+def flash_backward(  # noqa: PLR0913 -- the arguments of torch
     grad: Tensor, out: Tensor, sums: Tensor, state: Tensor, unused: Tensor, q: Tensor, k: Tensor,
     v: Tensor, queries: Tensor, keys: Tensor, longest_query: int, longest_key: int, causal: bool,
     scale: float, window: int = 0,
