@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.errors import CheckpointError, ConfigError, RunNotFoundError
 from evo_grpo.record import family
 from evo_grpo.record.family import best_agent, front
 from evo_grpo.record.folder import continuing
@@ -107,9 +107,9 @@ def choose_of(
             f"choice of an agent: expected one of agent, member, best ever and prefer, got "
             f"{' and '.join(ways)}; leave all but one out"
         )
-    view = view_of(run)
-    folder, rounds, winner = Path(run), view.rounds, view.winner
     is_winner = not ways and round is None
+    view = view_of(run) if is_winner else _with_known_finalists(view_of(run))
+    folder, rounds, winner = Path(run), view.rounds, view.winner
     if not rounds or (is_winner and winner is None):
         raise CheckpointError(
             f"{folder}: nothing to export, expected a finished round with a ranked agent; continue "
@@ -130,6 +130,18 @@ def choose_of(
     chosen = select("ever" if best_ever else "named", rounds, record)
     files = rounds[record.round].files_of(str(record.checkpoint))
     return _with_existing_checkpoint(ChosenAgent(folder, view, chosen, files))
+
+
+def _with_known_finalists(view: RunView) -> RunView:
+    """Return a view, without its summary if that names a member that the rounds do not have.
+
+    Such a summary is damaged, but does not concern an agent that the caller names.
+    """
+    try:
+        _ = view.winner, view.rivals
+    except RunNotFoundError:
+        return replace(view, summary=None)
+    return view
 
 
 def _preferred(view: RunView, weights: Mapping[str, float]) -> AgentRecord:

@@ -3,13 +3,15 @@
 import shutil
 
 import pytest
-from shown_run import run_folder
+from shown_run import SUMMARY, run_folder
 from small_run import Told, small
 
 from evo_grpo import run
+from evo_grpo.analysis.export.export import export
 from evo_grpo.errors import CheckpointError, ConfigError, RunNotFoundError
 from evo_grpo.record.choice import choose_of
 from evo_grpo.record.family import best_agent, best_ever
+from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import BEST
 from evo_grpo.record.run_dir import kept_checkpoints
@@ -142,6 +144,20 @@ def test_an_unfinished_run_offers_its_best_so_far(tmp_path):
 def test_whom_there_is_not(finished, wanted, message):
     with pytest.raises(ConfigError, match=message):
         choose_of(finished, **wanted)
+
+
+@pytest.mark.parametrize("unknown", [{"member": 77}, {"kind": "mean", "agent": None, "member": 77,
+                                                     "parents": [77, 78]}])  # fmt: skip
+def test_an_agent_that_is_named_is_taken_also_where_the_summary_names_no_member(tmp_path, unknown):
+    folder = run_folder(tmp_path / "run", adapter=True)
+    summary = {**SUMMARY, "best": {**SUMMARY["best"], **unknown}}
+    (folder / "summary.json").write_text(seal(summary))
+    with pytest.raises(RunNotFoundError, match="member 77: expected one that finished a round"):
+        choose_of(folder)
+    choice = choose_of(folder, agent=1)
+    assert (choice.title, choice.is_winner, choice.loss) == ("agent 1, member 2", False, "")
+    card = (export(folder, tmp_path / "out", agent=1) / "README.md").read_text()
+    assert "No agent is judged on test prompts" in card or "No agent was judged" in card
 
 
 def test_a_run_that_is_none_and_one_without_rounds(tmp_path):
