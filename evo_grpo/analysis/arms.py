@@ -35,6 +35,7 @@ from evo_grpo.population.evaluate import evaluate
 from evo_grpo.population.rollouts import starts_from
 from evo_grpo.population.stats import Stopwatch, Tally
 from evo_grpo.population.steps import train_step
+from evo_grpo.record import names
 from evo_grpo.record.arms import (
     EVOLVED,
     WINNER,
@@ -54,16 +55,6 @@ from evo_grpo.record.folder import (
     read_rounds,
     refuse_links_in_run,
     refuse_objects,
-)
-from evo_grpo.record.names import (
-    BASELINE,
-    COMPARE,
-    COMPARED,
-    COMPARISON,
-    INPUTS,
-    REPLAY,
-    REPLAY_PARTS,
-    REPLAYED,
 )
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord
@@ -147,7 +138,7 @@ def compare(
     refuse_links_in_run(folder)
     check_inputs(folder, config, command=f"resume {folder} --compare", allow=allow)
     # Remove an earlier result first: after an interruption it would describe removed populations.
-    remove(folder / COMPARISON)
+    remove(folder / names.COMPARISON)
     training = tokens_by_purpose(rounds, summary)["training"]
     budget = tokens_to_train(rounds, summary)
     records_by_arm: dict[str, tuple[Sequence[RoundRecord], dict[str, Any]]] = {}
@@ -158,7 +149,7 @@ def compare(
         assert arm_summary is not None, path
         records_by_arm[name] = (read_rounds(path), arm_summary)
     result = comparison(config.population.size, {**records_by_arm, EVOLVED: (rounds, summary)})
-    atomic_write(folder / COMPARISON, seal(result, indent=2))
+    atomic_write(folder / names.COMPARISON, seal(result, indent=2))
     return result
 
 
@@ -181,7 +172,7 @@ def _finished(folder: Path) -> tuple[RunConfig, list[RoundRecord], dict[str, Any
 
 def _starts(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Yield the name of each population and its `population.init`."""
-    yield COMPARED[0], "same"
+    yield names.COMPARED[0], "same"
     space = config.search_space()
     hparams = config.algorithm.first_hparams(space, adapter_of(config.model))
     if space:
@@ -190,7 +181,7 @@ def _starts(config: RunConfig) -> Iterator[tuple[str, Any]]:
             for number in range(config.population.size)
         )
         guesses = [sample_hparams(hparams, space, stream) for stream in streams]
-        yield COMPARED[1], described_start(guesses, hparams, space, config.seed)
+        yield names.COMPARED[1], described_start(guesses, hparams, space, config.seed)
 
 
 def _arm_config(
@@ -237,8 +228,8 @@ def _play(
     folder: Path, name: str, config: RunConfig, budget: int, observer: Observer, *, force: bool
 ) -> Path:
     """Train a population in its folder, or resume it; leave a finished population unchanged."""
-    path = folder / COMPARE / name
-    text = f"{BASELINE}{budget}\n{configuration.to_yaml(config)}"
+    path = folder / names.COMPARE / name
+    text = f"{names.BASELINE}{budget}\n{configuration.to_yaml(config)}"
     is_same = is_run(path) and config_text(path) == text and _has_same_files(path, config)
     if is_same and not force and read_summary(path) is not None:
         return path
@@ -260,7 +251,7 @@ def _play(
 
 def _has_same_files(path: Path, config: RunConfig) -> bool:
     """Return whether a population was started with the present files."""
-    if not (path / INPUTS).exists():  # stopped before its inputs were recorded
+    if not (path / names.INPUTS).exists():  # stopped before its inputs were recorded
         return True
     return read_inputs_of(path).files == inputs_of(config).files
 
@@ -398,12 +389,12 @@ def _replay(
     )
     seconds = time.perf_counter() - start
     outcome = Replay(schedule, seed, repeats, trained, best, _differences(trained, best), seconds)
-    for name in REPLAY_PARTS:
+    for name in names.REPLAY_PARTS:
         remove(folder / name)
     files: dict[str, str] = {}
     for i in first_indices:  # not the best, which would be chosen on the test split
         name = plans[i].name
-        target = folder / REPLAY / name
+        target = folder / names.REPLAY / name
         with writing(target, "replay"):
             digests = save_agent(cohort, slots[i], target)
             sync_into(folder, target)
@@ -471,5 +462,5 @@ def _replayed(plan: Training, tallies: Sequence[Tally], tests: Sequence[Score]) 
 
 def _differences(trained: Sequence[ReplayArm], winner: Score) -> tuple[Difference, ...]:
     tests = {replayed.name: replayed.tests for replayed in trained} | {WINNER: (winner,)}
-    pairs = [REPLAYED, *((replayed.name, WINNER) for replayed in trained)]
+    pairs = [names.REPLAYED, *((replayed.name, WINNER) for replayed in trained)]
     return tuple(Difference.between(a, tests[a], b, tests[b]) for a, b in pairs)

@@ -17,6 +17,7 @@ from evo_grpo.errors import (
     RunNotFoundError,
 )
 from evo_grpo.places import find
+from evo_grpo.record import names
 from evo_grpo.record.files import (
     expecting,
     is_truncated,
@@ -24,15 +25,6 @@ from evo_grpo.record.files import (
     reading,
     unseal_result,
     unsealed_head,
-)
-from evo_grpo.record.names import (
-    CONFIG,
-    EARLIER,
-    LOCK,
-    OF_READERS,
-    OWN,
-    RECORDED_IN_PYTHON,
-    ROUNDS,
 )
 from evo_grpo.record.plain import (
     MAX_LOG_BYTES,
@@ -65,7 +57,7 @@ _ROUND = re.compile(r"round-(\d{4,})(\.jsonl)?")
 def is_run(path: str | Path) -> bool:
     """Return whether a path is a run folder."""
     folder = Path(path)
-    return (folder / CONFIG).is_file() and (folder / ROUNDS).is_file()
+    return (folder / names.CONFIG).is_file() and (folder / names.ROUNDS).is_file()
 
 
 def run_containing(path: Path) -> Path | None:
@@ -78,7 +70,7 @@ def run_containing(path: Path) -> Path | None:
 def is_trained(folder: Path) -> bool:
     """Return whether a process holds the lock of a run."""
     try:
-        descriptor = open_plain(folder / LOCK, os.O_RDONLY)
+        descriptor = open_plain(folder / names.LOCK, os.O_RDONLY)
     except OSError:
         return False
     with os.fdopen(descriptor) as file:
@@ -94,17 +86,17 @@ def expect_run(path: str | Path) -> Path:
     folder = Path(path)
     if is_run(folder):
         return folder
-    missing = [name for name in (CONFIG, ROUNDS) if not (folder / name).is_file()]
+    missing = [name for name in (names.CONFIG, names.ROUNDS) if not (folder / name).is_file()]
     state = f"one without {' and '.join(missing)}" if folder.is_dir() else "no folder"
     raise RunNotFoundError(
-        f"{folder}: no run folder: expected one with {ROUNDS} and {CONFIG} in it, got {state}; "
-        "give the folder that `evo-grpo run` printed"
+        f"{folder}: no run folder: expected one with {names.ROUNDS} and {names.CONFIG} in it, got "
+        f"{state}; give the folder that `evo-grpo run` printed"
     )
 
 
 def read_rounds(path: str | Path) -> list[RoundRecord]:
     """Return the finished rounds of a run, even while it trains; raises as `parse_rounds` does."""
-    file = expect_run(path) / ROUNDS
+    file = expect_run(path) / names.ROUNDS
     with reading(file, ""):
         return parse_rounds(file).records
 
@@ -127,8 +119,8 @@ def read_result(
 
 def config_text(folder: Path) -> str:
     """Return the text of a run's population.yaml."""
-    with expecting(folder / CONFIG, _SETTINGS), reading(folder, ""):
-        return read_plain(folder / CONFIG, MAX_YAML_BYTES).decode("utf-8")
+    with expecting(folder / names.CONFIG, _SETTINGS), reading(folder, ""):
+        return read_plain(folder / names.CONFIG, MAX_YAML_BYTES).decode("utf-8")
 
 
 def read_config(folder: Path, *, past: bool = False) -> RunConfig:
@@ -136,7 +128,7 @@ def read_config(folder: Path, *, past: bool = False) -> RunConfig:
 
     ConfigError if the settings name a program, or a model with code, inside a run folder.
     """
-    file = folder / CONFIG
+    file = folder / names.CONFIG
     config = from_written(config_text(folder), str(file), past=past)
     code = {
         f"engine.{name}.{setting}": getattr(engine, setting)
@@ -172,7 +164,7 @@ def adapter_of(model: ModelConfig) -> RankAlpha:
 
 def read_settings(folder: Path) -> Mapping[str, Any]:
     """Return the settings of a run unvalidated, for any version; CheckpointError if damaged."""
-    text, file = config_text(folder), folder / CONFIG
+    text, file = config_text(folder), folder / names.CONFIG
     with expecting(file, _SETTINGS):
         settings = parse(text, str(file), WrittenOutLoader)
         if not isinstance(settings, dict):
@@ -213,13 +205,13 @@ def code_folder(path: str | Path | None) -> Path | None:
 def with_objects(text: str, objects: Iterable[str]) -> str:
     """Return a population.yaml with a first line that lists Python objects, if any are given."""
     line = ", ".join(objects)
-    return f"{RECORDED_IN_PYTHON}{line}\n{text}" if line else text
+    return f"{names.RECORDED_IN_PYTHON}{line}\n{text}" if line else text
 
 
 def listed_objects(folder: Path) -> list[str]:
     """Return the Python objects that a run was given, each with its keyword first."""
     first_line = config_text(folder).partition("\n")[0]
-    line = first_line.removeprefix(RECORDED_IN_PYTHON)
+    line = first_line.removeprefix(names.RECORDED_IN_PYTHON)
     return [] if line == first_line else line.strip().split(", ")
 
 
@@ -328,6 +320,6 @@ def round_entries(folder: Path) -> Iterator[tuple[int, Path]]:
 def refuse_links_in_run(folder: Path) -> None:
     """Refuse a run folder in which one of the run's files is a link, pipe, socket or device."""
     for path in folder.iterdir():
-        if path.name in OWN or EARLIER.fullmatch(path.name):
+        if path.name in names.OWN or names.EARLIER.fullmatch(path.name):
             # wandb creates links below its own folder
-            refuse_links(path, deep=path.name not in OF_READERS)
+            refuse_links(path, deep=path.name not in names.OF_READERS)
