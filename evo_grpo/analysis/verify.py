@@ -33,7 +33,7 @@ from evo_grpo.record.plain import damaged
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import read_replay
 from evo_grpo.record.run_dir import kept_checkpoints, refuse_lost_lines
-from evo_grpo.record.summary import read_summary, read_summary_of
+from evo_grpo.record.summary import read_summary
 from evo_grpo.record.wording import count
 from evo_grpo.settings import RunConfig
 from evo_grpo.training.recorded_inputs import ROUNDS as PLANNED
@@ -112,19 +112,19 @@ class _Records:
     finished: bool
 
     def kept_checkpoints(self) -> set[str]:
-        """Return the checkpoints that have to be there: those that no retention policy removed.
+        """Return the checkpoints that the retention policy keeps.
 
-        Of the rounds before a change of the policy, these are the checkpoints that are there.
+        Those of the rounds before a change of the policy are left out if they are not there.
         """
-        inputs, checkpoints = self.inputs, kept_checkpoints(self.rounds, "all")
+        inputs = self.inputs
         if inputs is None:
-            return checkpoints
+            return kept_checkpoints(self.rounds, "all")
         # population.yaml may have been changed for the next resume.
         policy = inputs.settings.get(_RETENTION, self.config.record.checkpoints)
         changed = [change["round"] for change in inputs.changes if change["name"] == _RETENTION]
         since = kept_checkpoints(self.rounds[max(changed, default=0) :], "all")
-        present = {name for name in checkpoints if (self.folder / name).exists()}
-        return present | (since & kept_checkpoints(self.rounds, policy))
+        kept = kept_checkpoints(self.rounds, policy)
+        return {name for name in kept if name in since or (self.folder / name).exists()}
 
 
 def _check_folder(folder: Path) -> Findings:
@@ -195,7 +195,7 @@ def _check_end(records: _Records, findings: Findings) -> None:
             f"go on with: {continuing(folder)}"
         )
     for path in sorted(folder.glob("summary.rounds-*.json")):
-        findings.read(partial(read_summary_of, path))
+        findings.read(partial(read_summary, folder, path.name))
     if summary is None:
         return
     if summary["rounds"] != len(rounds):

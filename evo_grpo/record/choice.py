@@ -56,14 +56,9 @@ class ChosenAgent:
         return self.view.loss if self.is_winner else ""
 
     @property
-    def name(self) -> str:
-        """The agent in words, such as "agent 1 as it was after round 2"."""
-        return self.agent.name
-
-    @property
     def title(self) -> str:
         """The agent in words, with its member id."""
-        return f"{self.name}, member {self.agent.member}"
+        return f"{self.agent.name}, member {self.agent.member}"
 
 
 def choose_of(

@@ -82,11 +82,6 @@ def was_evaluated(agent: AgentRecord) -> bool:
     return agent.score is not None and not agent.score.steps
 
 
-def kl(agent: AgentRecord) -> float | None:
-    """Return an agent's KL divergence from the reference in nats per token, or None."""
-    return agent.metrics.get("kl")
-
-
 def frame(rows: Sequence[Mapping[str, object]], types: Mapping[str, str]) -> pd.DataFrame:
     """Return rows as a pandas frame with the columns and dtypes of `types`; None is missing."""
     # pandas takes longer to import than everything else that the command line needs.

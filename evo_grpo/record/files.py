@@ -21,7 +21,6 @@ import time
 import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
-from itertools import count
 from typing import TYPE_CHECKING, Any, final
 
 from pydantic_core import from_json
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Calls of `many_objects`, and after how many of them it searches all objects.
-_calls = count(1)
-_SEARCH_EVERY = 16
 _LOOKS, _MOMENT = 5, 0.01
 _CHECKSUM = "sha256"
 _TEMPORARY = ".tmp"
@@ -52,22 +48,13 @@ _HEAD = 64
 
 @contextmanager
 def many_objects() -> Generator[None]:
-    """Pause Python's garbage collector; creating many objects then takes half the time.
-
-    Objects created during the pause trigger no collection later, so every few calls this function
-    collects the objects of ended runs itself.
-    """
+    """Pause Python's garbage collector; creating many objects then takes half the time."""
     was_enabled = gc.isenabled()
-    if was_enabled and next(_calls) % _SEARCH_EVERY == 0:
-        gc.collect()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # else a user's program has frozen its own objects
-                gc.freeze()
-                gc.unfreeze()  # into the oldest generation
             gc.enable()
 
 

@@ -107,7 +107,7 @@ def _row(agent: AgentRecord, names: Sequence[str], *, continues: bool) -> dict[s
         "op": "continue" if continues else mutation.op,
         "mutated": "" if continues else ",".join(mutation.changes),
         **{name: agent.metrics.get(name, math.nan) for name in MEANS},
-        "kl": columns.kl(agent),
+        "kl": agent.metrics.get("kl"),
         "tokens": agent.tokens,
         "wall_seconds": agent.wall_seconds,
         "checkpoint": agent.checkpoint,

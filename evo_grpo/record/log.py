@@ -9,7 +9,6 @@ entry may be read again, with the same position and the same values.
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -33,8 +32,6 @@ from evo_grpo.types import Slot
 
 if TYPE_CHECKING:
     from evo_grpo.record.records import RoundRecord
-
-_log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 """Seconds between two looks for new entries."""
@@ -189,13 +186,6 @@ def _rounds(folder: Path, at: Cursor) -> tuple[Cursor, list[tuple[int, RoundReco
                     return at, placed
         placed = _placed(path)
     if len(placed) < at.rounds:
-        _log.warning(
-            "%s: expected at least the %d rounds that the reader has read, got %d; the reader "
-            "continues after them",
-            path,
-            at.rounds,
-            len(placed),
-        )
         at = replace(at, rounds=len(placed), place=0, last="", steps=0, summary="")
     return at, placed[max(0, at.rounds - 1) :]
 

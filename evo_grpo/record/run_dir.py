@@ -205,8 +205,8 @@ class RunDir(AbstractContextManager["RunDir"]):
             for number, entry in round_entries(self.path / name):
                 if number >= len(self._rounds):
                     files.remove(entry)
-        for folder in (self.path, *(self.path / name for name in names.WRITTEN_IN)):
-            for entry in folder.glob(".*"):
+        for name in (".", names.COMPLETIONS, names.METRICS, names.STEERING):
+            for entry in (self.path / name).glob(".*"):
                 if files.is_temporary(entry):
                     # It may be gone: another process may have renamed its request.
                     files.remove(entry)

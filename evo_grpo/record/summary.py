@@ -125,24 +125,21 @@ class _Summary:
 _SCHEMA = TypeAdapter(_Summary)
 
 
-def read_summary(path: str | Path) -> dict[str, Any] | None:
+def read_summary(folder: str | Path, name: str = SUMMARY) -> dict[str, Any] | None:
     """Return the content of summary.json, or None before the end of the run.
 
-    `_Summary` has the keys, which `training.judge` and `training.writer` write.
+    `_Summary` has the keys, which `training.judge` and `training.writer` write. `name` is the file
+    of an earlier end of a run that was extended.
     """
-    return read_summary_of(Path(path) / SUMMARY)
-
-
-def read_summary_of(file: Path) -> dict[str, Any] | None:
-    """Return the content of a file written as summary.json; see `read_summary`."""
-    result = read_result(file, _SCHEMA, "the summary of the run", f"resume {file.parent}")
+    content = "the summary of the run"
+    result = read_result(Path(folder) / name, _SCHEMA, content, f"resume {folder}")
     return None if result is None else result[0]
 
 
 def earlier_ends(folder: Path) -> list[dict[str, Any]]:
     """Return the results that an extended run had before each extension, oldest first."""
     by_rounds = {
-        int(match[1]): read_summary_of(path)
+        int(match[1]): read_summary(folder, path.name)
         for path in folder.glob("summary.rounds-*.json")
         if (match := EARLIER.fullmatch(path.name))
     }

@@ -44,9 +44,9 @@ def test_an_agent_is_taken_after_its_last_round_or_the_one_named(finished):
             assert choose_of(finished, member=one.member, round=number).agent.record == one
     last = choose_of(finished, agent=1)
     assert last.agent.record == next(one for one in rounds[-1].agents if one.agent == 1)
-    assert last.name == "agent 1"
+    assert last.agent.name == "agent 1"
     earlier = choose_of(finished, agent=1, round=0)
-    assert earlier.name == "agent 1 as it was after round 1"
+    assert earlier.agent.name == "agent 1 as it was after round 1"
     assert not earlier.is_winner
 
 

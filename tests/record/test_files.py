@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from evo_grpo.record.files import (
     append,
     atomic_write,
     create_folder,
-    many_objects,
     reading,
     seal,
     sync_into,
@@ -259,15 +257,3 @@ def test_the_head_of_a_line_is_read_once_the_whole_line_is_found_as_it_was_writt
     assert (head["format"], head["amends"]) == (4, 17)
     with pytest.raises(ValueError, match="sha256 does not match"):
         unsealed_head(line.replace("ä".encode(), b"a ", 1))
-
-
-def test_objects_that_were_made_old_are_searched_for_garbage_too():
-    class Cycle:
-        def __init__(self):
-            self.own = self
-
-    made = []
-    for _ in range(60):
-        with many_objects():
-            made.append(weakref.ref(Cycle()))
-    assert sum(one() is not None for one in made) < 20

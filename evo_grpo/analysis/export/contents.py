@@ -254,8 +254,8 @@ def checked_adapter(choice: ChosenAgent) -> Path:
     files = {name: digest for name, digest in choice.files.items() if name.startswith("actor/")}
     if not choice.checkpoint or not {f"actor/{WEIGHTS}", f"actor/{ADAPTER}"} <= files.keys():
         raise CheckpointError(
-            f"{choice.run}: its records name no checkpoint of {choice.name}, or not all of its "
-            "files; put rounds.jsonl and summary.json back as they were"
+            f"{choice.run}: its records name no checkpoint of {choice.agent.name}, or not all of "
+            "its files; put rounds.jsonl and summary.json back as they were"
         )
     folder = inside(choice.run, f"{choice.checkpoint}/actor")
     check_digests(folder.parent, files, "the run recorded", "or repeat the run")
