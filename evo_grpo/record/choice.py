@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from evo_grpo.errors import CheckpointError, ConfigError, RunNotFoundError
 from evo_grpo.record import family
 from evo_grpo.record.family import best_agent, front
 from evo_grpo.record.folder import continuing
 from evo_grpo.record.names import BEST
+from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.summary import SelectedAgent, select, winner_files
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.schema.problems import nearest
 from evo_grpo.schema.validation import is_number
-
-if TYPE_CHECKING:
-    from evo_grpo.record.records import AgentRecord, RoundRecord
 
 SHOWN = 24
 """Number of latest checkpoints that an error lists."""

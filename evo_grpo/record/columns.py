@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.vocabulary import OBJECTIVE
-from evo_grpo.schema.hparams import in_order, type_of
+from evo_grpo.schema.hparams import Hparams, Value, in_order, type_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import pandas as pd
-
-    from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.schema.hparams import Hparams, Value
 
 #: Columns of every table, also of hyperparameters that do not mutate.
 ALWAYS = ("lr", "beta", "clip_coef", "clip_low", "clip_high", "group_size")

@@ -19,19 +19,16 @@ import re
 import shutil
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, final
+from pathlib import Path
+from typing import Any, final
 
 from pydantic_core import from_json
 
 from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError, RunFailedError
 from evo_grpo.record.plain import open_plain
 from evo_grpo.schema.hparams import Hparams
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
-    from pathlib import Path
 
 _log = logging.getLogger(__name__)
 

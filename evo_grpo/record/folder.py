@@ -6,8 +6,11 @@ import fcntl
 import json
 import os
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
+
+from pydantic import TypeAdapter
 
 from evo_grpo.errors import (
     CheckpointError,
@@ -34,19 +37,18 @@ from evo_grpo.record.plain import (
     read_plain,
     refuse_links,
 )
-from evo_grpo.record.records import amendment_from_json, check_format, round_from_json
+from evo_grpo.record.records import (
+    Amendment,
+    RoundRecord,
+    amendment_from_json,
+    check_format,
+    round_from_json,
+)
 from evo_grpo.schema.hparams import RankAlpha
 from evo_grpo.schema.problems import validated
+from evo_grpo.settings import ModelConfig, RunConfig
 from evo_grpo.settings.model import LoraSettings
 from evo_grpo.settings.yaml import MAX_YAML_BYTES, WrittenOutLoader, from_written, parse
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from pydantic import TypeAdapter
-
-    from evo_grpo.record.records import Amendment, RoundRecord
-    from evo_grpo.settings import ModelConfig, RunConfig
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import NonNegativeInt, TypeAdapter
 
@@ -24,14 +24,11 @@ from evo_grpo.record.folder import expect_run, is_trained, parse_rounds, read_co
 from evo_grpo.record.history import WHERE, row_of
 from evo_grpo.record.names import METRICS, NOTES, ROUNDS, SUMMARY
 from evo_grpo.record.plain import MAX_LOG_BYTES, opened_plain, stamp_of
-from evo_grpo.record.records import to_json
+from evo_grpo.record.records import RoundRecord, to_json
 from evo_grpo.record.summary import read_summary
 from evo_grpo.schema.problems import validated
 from evo_grpo.settings import RunConfig
 from evo_grpo.types import Slot
-
-if TYPE_CHECKING:
-    from evo_grpo.record.records import RoundRecord
 
 POLL_SECONDS = 0.5
 """Seconds between two looks for new entries."""

@@ -23,15 +23,13 @@ from evo_grpo.record.folder import (
 )
 from evo_grpo.record.names import REPLAY_RESULT, REPLAYED
 from evo_grpo.record.plain import RelativePath
-from evo_grpo.record.records import HyperparameterName
+from evo_grpo.record.records import AgentRecord, HyperparameterName, RoundRecord
 from evo_grpo.record.summary import read_summary, winning_lines
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Score
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from evo_grpo.record.records import AgentRecord, RoundRecord
 
 FORMAT = 1
 """Version of replay.json."""

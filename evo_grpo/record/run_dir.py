@@ -21,9 +21,10 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final
 
 from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError
 from evo_grpo.record import files, names
@@ -38,13 +39,8 @@ from evo_grpo.record.folder import (
     round_name,
 )
 from evo_grpo.record.plain import is_plain, sha256_of
-from evo_grpo.record.records import Amendment, outline, to_json
+from evo_grpo.record.records import Amendment, RoundRecord, outline, to_json
 from evo_grpo.record.steering import ids_of_requests
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from evo_grpo.record.records import RoundRecord
 
 Retention = Literal["all", "last", "best"] | int
 """Checkpoints to keep: of all rounds ("all"); of the last round ("last"); of the last round and of

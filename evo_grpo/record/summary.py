@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -16,10 +16,8 @@ from evo_grpo.record.family import ancestry, best_ever, front, leading_agent
 from evo_grpo.record.folder import read_result
 from evo_grpo.record.names import EARLIER, SUMMARY
 from evo_grpo.record.plain import RelativePath
+from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.types import Score
-
-if TYPE_CHECKING:
-    from evo_grpo.record.records import AgentRecord, RoundRecord
 
 
 @dataclass(frozen=True, kw_only=True)

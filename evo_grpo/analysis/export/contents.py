@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from evo_grpo.errors import (
     CheckpointError,
@@ -23,6 +23,7 @@ from evo_grpo.errors import (
     ModelError,
     RunDirError,
 )
+from evo_grpo.record.choice import ChosenAgent
 from evo_grpo.record.files import create_folder, load_json, sync_names, sync_tree
 from evo_grpo.record.folder import listed_objects
 from evo_grpo.record.names import ATTRIBUTES
@@ -37,12 +38,8 @@ from evo_grpo.record.plain import (
 )
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import Problems
+from evo_grpo.settings import ModelConfig
 from evo_grpo.sources import PACKAGED, Source, embedded_digests, resolve
-
-if TYPE_CHECKING:
-    from evo_grpo.record.choice import ChosenAgent
-    from evo_grpo.settings import ModelConfig
-
 
 WEIGHTS = "adapter_model.safetensors"
 """PEFT's name for the file of an adapter's tensors."""

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evo_grpo.analysis.export.contents import (
     ADAPTER,
@@ -41,15 +41,11 @@ from evo_grpo.record.folder import read_config
 from evo_grpo.record.replay import read_replay
 from evo_grpo.record.story import rivals_text
 from evo_grpo.record.wording import count, with_error
-from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.hparams import Hparams, Value
 from evo_grpo.schema.search_space import plain_choice
+from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-
-if TYPE_CHECKING:
-    from evo_grpo.schema.hparams import Value
-    from evo_grpo.settings import RunConfig
-    from evo_grpo.types import Mutation, Score
-
+from evo_grpo.types import Mutation, Score
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _MARKUP = re.compile(r"[\\`*<>\[\]|&~#$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
