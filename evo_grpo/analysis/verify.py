@@ -228,12 +228,25 @@ def _check_checkpoints(records: _Records, findings: Findings) -> None:
     apart = records.config.record.keeps_best_apart(archive=records.config.evolve.keeps_archive)
     if not apart or best is None or best.checkpoint is None:
         return
-    files, place = rounds[best.round].files_of(best.checkpoint), folder / names.BEST
+    files = rounds[best.round].files_of(best.checkpoint)
     # A stop may leave it missing or of an earlier round: a resume then copies it again.
-    own = {name: digest for name, digest in files.items() if name == names.ATTRIBUTES}
-    is_copied = findings.read(lambda: not any(damaged(place, own)), files=0)
-    if records.finished or is_copied or not (folder / best.checkpoint / names.ATTRIBUTES).is_file():
-        findings.compare(place, files, f"round {best.round + 1} recorded")
+    if records.finished or not _is_same(folder / best.checkpoint, files) or not _is_behind(records):
+        findings.compare(folder / names.BEST, files, f"round {best.round + 1} recorded")
+
+
+def _is_behind(records: _Records) -> bool:
+    """Return whether checkpoints/best is missing or has the best agent of earlier rounds."""
+    place, rounds = records.folder / names.BEST, records.rounds
+    bests = filter(None, (best_ever(rounds[:number]) for number in range(len(rounds))))
+    earlier = (rounds[best.round].files_of(str(best.checkpoint)) for best in bests)
+    return not place.exists() or any(_is_same(place, files) for files in earlier)
+
+
+def _is_same(folder: Path, files: Mapping[str, str]) -> bool:
+    """Return whether a folder has these files with their digests."""
+    findings = Findings()
+    findings.compare(folder, files, "")
+    return bool(files) and not findings.damage
 
 
 def _check_answers(records: _Records, findings: Findings) -> None:

@@ -74,15 +74,11 @@ def change(file, apply):
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_changed_number_in_a_result_is_found(added, name):
+def test_a_changed_number_in_a_result_is_found_unless_an_early_version_wrote_it(added, name):
     change(added / name, NUMBERS[name])
     text = the_damage(added)
     assert str(added / name) in text
     assert "its sha256 does not match its contents" in text
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_result_of_an_earlier_version_has_no_seal(added, name):
     change(added / name, lambda data: data.pop("sha256"))
     sound(added)
 
@@ -333,12 +329,9 @@ def test_a_torn_line_is_mended_before_the_end_alone(stopped, finished):
     "change",
     [
         {"settings": {}},
-        {"settings": {"population.rounds": "two"}},
         {"settings": {"population.rounds": 2, "record.checkpoints": "some"}},
-        {"changes": [{}]},
         {"changes": [{"name": "population.rounds", "round": 1, "from": None, "to": "3"}]},
         {"changes": [{"name": "record.checkpoints", "round": "1", "from": "all", "to": "last"}]},
-        {"changes": ["record.checkpoints"]},
         {"files": {"env.train": 3}},
         {"format": 7},
         {"id": None},

@@ -329,6 +329,9 @@ def test_it_is_read_as_it_was_written(tmp_path):
     assert data["schedule"]["rounds"][2]["prompts_per_step"] == 13
     assert [one["name"] for one in data["trained"]] == [one.name for one in found.trained]
     assert (data["outcome"], data["verdict"]) == ("ahead", found.verdict)
+    write_replay(folder, replay(dict.fromkeys((*REPLAYED, WINNER), scored(1.0))))
+    assert math.isnan(read_replay(folder).differences[0].error)
+    assert json.loads((folder / REPLAY_RESULT).read_text())["differences"][0]["low"] is None
 
 
 def test_a_result_at_two_budgets_is_read_as_what_it_is_at_the_larger_one(tmp_path):
@@ -346,14 +349,6 @@ def test_a_result_at_two_budgets_is_read_as_what_it_is_at_the_larger_one(tmp_pat
     assert again.verdict == found.verdict
     card = (export(folder, tmp_path / "out") / "README.md").read_text()
     assert "| schedule-lineage | 6,176 |" in card
-
-
-def test_what_is_not_known_is_null_in_the_file(tmp_path):
-    folder = run_folder(tmp_path / "one")
-    write_replay(folder, replay(dict.fromkeys((*REPLAYED, WINNER), scored(1.0))))
-    again = read_replay(folder)
-    assert math.isnan(again.differences[0].error)
-    assert json.loads((folder / REPLAY_RESULT).read_text())["differences"][0]["low"] is None
 
 
 def test_damage_and_other_versions_are_named(tmp_path):
