@@ -17,7 +17,7 @@ from gguf_files import write_gguf
 from peft import PeftModel
 from peft.tuners.lora import LoraModel
 from safetensors.torch import load_file, save_file
-from small_run import small
+from small_run import edited, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evo_grpo import run, sources
@@ -162,9 +162,10 @@ def test_a_base_in_a_local_folder_is_named_by_its_whole_path(finished, tmp_path,
 )
 def test_no_row_of_the_users_own_leaves_with_what_is_shared(own_data, tmp_path, rows, template):
     folder = own_data()
-    config = yaml.safe_load((folder / "population.yaml").read_text())
-    config["env"] |= {"few_shot": {"rows": rows, "answer": "{answer}"}, **template}
-    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    few_shot = {"rows": rows, "answer": "{answer}"}
+    config = edited(
+        folder, env__few_shot=few_shot, **{f"env__{name}": one for name, one in template.items()}
+    )
     card = (export(folder, tmp_path / "best") / "README.md").read_text()
     page = write_report(folder, tmp_path / "page.html", samples=False).read_text()
     tracked = str(flat_settings(from_dict(config)))
@@ -204,9 +205,7 @@ def test_no_row_of_the_users_own_leaves_with_what_is_shared(own_data, tmp_path, 
 )
 def test_the_code_asks_as_the_template_says(own_data, tmp_path, env, printed, then):
     folder = own_data()
-    config = yaml.safe_load((folder / "population.yaml").read_text())
-    config["env"] |= env
-    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    edited(folder, **{f"env__{name}": value for name, value in env.items()})
     code = blocks(export(folder, tmp_path / "best"))[0]
     assert printed in code
     ran(f"{code}\n{then}", tmp_path / "best")
@@ -218,8 +217,7 @@ def test_a_base_of_the_hub_is_named_and_its_tokenizer_is_there_or_told_of(
     """Without network and cache its tokenizer cannot be had: the export names the base's."""
     config = yaml.safe_load((finished / "population.yaml").read_text())
     config["model"] |= {"name": "owner/base", "config": {"revision": "v1"}}
-    copy = tmp_path / "run"
-    shutil.copytree(finished, copy)
+    copy = shutil.copytree(finished, tmp_path / "run")
     (copy / "population.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.warns(UserWarning, match="no tokenizer of its own, use that of its base: model"):
@@ -354,20 +352,14 @@ def test_the_manifest_says_what_was_exported(finished, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"engine": {"quantization": "int8"}},
-            r"the adapter was trained over it in int8",
-        ),
-        ({"model": {"trust_remote_code": True}}, "comes with Python of its own"),
-        ({"model": {"name": "no such model"}}, "it was given as an object, or is not found"),
+        ({"engine__quantization": "int8"}, "the adapter was trained over it in int8"),
+        ({"model__trust_remote_code": True}, "comes with Python of its own"),
+        ({"model__name": "no such model"}, "it was given as an object, or is not found"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(finished, tmp_path, change, message):
     folder = shutil.copytree(finished, tmp_path / "run")
-    config = yaml.safe_load((folder / "population.yaml").read_text())
-    for group, values in change.items():
-        config[group] |= values
-    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    edited(folder, **change)
     with pytest.raises(ModelError, match=message + ".*export without --merge"):
         export(folder, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()
@@ -389,9 +381,7 @@ def test_a_merged_model_that_answers_otherwise_is_refused(finished, tmp_path, mo
 
 def test_a_base_that_is_not_on_this_machine_says_how_to_fetch_it(finished, tmp_path, monkeypatch):
     folder = shutil.copytree(finished, tmp_path / "run")
-    config = yaml.safe_load((folder / "population.yaml").read_text())
-    config["model"]["name"] = "smollm2"
-    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    edited(folder, model__name="smollm2")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("EVO_GRPO_CACHE", str(tmp_path / "no models"))
     with pytest.raises(EngineUnavailable, match="evo-grpo fetch smollm2"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from forked import Forked
-from small_run import small
+from small_run import edited, small
 
 import evo_grpo
 from evo_grpo import replay, resume, run
@@ -189,15 +189,15 @@ def test_a_prompt_calls_no_reward(place):
 
 def test_programs_and_models_with_code_in_a_run_folder_are_refused(place, monkeypatch):
     folder = run(small(population__rounds=1), out=place / "one")
-    config = yaml.safe_load((folder / "population.yaml").read_text())
+    text = (folder / "population.yaml").read_text()
     (folder / "python").write_text("#!/bin/sh\ntouch ran")
     monkeypatch.chdir(folder)
-    for group, own in (
-        ("engine", {"rollout": "vllm", "vllm": {"python": "./python"}}),
-        ("model", {"name": "./checkpoints", "trust_remote_code": True}),
+    for changes in (
+        {"engine__rollout": "vllm", "engine__vllm": {"python": "./python"}},
+        {"model__name": "./checkpoints", "model__trust_remote_code": True},
     ):
-        changed = {**config, group: {**config[group], **own}}
-        (folder / "population.yaml").write_text(yaml.safe_dump(changed))
+        (folder / "population.yaml").write_text(text)
+        edited(folder, **changes)
         for call in (lambda: sample(folder, "1+1="), lambda: evaluate_adapter(folder)):
             with pytest.raises(ConfigError, match="expected code outside of any run folder, got"):
                 call()
