@@ -127,54 +127,56 @@ def test_a_merged_export_is_an_ordinary_model_with_the_same_logits(finished, tmp
     assert yaml.safe_load(card.split("---\n")[1])["library_name"] == "transformers"
 
 
-def test_a_merged_model_is_stored_as_its_base_is(finished, tmp_path):
+def test_a_merged_model_is_stored_as_its_base_is(over_half, tmp_path):
     """The base of bfloat16 ran in float32; the merged weights are rounded once, at the end."""
-    folder, out = half(finished, tmp_path), tmp_path / "merged"
-    export(folder, out, merge=True)
+    out = export(over_half, tmp_path / "merged", merge=True)
     weights = load_file(out / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     assert "they are stored in bfloat16" in (out / "README.md").read_text()
 
 
-def half(finished, tmp_path):
-    """A run over a local folder with the embedded base in bfloat16."""
+@pytest.fixture(scope="module")
+def over_half(tmp_path_factory):
+    """A run over a local folder, `half` beside it, with the embedded base in bfloat16."""
+    place = tmp_path_factory.mktemp("half")
     base = AutoModelForCausalLM.from_pretrained(resolve("tiny-sums").path).to(torch.bfloat16)
-    base.save_pretrained(tmp_path / "half")
-    AutoTokenizer.from_pretrained(resolve("tiny-sums").path).save_pretrained(tmp_path / "half")
-    config = small(population__rounds=1, model__name=str(tmp_path / "half"))
-    return run(config, out=tmp_path / "over-half")
+    base.save_pretrained(place / "half")
+    AutoTokenizer.from_pretrained(resolve("tiny-sums").path).save_pretrained(place / "half")
+    config = small(population__rounds=1, model__name=str(place / "half"))
+    return run(config, out=place / "over-half")
 
 
 @pytest.mark.slow
-def test_a_base_in_a_local_folder_is_named_by_its_whole_path(finished, tmp_path, monkeypatch):
-    folder = half(finished, tmp_path)
-    out = export(folder, tmp_path / "best")
+def test_a_base_in_a_local_folder_is_named_by_its_whole_path(over_half, tmp_path):
+    out = export(over_half, tmp_path / "best")
     named = json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert named == str(tmp_path / "half")
+    assert named == str(over_half.with_name("half"))
     assert not (out / "base").exists()
     assert (out / "tokenizer_config.json").is_file()
     assert ran(blocks(out)[0], out).strip()
 
 
-@pytest.mark.parametrize(
-    ("rows", "template"),
-    [(2, {}), (ROWS[20:22], {"conversation": None, "prompt": "{question:>9}\n"})],
-)
-def test_no_row_of_the_users_own_leaves_with_what_is_shared(own_data, tmp_path, rows, template):
+def test_no_row_of_the_users_own_leaves_with_what_is_shared(own_data, tmp_path):
     folder = own_data()
-    few_shot = {"rows": rows, "answer": "{answer}"}
-    config = edited(
-        folder, env__few_shot=few_shot, **{f"env__{name}": one for name, one in template.items()}
-    )
-    card = (export(folder, tmp_path / "best") / "README.md").read_text()
-    page = write_report(folder, tmp_path / "page.html", samples=False).read_text()
-    tracked = str(flat_settings(from_dict(config)))
-    questions = [f"{n}+{n}=" for n in range(10, 30)]
-    assert not any(one in text for one in questions for text in (card, page, tracked))
-    own_page = write_report(folder).read_text()
-    assert any(one in own_page for one in questions)
-    assert "trained with 2 solved examples in front of each question" in card
-    assert card.count(r"...\n...\n\n" if template else '"content": "..."') >= 2
+    for rows, template, hidden in (
+        (2, {}, '"content": "..."'),
+        (
+            ROWS[20:22],
+            {"env__conversation": None, "env__prompt": "{question:>9}\n"},
+            r"...\n...\n\n",
+        ),
+    ):
+        few_shot = {"rows": rows, "answer": "{answer}"}
+        config = edited(folder, env__few_shot=few_shot, **template)
+        card = (export(folder, tmp_path / "best", force=True) / "README.md").read_text()
+        page = write_report(folder, tmp_path / "page.html", samples=False).read_text()
+        tracked = str(flat_settings(from_dict(config)))
+        questions = [f"{n}+{n}=" for n in range(10, 30)]
+        assert not any(one in text for one in questions for text in (card, page, tracked))
+        own_page = write_report(folder).read_text()
+        assert any(one in own_page for one in questions)
+        assert "trained with 2 solved examples in front of each question" in card
+        assert card.count(hidden) >= 2
 
 
 @pytest.mark.slow
@@ -258,11 +260,13 @@ def test_a_gguf_base_is_written_as_safetensors(tmp_path):
     ran(blocks(out)[0], out)
 
 
-def test_a_base_that_has_changed_is_refused(tmp_path, finished):
-    folder = half(finished, tmp_path)
-    weights = load_file(tmp_path / "half" / "model.safetensors")
+def test_a_base_that_has_changed_is_refused(over_half, tmp_path):
+    folder = shutil.copytree(over_half, tmp_path / "run")
+    base = shutil.copytree(over_half.with_name("half"), tmp_path / "half")
+    edited(folder, model__name=str(base))
+    weights = load_file(base / "model.safetensors")
     changed = {name: 1.5 * tensor for name, tensor in weights.items()}
-    save_file(changed, tmp_path / "half" / "model.safetensors", {"format": "pt"})
+    save_file(changed, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="expected the weights with which the adapter"):
         export(folder, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()
