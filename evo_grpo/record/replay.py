@@ -105,9 +105,9 @@ class Schedule:
         """Whether a hyperparameter changes from one round to another."""
         return any(scheduled.hparams != self.last for scheduled in self.rounds)
 
-    def prompts_per_step(self, one: ScheduledRound) -> float:
+    def prompts_per_step(self, scheduled: ScheduledRound) -> float:
         """Return the mean number of prompts per GRPO step in a round of the schedule."""
-        return one.rows / self.steps / one.hparams.group_size
+        return scheduled.rows / self.steps / scheduled.hparams.group_size
 
     def hyperparameters(self) -> tuple[str, ...]:
         """Return the names of the hyperparameters that a table shows, in order."""

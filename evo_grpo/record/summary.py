@@ -261,18 +261,18 @@ def rivals_of(
     )
 
 
-def _finalist(rounds: Sequence[RoundRecord], one: Mapping[str, Any]) -> SelectedAgent:
-    """Return a finalist; `one` is an entry of `candidates` in summary.json."""
-    score = one.get("validation")
+def _finalist(rounds: Sequence[RoundRecord], finalist: Mapping[str, Any]) -> SelectedAgent:
+    """Return a finalist; `finalist` is an entry of `candidates` in summary.json."""
+    score = finalist.get("validation")
     return SelectedAgent(
-        kind=one["kind"],
-        agent=one["agent"],
-        member=one["member"],
+        kind=finalist["kind"],
+        agent=finalist["agent"],
+        member=finalist["member"],
         checkpoint="",
-        lines=winning_lines(rounds, one),
+        lines=winning_lines(rounds, finalist),
         rounds=len(rounds),
         final=None if score is None else score_of(score),
-        tie=bool(one.get("tie")),
+        tie=bool(finalist.get("tie")),
     )
 
 

@@ -253,6 +253,8 @@ def test_the_run_is_locked_meanwhile(copy):
         pytest.raises(RunDirError, match="in use by process"),
     ):
         replay(copy)
+    with pytest.raises(ConfigError, match=r"repeats: expected an integer >= 1, got 0"):
+        replay(copy, repeats=0)
 
     class Meddling(Observer):
         def stage(self, round, name, done, total):
@@ -282,11 +284,6 @@ def test_a_disk_that_is_full_names_the_command(copy, monkeypatch):
     monkeypatch.setattr("evo_grpo.analysis.arms.save_agent", full)
     with pytest.raises(RunFailedError, match=r"No space left.*continue with: evo-grpo replay RUN"):
         replay(copy, repeats=1)
-
-
-def test_repeats_are_counted(copy):
-    with pytest.raises(ConfigError, match=r"repeats: expected an integer >= 1, got 0"):
-        replay(copy, repeats=0)
 
 
 @pytest.mark.slow

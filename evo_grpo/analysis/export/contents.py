@@ -362,7 +362,8 @@ def _source(name: str) -> Source | None:
 
 def _tokenizer(choice: ChosenAgent, base: BaseModel) -> tuple[dict[str, bytes], list[str]]:
     """Return the files of the run's tokenizer, or none and a note with the reason."""
-    parts = [n for n in ("model", "tokenizer") if n in _objects(choice, _attributes(choice))]
+    attributes = _attributes(choice)
+    parts = [name for name in ("model", "tokenizer") if name in _objects(choice, attributes)]
     if parts or base.source is None:
         why = f"the run was given its {parts[0]} in Python" if parts else "its base is not found"
         return {}, [f"{choice.run}: the export has no tokenizer, because {why}; save it beside it"]
@@ -371,7 +372,7 @@ def _tokenizer(choice: ChosenAgent, base: BaseModel) -> tuple[dict[str, bytes], 
         return {name: files[name] for name in files if name.startswith("tokenizer")}, []
     from evo_grpo.model.exporting import tokenizer_files
 
-    padding = _attributes(choice).get("padding")
+    padding = attributes.get("padding")
     try:
         return tokenizer_files(base.source, base.revision, padding[1] if padding else None), []
     except ModelError as error:
