@@ -35,6 +35,7 @@ from evo_grpo.population.evaluate import evaluate
 from evo_grpo.population.rollouts import starts_from
 from evo_grpo.population.stats import Stopwatch, Tally
 from evo_grpo.population.steps import train_step
+from evo_grpo.record import folder as run_folder
 from evo_grpo.record import names
 from evo_grpo.record.arms import (
     EVOLVED,
@@ -46,16 +47,6 @@ from evo_grpo.record.arms import (
     tokens_to_train,
 )
 from evo_grpo.record.files import atomic_write, remove, seal, sync_into, writing
-from evo_grpo.record.folder import (
-    adapter_of,
-    config_text,
-    expect_run,
-    is_run,
-    read_config,
-    read_rounds,
-    refuse_links_in_run,
-    refuse_objects,
-)
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import (
@@ -131,11 +122,11 @@ def compare(
     """
     observer = observer or Observer()
     check_observer(observer)
-    folder = expect_run(run)
+    folder = run_folder.expect_run(run)
     config, rounds, summary = _finished(folder)
     if not force and (earlier_result := read_comparison(folder)) is not None:
         return earlier_result
-    refuse_links_in_run(folder)
+    run_folder.refuse_links_in_run(folder)
     check_inputs(folder, config, command=f"resume {folder} --compare", allow=allow)
     # Remove an earlier result first: after an interruption it would describe removed populations.
     remove(folder / names.COMPARISON)
@@ -147,7 +138,7 @@ def compare(
         path = _play(folder, name, arm, budget, observer, force=force)
         arm_summary = read_summary(path)
         assert arm_summary is not None, path
-        records_by_arm[name] = (read_rounds(path), arm_summary)
+        records_by_arm[name] = (run_folder.read_rounds(path), arm_summary)
     result = comparison(config.population.size, {**records_by_arm, EVOLVED: (rounds, summary)})
     atomic_write(folder / names.COMPARISON, seal(result, indent=2))
     return result
@@ -160,21 +151,21 @@ def _finished(folder: Path) -> tuple[RunConfig, list[RoundRecord], dict[str, Any
             f"{folder}: expected a finished run to compare, got one without its summary; finish "
             f"and compare it with: evo-grpo resume {folder} --compare"
         )
-    refuse_objects(
+    run_folder.refuse_objects(
         folder,
         "so no other population can be trained in the same way; compare a run whose settings "
         "are all in its population.yaml",
     )
-    config = read_config(folder)
+    config = run_folder.read_config(folder)
     check_comparable(config)
-    return config, read_rounds(folder), summary
+    return config, run_folder.read_rounds(folder), summary
 
 
 def _starts(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Yield the name of each population and its `population.init`."""
     yield names.COMPARED[0], "same"
     space = config.search_space()
-    hparams = config.algorithm.first_hparams(space, adapter_of(config.model))
+    hparams = config.algorithm.first_hparams(space, run_folder.adapter_of(config.model))
     if space:
         streams = (
             generator(derive(config.seed, "random guess", number))
@@ -230,7 +221,8 @@ def _play(
     """Train a population in its folder, or resume it; leave a finished population unchanged."""
     path = folder / names.COMPARE / name
     text = f"{names.BASELINE}{budget}\n{configuration.to_yaml(config)}"
-    is_same = is_run(path) and config_text(path) == text and _has_same_files(path, config)
+    has_same_text = run_folder.is_run(path) and run_folder.config_text(path) == text
+    is_same = has_same_text and _has_same_files(path, config)
     if is_same and not force and read_summary(path) is not None:
         return path
     run_dir = (
@@ -338,7 +330,7 @@ def replay(
                 f"member {schedule.member}, with which the trainings are compared, got no folder; "
                 "put it back, or repeat the run"
             )
-        config = read_config(folder)
+        config = run_folder.read_config(folder)
         check_inputs(folder, config, command=f"replay {folder}", allow=allow)
         if sentence := unmoved(schedule):
             observer.note(sentence)

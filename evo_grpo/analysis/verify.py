@@ -16,19 +16,10 @@ from typing import Any, TypeVar
 
 from evo_grpo.envs.rewards.judge_client import answer_files, read_answers
 from evo_grpo.errors import EvoGrpoError
+from evo_grpo.record import folder as run_folder
 from evo_grpo.record import names
 from evo_grpo.record.arms import EVOLVED, read_comparison
 from evo_grpo.record.family import best_ever
-from evo_grpo.record.folder import (
-    config_text,
-    continuing,
-    expect_run,
-    is_run,
-    parse_rounds,
-    read_config,
-    refuse_links_in_run,
-    round_entries,
-)
 from evo_grpo.record.plain import damaged
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import read_replay
@@ -87,7 +78,7 @@ def verify(run: str | Path) -> Findings:
     Raises:
         RunNotFoundError: `run` is no run folder.
     """
-    folder = expect_run(run)
+    folder = run_folder.expect_run(run)
     findings = _check_folder(folder)
     if findings.damage:
         # A run in progress writes and removes files meanwhile: report damage only if found twice.
@@ -129,7 +120,7 @@ class _Records:
 
 def _check_folder(folder: Path) -> Findings:
     findings = Findings()
-    findings.read(lambda: refuse_links_in_run(folder))
+    findings.read(lambda: run_folder.refuse_links_in_run(folder))
     if findings.damage:
         return findings  # files behind a link are not read
     records = _read_records(folder, findings)
@@ -146,9 +137,9 @@ def _read_records(folder: Path, findings: Findings) -> _Records | None:
     """Read the records of a run folder; None if they are too damaged for further checks."""
     finished = os.path.lexists(folder / names.SUMMARY)
     summary = findings.read(lambda: read_summary(folder))
-    config = findings.read(lambda: read_config(folder))
+    config = findings.read(lambda: run_folder.read_config(folder))
     file, inputs = folder / names.ROUNDS, None
-    parsed = findings.read(lambda: (parse_rounds(file), file.stat().st_size))
+    parsed = findings.read(lambda: (run_folder.parse_rounds(file), file.stat().st_size))
     if parsed is None:
         return None
     (rounds, length, _), size = parsed
@@ -165,7 +156,7 @@ def _read_records(folder: Path, findings: Findings) -> _Records | None:
 def _check_settings(records: _Records, findings: Findings) -> None:
     """Compare population.yaml with the settings in inputs.json."""
     folder, inputs = records.folder, records.inputs
-    if inputs is None or config_text(folder).startswith(names.RECORDED_IN_PYTHON):
+    if inputs is None or run_folder.config_text(folder).startswith(names.RECORDED_IN_PYTHON):
         return
     findings.read(lambda: check_whole(folder, inputs))
     changed = {name for name, _, _ in changed_settings(inputs, settings_of(records.config))}
@@ -185,14 +176,14 @@ def _check_end(records: _Records, findings: Findings) -> None:
     if not records.finished:
         findings.read(lambda: refuse_lost_lines(folder, rounds))
         for part in (names.COMPLETIONS, names.METRICS):
-            later = [path for n, path in round_entries(folder / part) if n > len(rounds)]
+            later = [path for n, path in run_folder.round_entries(folder / part) if n > len(rounds)]
             findings.damage += [
                 f"{path}: is there, but {names.ROUNDS} has no line of it" for path in later
             ]
     if not records.finished or (records.inputs and records.inputs.changes_of_rounds(len(rounds))):
         findings.notes.append(
             f"{folder}: is not finished after {count(len(rounds), 'round')}; unless it trains now, "
-            f"go on with: {continuing(folder)}"
+            f"go on with: {run_folder.continuing(folder)}"
         )
     for path in sorted(folder.glob("summary.rounds-*.json")):
         findings.read(partial(read_summary, folder, path.name))
@@ -287,7 +278,7 @@ def _check_results(run: Path, findings: Findings) -> None:
 
 def _check_arms(path: Path, result: Mapping[str, Any] | None, findings: Findings) -> None:
     """Check the run folders of a comparison; runs in the result must exist and be finished."""
-    for arm in (path / name for name in names.COMPARED if is_run(path / name)):
+    for arm in (path / name for name in names.COMPARED if run_folder.is_run(path / name)):
         arm_findings = _check_folder(arm)
         findings.files += arm_findings.files
         findings.damage += arm_findings.damage

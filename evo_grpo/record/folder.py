@@ -20,15 +20,7 @@ from evo_grpo.errors import (
     RunNotFoundError,
 )
 from evo_grpo.places import find
-from evo_grpo.record import names
-from evo_grpo.record.files import (
-    expecting,
-    is_truncated,
-    many_objects,
-    reading,
-    unseal_result,
-    unsealed_head,
-)
+from evo_grpo.record import files, names
 from evo_grpo.record.plain import (
     MAX_LOG_BYTES,
     is_folder,
@@ -99,7 +91,7 @@ def expect_run(path: str | Path) -> Path:
 def read_rounds(path: str | Path) -> list[RoundRecord]:
     """Return the finished rounds of a run, even while it trains; raises as `parse_rounds` does."""
     file = expect_run(path) / names.ROUNDS
-    with reading(file, ""):
+    with files.reading(file, ""):
         return parse_rounds(file).records
 
 
@@ -113,15 +105,15 @@ def read_result(
     """
     if not os.path.lexists(file):
         return None
-    with expecting(file, what, f"delete it, then write it again with: evo-grpo {command}"):
-        with reading(file, command):
-            data = unseal_result(read_plain(file))
+    with files.expecting(file, what, f"delete it, then write it again with: evo-grpo {command}"):
+        with files.reading(file, command):
+            data = files.unseal_result(read_plain(file))
         return data, validated(schema, data)
 
 
 def config_text(folder: Path) -> str:
     """Return the text of a run's population.yaml."""
-    with expecting(folder / names.CONFIG, _SETTINGS), reading(folder, ""):
+    with files.expecting(folder / names.CONFIG, _SETTINGS), files.reading(folder, ""):
         return read_plain(folder / names.CONFIG, MAX_YAML_BYTES).decode("utf-8")
 
 
@@ -167,7 +159,7 @@ def adapter_of(model: ModelConfig) -> RankAlpha:
 def read_settings(folder: Path) -> Mapping[str, Any]:
     """Return the settings of a run unvalidated, for any version; CheckpointError if damaged."""
     text, file = config_text(folder), folder / names.CONFIG
-    with expecting(file, _SETTINGS):
+    with files.expecting(file, _SETTINGS):
         settings = parse(text, str(file), WrittenOutLoader)
         if not isinstance(settings, dict):
             raise ValueError(f"they are no mapping: {settings!r:.60}")
@@ -255,7 +247,7 @@ class ParsedRounds(NamedTuple):
     places: list[int]
 
 
-@many_objects()
+@files.many_objects()
 def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> ParsedRounds:
     """Read rounds.jsonl from byte `start`, where the line of round `first` begins.
 
@@ -270,7 +262,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> ParsedRounds:
         file.seek(start)
         for number, line in enumerate(file, start=1):
             try:
-                head = unsealed_head(line)
+                head = files.unsealed_head(line)
                 # A whole line of another version raises RunDirError, no ValueError: it passes.
                 check_format(head, f"{path}, line {first + number}")
                 if "amends" in head:
@@ -283,7 +275,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> ParsedRounds:
                         f"it is round {record.round + 1}, expected {first + len(records) + 1}"
                     )
             except ValueError as error:
-                if is_truncated(line):  # the last line: all others have a line break
+                if files.is_truncated(line):  # the last line: all others have a line break
                     break
                 if line.startswith(b'{"round"'):  # evo-grpo 0.2 wrote no format
                     check_format({}, f"{path}, line {first + number}")

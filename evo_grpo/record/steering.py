@@ -18,17 +18,9 @@ from pydantic import TypeAdapter
 
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.evolve.steer import ON_AGENTS, ON_RUN, NextRound, RoundEnd, steer
+from evo_grpo.record import folder as run_folder
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.files import atomic_write, remove, seal, unseal
-from evo_grpo.record.folder import (
-    adapter_of,
-    config_text,
-    expect_run,
-    is_trained,
-    read_config,
-    read_rounds,
-    refuse_objects,
-)
 from evo_grpo.record.names import BASELINE, LOCK, REQUEST, STEERING
 from evo_grpo.record.plain import is_folder, read_plain, refuse_links
 from evo_grpo.record.records import RoundRecord
@@ -175,14 +167,14 @@ class RunState:
 
 def state_of(run: str | Path) -> RunState:
     """Return the state of a run and of the requests to it."""
-    folder = expect_run(run)
+    folder = run_folder.expect_run(run)
     # Requests first: one that is carried out meanwhile is then found here or in the rounds.
     pending = read_requests(folder)
-    rounds = read_rounds(folder)
-    recorded_ids, trains = carried_out(rounds), is_trained(folder)
+    rounds = run_folder.read_rounds(folder)
+    recorded_ids, trains = carried_out(rounds), run_folder.is_trained(folder)
     return RunState(
         folder=folder,
-        config=read_config(folder),
+        config=run_folder.read_config(folder),
         rounds=rounds,
         trains=trains,
         playing=max(_round_in_lock(folder) if trains else 0, len(rounds)),
@@ -243,10 +235,10 @@ def ask(
 
 def cancel(run: str | Path) -> int:
     """Remove the pending requests to a run; return their number."""
-    folder = expect_run(run)
+    folder = run_folder.expect_run(run)
     pending = read_requests(folder)
     ids = {request.id for request in pending.requests} | {Path(n).stem for n in pending.unread}
-    ids -= carried_out(read_rounds(folder))
+    ids -= carried_out(run_folder.read_rounds(folder))
     remove_requests(folder, ids)
     return len(ids)
 
@@ -254,13 +246,13 @@ def cancel(run: str | Path) -> int:
 def _check_folder(now: RunState) -> None:
     """Raise RunDirError for a folder whose run takes no requests."""
     folder = now.folder
-    if config_text(folder).startswith(BASELINE):
+    if run_folder.config_text(folder).startswith(BASELINE):
         raise RunDirError(
             f"{folder}: expected a run, got a population of the comparison of "
             f"{folder.parent.parent}, which does not take requests; steer that run"
         )
     if not now.trains and not now.over:
-        refuse_objects(folder, "so no command can resume it to carry out the request")
+        run_folder.refuse_objects(folder, "so no command can resume it to carry out the request")
 
 
 def _over(now: RunState) -> str:
@@ -316,7 +308,7 @@ def _next_plan(now: RunState, after: int) -> tuple[NextRound, RoundEnd]:
     """Return the earliest plan that a new request can change, and the `RoundEnd` before it."""
     space, next_id = now.config.search_space(), next_member_id(now.rounds)
     if not now.rounds:
-        size, adapter = now.config.population.size, adapter_of(now.config.model)
+        size, adapter = now.config.population.size, run_folder.adapter_of(now.config.model)
         hparams = now.config.algorithm.first_hparams(space, adapter)
         plan = NextRound(tuple(Member(n, Slot(n)) for n in range(size)), (hparams,) * size, ())
     else:
