@@ -1,6 +1,7 @@
 """Whole files, checked lines and the lock, one level below the run folder."""
 
 import errno
+import gc
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from evo_grpo.record.files import (
     append,
     atomic_write,
     create_folder,
+    many_objects,
     reading,
     seal,
     sync_into,
@@ -250,3 +252,12 @@ def test_the_head_of_a_line_is_read_once_the_whole_line_is_found_as_it_was_writt
     assert (head["format"], head["amends"]) == (4, 17)
     with pytest.raises(ValueError, match="sha256 does not match"):
         unsealed_head(line.replace("ä".encode(), b"a ", 1))
+
+
+def test_the_garbage_collector_is_back_after_many_objects_also_after_an_error():
+    with many_objects():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        many_objects()(lambda: 1 / 0)()
+    assert gc.isenabled()
