@@ -66,8 +66,7 @@ def test_the_winner_by_its_number_is_still_the_winner(finished):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("archive", [False, True])
-@pytest.mark.parametrize("keep", ["all", "last", 2])
+@pytest.mark.parametrize(("keep", "archive"), [("all", True), ("last", False), (2, True)])
 def test_the_best_ever_is_kept_and_offered_whatever_else_is(tmp_path, keep, archive):
     config = small(record__checkpoints=keep, evolve__archive=archive, seed=5)
     folder = run(config, out=tmp_path / "run")
@@ -81,8 +80,7 @@ def test_the_best_ever_is_kept_and_offered_whatever_else_is(tmp_path, keep, arch
     )
     # That it is kept shows only where it is none of the last round.
     shutil.rmtree(folder / choice.agent.record.checkpoint, ignore_errors=True)
-    if archive or keep != "all":
-        assert choose_of(folder, best_ever=True).checkpoint == BEST
+    assert choose_of(folder, best_ever=True).checkpoint == BEST
 
 
 def test_what_was_removed_is_refused_with_what_is_there(tmp_path):
