@@ -35,6 +35,8 @@ from evo_grpo.population.evaluate import evaluate
 from evo_grpo.population.rollouts import starts_from
 from evo_grpo.population.stats import Stopwatch, Tally
 from evo_grpo.population.steps import train_step
+from evo_grpo.record import folder as run_folder
+from evo_grpo.record import names
 from evo_grpo.record.arms import (
     EVOLVED,
     WINNER,
@@ -45,26 +47,6 @@ from evo_grpo.record.arms import (
     tokens_to_train,
 )
 from evo_grpo.record.files import atomic_write, remove, seal, sync_into, writing
-from evo_grpo.record.folder import (
-    adapter_of,
-    config_text,
-    expect_run,
-    is_run,
-    read_config,
-    read_rounds,
-    refuse_links_in_run,
-    refuse_objects,
-)
-from evo_grpo.record.names import (
-    BASELINE,
-    COMPARE,
-    COMPARED,
-    COMPARISON,
-    INPUTS,
-    REPLAY,
-    REPLAY_PARTS,
-    REPLAYED,
-)
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import (
@@ -140,14 +122,14 @@ def compare(
     """
     observer = observer or Observer()
     check_observer(observer)
-    folder = expect_run(run)
+    folder = run_folder.expect_run(run)
     config, rounds, summary = _finished(folder)
     if not force and (earlier_result := read_comparison(folder)) is not None:
         return earlier_result
-    refuse_links_in_run(folder)
+    run_folder.refuse_links_in_run(folder)
     check_inputs(folder, config, command=f"resume {folder} --compare", allow=allow)
     # Remove an earlier result first: after an interruption it would describe removed populations.
-    remove(folder / COMPARISON)
+    remove(folder / names.COMPARISON)
     training = tokens_by_purpose(rounds, summary)["training"]
     budget = tokens_to_train(rounds, summary)
     records_by_arm: dict[str, tuple[Sequence[RoundRecord], dict[str, Any]]] = {}
@@ -156,9 +138,9 @@ def compare(
         path = _play(folder, name, arm, budget, observer, force=force)
         arm_summary = read_summary(path)
         assert arm_summary is not None, path
-        records_by_arm[name] = (read_rounds(path), arm_summary)
+        records_by_arm[name] = (run_folder.read_rounds(path), arm_summary)
     result = comparison(config.population.size, {**records_by_arm, EVOLVED: (rounds, summary)})
-    atomic_write(folder / COMPARISON, seal(result, indent=2))
+    atomic_write(folder / names.COMPARISON, seal(result, indent=2))
     return result
 
 
@@ -169,28 +151,28 @@ def _finished(folder: Path) -> tuple[RunConfig, list[RoundRecord], dict[str, Any
             f"{folder}: expected a finished run to compare, got one without its summary; finish "
             f"and compare it with: evo-grpo resume {folder} --compare"
         )
-    refuse_objects(
+    run_folder.refuse_objects(
         folder,
         "so no other population can be trained in the same way; compare a run whose settings "
         "are all in its population.yaml",
     )
-    config = read_config(folder)
+    config = run_folder.read_config(folder)
     check_comparable(config)
-    return config, read_rounds(folder), summary
+    return config, run_folder.read_rounds(folder), summary
 
 
 def _starts(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Yield the name of each population and its `population.init`."""
-    yield COMPARED[0], "same"
+    yield names.COMPARED[0], "same"
     space = config.search_space()
-    hparams = config.algorithm.first_hparams(space, adapter_of(config.model))
+    hparams = config.algorithm.first_hparams(space, run_folder.adapter_of(config.model))
     if space:
         streams = (
             generator(derive(config.seed, "random guess", number))
             for number in range(config.population.size)
         )
         guesses = [sample_hparams(hparams, space, stream) for stream in streams]
-        yield COMPARED[1], described_start(guesses, hparams, space, config.seed)
+        yield names.COMPARED[1], described_start(guesses, hparams, space, config.seed)
 
 
 def _arm_config(
@@ -237,9 +219,10 @@ def _play(
     folder: Path, name: str, config: RunConfig, budget: int, observer: Observer, *, force: bool
 ) -> Path:
     """Train a population in its folder, or resume it; leave a finished population unchanged."""
-    path = folder / COMPARE / name
-    text = f"{BASELINE}{budget}\n{configuration.to_yaml(config)}"
-    is_same = is_run(path) and config_text(path) == text and _has_same_files(path, config)
+    path = folder / names.COMPARE / name
+    text = f"{names.BASELINE}{budget}\n{configuration.to_yaml(config)}"
+    has_same_text = run_folder.is_run(path) and run_folder.config_text(path) == text
+    is_same = has_same_text and _has_same_files(path, config)
     if is_same and not force and read_summary(path) is not None:
         return path
     run_dir = (
@@ -260,7 +243,7 @@ def _play(
 
 def _has_same_files(path: Path, config: RunConfig) -> bool:
     """Return whether a population was started with the present files."""
-    if not (path / INPUTS).exists():  # stopped before its inputs were recorded
+    if not (path / names.INPUTS).exists():  # stopped before its inputs were recorded
         return True
     return read_inputs_of(path).files == inputs_of(config).files
 
@@ -347,7 +330,7 @@ def replay(
                 f"member {schedule.member}, with which the trainings are compared, got no folder; "
                 "put it back, or repeat the run"
             )
-        config = read_config(folder)
+        config = run_folder.read_config(folder)
         check_inputs(folder, config, command=f"replay {folder}", allow=allow)
         if sentence := unmoved(schedule):
             observer.note(sentence)
@@ -398,12 +381,12 @@ def _replay(
     )
     seconds = time.perf_counter() - start
     outcome = Replay(schedule, seed, repeats, trained, best, _differences(trained, best), seconds)
-    for name in REPLAY_PARTS:
+    for name in names.REPLAY_PARTS:
         remove(folder / name)
     files: dict[str, str] = {}
     for i in first_indices:  # not the best, which would be chosen on the test split
         name = plans[i].name
-        target = folder / REPLAY / name
+        target = folder / names.REPLAY / name
         with writing(target, "replay"):
             digests = save_agent(cohort, slots[i], target)
             sync_into(folder, target)
@@ -471,5 +454,5 @@ def _replayed(plan: Training, tallies: Sequence[Tally], tests: Sequence[Score]) 
 
 def _differences(trained: Sequence[ReplayArm], winner: Score) -> tuple[Difference, ...]:
     tests = {replayed.name: replayed.tests for replayed in trained} | {WINNER: (winner,)}
-    pairs = [REPLAYED, *((replayed.name, WINNER) for replayed in trained)]
+    pairs = [names.REPLAYED, *((replayed.name, WINNER) for replayed in trained)]
     return tuple(Difference.between(a, tests[a], b, tests[b]) for a, b in pairs)

@@ -16,38 +16,15 @@ from typing import Any, TypeVar
 
 from evo_grpo.envs.rewards.judge_client import answer_files, read_answers
 from evo_grpo.errors import EvoGrpoError
+from evo_grpo.record import folder as run_folder
+from evo_grpo.record import names
 from evo_grpo.record.arms import EVOLVED, read_comparison
 from evo_grpo.record.family import best_ever
-from evo_grpo.record.folder import (
-    config_text,
-    continuing,
-    expect_run,
-    is_run,
-    parse_rounds,
-    read_config,
-    refuse_links_in_run,
-    round_entries,
-)
-from evo_grpo.record.names import (
-    BEST,
-    CHECKPOINTS,
-    COMPARE,
-    COMPARED,
-    COMPLETIONS,
-    CONFIG,
-    INPUTS,
-    JUDGED,
-    METRICS,
-    RECORDED_IN_PYTHON,
-    REPLAY,
-    ROUNDS,
-    SUMMARY,
-)
 from evo_grpo.record.plain import damaged
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import read_replay
-from evo_grpo.record.run_dir import Retention, kept_throughout, refuse_lost_lines
-from evo_grpo.record.summary import read_summary, read_summary_of
+from evo_grpo.record.run_dir import kept_checkpoints, refuse_lost_lines
+from evo_grpo.record.summary import read_summary
 from evo_grpo.record.wording import count
 from evo_grpo.settings import RunConfig
 from evo_grpo.training.recorded_inputs import ROUNDS as PLANNED
@@ -101,7 +78,7 @@ def verify(run: str | Path) -> Findings:
     Raises:
         RunNotFoundError: `run` is no run folder.
     """
-    folder = expect_run(run)
+    folder = run_folder.expect_run(run)
     findings = _check_folder(folder)
     if findings.damage:
         # A run in progress writes and removes files meanwhile: report damage only if found twice.
@@ -125,24 +102,25 @@ class _Records:
     summary: Mapping[str, Any] | None
     finished: bool
 
-    def policies(self) -> list[tuple[int, Retention]]:
-        """Return the retention policies, each with the number of rounds up to which it applied."""
-        if self.inputs is None:
-            return []
-        # None if the run began with a version that kept every checkpoint.
-        earlier = [
-            (change["round"], change["from"])
-            for change in self.inputs.changes
-            if change["name"] == _RETENTION and change["from"] is not None
-        ]
+    def kept_checkpoints(self) -> set[str]:
+        """Return the checkpoints that the retention policy keeps.
+
+        Those of the rounds before a change of the policy are left out if they are not there.
+        """
+        inputs = self.inputs
+        if inputs is None:
+            return kept_checkpoints(self.rounds, "all")
         # population.yaml may have been changed for the next resume.
-        present = self.inputs.settings.get(_RETENTION, self.config.record.checkpoints)
-        return [*earlier, (len(self.rounds), present)]
+        policy = inputs.settings.get(_RETENTION, self.config.record.checkpoints)
+        changed = [change["round"] for change in inputs.changes if change["name"] == _RETENTION]
+        since = kept_checkpoints(self.rounds[max(changed, default=0) :], "all")
+        kept = kept_checkpoints(self.rounds, policy)
+        return {name for name in kept if name in since or (self.folder / name).exists()}
 
 
 def _check_folder(folder: Path) -> Findings:
     findings = Findings()
-    findings.read(lambda: refuse_links_in_run(folder))
+    findings.read(lambda: run_folder.refuse_links_in_run(folder))
     if findings.damage:
         return findings  # files behind a link are not read
     records = _read_records(folder, findings)
@@ -157,18 +135,18 @@ def _check_folder(folder: Path) -> Findings:
 
 def _read_records(folder: Path, findings: Findings) -> _Records | None:
     """Read the records of a run folder; None if they are too damaged for further checks."""
-    finished = os.path.lexists(folder / SUMMARY)
+    finished = os.path.lexists(folder / names.SUMMARY)
     summary = findings.read(lambda: read_summary(folder))
-    config = findings.read(lambda: read_config(folder))
-    file, inputs = folder / ROUNDS, None
-    parsed = findings.read(lambda: (parse_rounds(file), file.stat().st_size))
+    config = findings.read(lambda: run_folder.read_config(folder))
+    file, inputs = folder / names.ROUNDS, None
+    parsed = findings.read(lambda: (run_folder.parse_rounds(file), file.stat().st_size))
     if parsed is None:
         return None
     (rounds, length, _), size = parsed
     findings.rounds = len(rounds)
     if finished and size > length:  # before the end, a stop may leave one
         findings.damage.append(f"{file}: ends in {size - length} bytes of an incomplete line")
-    if rounds or finished or os.path.lexists(folder / INPUTS):
+    if rounds or finished or os.path.lexists(folder / names.INPUTS):
         inputs = findings.read(lambda: read_inputs_of(folder))
         if inputs is None:
             return None
@@ -178,7 +156,7 @@ def _read_records(folder: Path, findings: Findings) -> _Records | None:
 def _check_settings(records: _Records, findings: Findings) -> None:
     """Compare population.yaml with the settings in inputs.json."""
     folder, inputs = records.folder, records.inputs
-    if inputs is None or config_text(folder).startswith(RECORDED_IN_PYTHON):
+    if inputs is None or run_folder.config_text(folder).startswith(names.RECORDED_IN_PYTHON):
         return
     findings.read(lambda: check_whole(folder, inputs))
     changed = {name for name, _, _ in changed_settings(inputs, settings_of(records.config))}
@@ -187,8 +165,8 @@ def _check_settings(records: _Records, findings: Findings) -> None:
     refused = sorted(name for name in changed if records.finished or not may_change(name))
     if refused:
         findings.damage.append(
-            f"{folder / CONFIG}: expected the settings that {INPUTS} records, got others for "
-            f"{', '.join(refused[:3])}; put the file back as it was"
+            f"{folder / names.CONFIG}: expected the settings that {names.INPUTS} records, got "
+            f"others for {', '.join(refused[:3])}; put the file back as it was"
         )
 
 
@@ -197,39 +175,44 @@ def _check_end(records: _Records, findings: Findings) -> None:
     folder, rounds, summary = records.folder, records.rounds, records.summary
     if not records.finished:
         findings.read(lambda: refuse_lost_lines(folder, rounds))
-        files = [entry for part in (COMPLETIONS, METRICS) for entry in round_entries(folder / part)]
-        later = [path for number, path in files if number > len(rounds)]
-        findings.damage += [f"{path}: is there, but {ROUNDS} has no line of it" for path in later]
+        for part in (names.COMPLETIONS, names.METRICS):
+            later = [path for n, path in run_folder.round_entries(folder / part) if n > len(rounds)]
+            findings.damage += [
+                f"{path}: is there, but {names.ROUNDS} has no line of it" for path in later
+            ]
     if not records.finished or (records.inputs and records.inputs.changes_of_rounds(len(rounds))):
         findings.notes.append(
             f"{folder}: is not finished after {count(len(rounds), 'round')}; unless it trains now, "
-            f"go on with: {continuing(folder)}"
+            f"go on with: {run_folder.continuing(folder)}"
         )
     for path in sorted(folder.glob("summary.rounds-*.json")):
-        findings.read(partial(read_summary_of, path))
+        findings.read(partial(read_summary, folder, path.name))
     if summary is None:
         return
     if summary["rounds"] != len(rounds):
         findings.damage.append(
-            f"{folder}: {SUMMARY} is of {summary['rounds']} rounds, {ROUNDS} has {len(rounds)}"
+            f"{folder}: {names.SUMMARY} is of {summary['rounds']} rounds, "
+            f"{names.ROUNDS} has {len(rounds)}"
         )
-    findings.compare(folder, summary.get("files", {}), f"{SUMMARY} recorded")
+    findings.compare(folder, summary.get("files", {}), f"{names.SUMMARY} recorded")
     for end in summary.get("earlier", ()):
         file = folder / f"summary.rounds-{end['rounds']}.json"
         if not os.path.lexists(file):
-            findings.damage.append(f"{file}: is missing, but {SUMMARY} names this end of the run")
+            findings.damage.append(
+                f"{file}: is missing, but {names.SUMMARY} names this end of the run"
+            )
 
 
 def _check_checkpoints(records: _Records, findings: Findings) -> None:
     """Compare the files of rounds, except those that retention removed, with their digests."""
     folder, rounds = records.folder, records.rounds
-    kept_checkpoints = kept_throughout(rounds, records.policies())
+    kept = records.kept_checkpoints()
     for record in rounds:
         expected = {
             name: digest
             for name, digest in record.files.items()
-            if not name.startswith(f"{CHECKPOINTS}/")
-            or not kept_checkpoints.isdisjoint(map(str, PurePosixPath(name).parents))
+            if not name.startswith(f"{names.CHECKPOINTS}/")
+            or not kept.isdisjoint(map(str, PurePosixPath(name).parents))
         }
         findings.compare(folder, expected, f"round {record.round + 1} recorded")
     best = best_ever(rounds)
@@ -239,12 +222,12 @@ def _check_checkpoints(records: _Records, findings: Findings) -> None:
     files = rounds[best.round].files_of(best.checkpoint)
     # A stop may leave it missing or of an earlier round: a resume then copies it again.
     if records.finished or not _is_same(folder / best.checkpoint, files) or not _is_behind(records):
-        findings.compare(folder / BEST, files, f"round {best.round + 1} recorded")
+        findings.compare(folder / names.BEST, files, f"round {best.round + 1} recorded")
 
 
 def _is_behind(records: _Records) -> bool:
     """Return whether checkpoints/best is missing or has the best agent of earlier rounds."""
-    place, rounds = records.folder / BEST, records.rounds
+    place, rounds = records.folder / names.BEST, records.rounds
     bests = filter(None, (best_ever(rounds[:number]) for number in range(len(rounds))))
     earlier = (rounds[best.round].files_of(str(best.checkpoint)) for best in bests)
     return not place.exists() or any(_is_same(place, files) for files in earlier)
@@ -260,7 +243,7 @@ def _is_same(folder: Path, files: Mapping[str, str]) -> bool:
 def _check_answers(records: _Records, findings: Findings) -> None:
     """Check the digest of each judge answer, and that there are as many as summary.json counts."""
     number = 0
-    for file in answer_files(records.folder / JUDGED):
+    for file in answer_files(records.folder / names.JUDGED):
         contents = findings.read(partial(read_answers, file))
         if contents is None:
             return
@@ -272,20 +255,20 @@ def _check_answers(records: _Records, findings: Findings) -> None:
     expected = int(((records.summary or {}).get("judge") or {}).get("answers", 0))
     if number < expected:
         findings.damage.append(
-            f"{records.folder / JUDGED}: expected the {expected} answers of the judge that "
-            f"{SUMMARY} counts, got {number}"
+            f"{records.folder / names.JUDGED}: expected the {expected} answers of the judge that "
+            f"{names.SUMMARY} counts, got {number}"
         )
 
 
 def _check_results(run: Path, findings: Findings) -> None:
     """Check comparisons and replays, including those from before an extension of the run."""
-    commands = {COMPARE: f"resume {run} --compare", REPLAY: f"replay {run}"}
+    commands = {names.COMPARE: f"resume {run} --compare", names.REPLAY: f"replay {run}"}
     for path in sorted(run.iterdir()):
         kind = path.name.partition(".rounds-")[0]
         if kind not in commands or not path.is_dir():
             continue
         file = path / f"{kind}.json"
-        if kind == COMPARE:
+        if kind == names.COMPARE:
             _check_arms(path, findings.read(partial(read_comparison, run, file)), findings)
         elif (replay := findings.read(partial(read_replay, run, file))) is not None:
             findings.compare(path, replay.files, f"{file.name} recorded")
@@ -295,11 +278,11 @@ def _check_results(run: Path, findings: Findings) -> None:
 
 def _check_arms(path: Path, result: Mapping[str, Any] | None, findings: Findings) -> None:
     """Check the run folders of a comparison; runs in the result must exist and be finished."""
-    for arm in (path / name for name in COMPARED if is_run(path / name)):
+    for arm in (path / name for name in names.COMPARED if run_folder.is_run(path / name)):
         arm_findings = _check_folder(arm)
         findings.files += arm_findings.files
         findings.damage += arm_findings.damage
-    names = [] if result is None else [arm["name"] for arm in result["arms"]]
-    for file in (path / name / SUMMARY for name in names if name != EVOLVED):
+    arms = [] if result is None else [arm["name"] for arm in result["arms"]]
+    for file in (path / name / names.SUMMARY for name in arms if name != EVOLVED):
         if not os.path.lexists(file):
             findings.damage.append(f"{file}: is missing, but the result of the comparison names it")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, final
 from evo_grpo.cli.output import write
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.population.ranks.team import is_silent_rank
-from evo_grpo.record import columns
 from evo_grpo.record.files import to_line
 from evo_grpo.record.observer import Observer
 
@@ -125,5 +124,5 @@ def _agent(agent: AgentRecord) -> dict[str, Any]:
         "tokens": agent.tokens,
         "hparams": agent.hparams.to_dict(),
         **{name: agent.metrics.get(name) for name in METRICS},
-        "kl": columns.kl(agent),
+        "kl": agent.metrics.get("kl"),
     }

@@ -7,10 +7,10 @@ either file that the terminal and the report show.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, TypeAdapter
@@ -21,14 +21,10 @@ from evo_grpo.evolve.intervals import around, interval
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import read_result
 from evo_grpo.record.names import COMPARE, COMPARISON
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.summary import MeanReward, score_of
 from evo_grpo.record.wording import count
 from evo_grpo.types import Number, Score
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from evo_grpo.record.records import RoundRecord
 
 EVOLVED = "evolved"
 """Name of the run among the arms of its comparison."""

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.errors import CheckpointError, ConfigError, RunNotFoundError
 from evo_grpo.record import family
 from evo_grpo.record.family import best_agent, front
 from evo_grpo.record.folder import continuing
 from evo_grpo.record.names import BEST
+from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.summary import SelectedAgent, select, winner_files
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.schema.problems import nearest
 from evo_grpo.schema.validation import is_number
-
-if TYPE_CHECKING:
-    from evo_grpo.record.records import AgentRecord, RoundRecord
 
 SHOWN = 24
 """Number of latest checkpoints that an error lists."""
@@ -56,14 +53,9 @@ class ChosenAgent:
         return self.view.loss if self.is_winner else ""
 
     @property
-    def name(self) -> str:
-        """The agent in words, such as "agent 1 as it was after round 2"."""
-        return self.agent.name
-
-    @property
     def title(self) -> str:
         """The agent in words, with its member id."""
-        return f"{self.name}, member {self.agent.member}"
+        return f"{self.agent.name}, member {self.agent.member}"
 
 
 def choose_of(
@@ -107,9 +99,9 @@ def choose_of(
             f"choice of an agent: expected one of agent, member, best ever and prefer, got "
             f"{' and '.join(ways)}; leave all but one out"
         )
-    view = view_of(run)
-    folder, rounds, winner = Path(run), view.rounds, view.winner
     is_winner = not ways and round is None
+    view = view_of(run) if is_winner else _with_known_finalists(view_of(run))
+    folder, rounds, winner = Path(run), view.rounds, view.winner
     if not rounds or (is_winner and winner is None):
         raise CheckpointError(
             f"{folder}: nothing to export, expected a finished round with a ranked agent; continue "
@@ -130,6 +122,18 @@ def choose_of(
     chosen = select("ever" if best_ever else "named", rounds, record)
     files = rounds[record.round].files_of(str(record.checkpoint))
     return _with_existing_checkpoint(ChosenAgent(folder, view, chosen, files))
+
+
+def _with_known_finalists(view: RunView) -> RunView:
+    """Return a view, without its summary if that names a member that the rounds do not have.
+
+    Such a summary is damaged, but does not concern an agent that the caller names.
+    """
+    try:
+        _ = view.winner, view.rivals
+    except RunNotFoundError:
+        return replace(view, summary=None)
+    return view
 
 
 def _preferred(view: RunView, weights: Mapping[str, float]) -> AgentRecord:

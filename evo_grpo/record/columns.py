@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.vocabulary import OBJECTIVE
-from evo_grpo.schema.hparams import in_order, type_of
+from evo_grpo.schema.hparams import Hparams, Value, in_order, type_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import pandas as pd
-
-    from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.schema.hparams import Hparams, Value
 
 #: Columns of every table, also of hyperparameters that do not mutate.
 ALWAYS = ("lr", "beta", "clip_coef", "clip_low", "clip_high", "group_size")
@@ -80,11 +77,6 @@ def fitness_se(agent: AgentRecord) -> float:
 def was_evaluated(agent: AgentRecord) -> bool:
     """Return whether an agent's fitness comes from an evaluation, not from rewards of training."""
     return agent.score is not None and not agent.score.steps
-
-
-def kl(agent: AgentRecord) -> float | None:
-    """Return an agent's KL divergence from the reference in nats per token, or None."""
-    return agent.metrics.get("kl")
 
 
 def frame(rows: Sequence[Mapping[str, object]], types: Mapping[str, str]) -> pd.DataFrame:

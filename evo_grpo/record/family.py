@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from evo_grpo.errors import RunNotFoundError
 from evo_grpo.evolve.goals import best_first, fronts, ranked
 from evo_grpo.record.columns import fitness
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.schema.hparams import Hparams
-    from evo_grpo.types import Mutation, Slot
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.types import Mutation, Slot
 
 
 @dataclass(frozen=True)

@@ -19,20 +19,17 @@ import re
 import shutil
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
-from typing import TYPE_CHECKING, Any, final
+from pathlib import Path
+from typing import Any, final
 
 from pydantic_core import from_json
 
 from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError, RunFailedError
 from evo_grpo.record.plain import open_plain
 from evo_grpo.schema.hparams import Hparams
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
-    from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
@@ -75,8 +72,7 @@ def many_objects() -> Generator[None]:
 def writing(path: Path, command: str = "resume") -> Generator[None]:
     """Turn an OSError of a write (disk full, no permission) into a RunFailedError.
 
-    The message names `command`, to be called once the cause is removed. Raises RunDirError if this
-    process is a fork of the process that locked the folder.
+    The message names `command`, to be called once the cause is removed.
     """
     for lock in list(_held):
         lock.check(path)
@@ -337,7 +333,6 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()  # user code may change the working folder
-        self._owner = os.getpid()
         self._descriptor: int | None = open_plain(path, os.O_RDWR | os.O_CREAT)
         try:
             with writing(path):
@@ -373,17 +368,11 @@ class FolderLock:
                 os.pwrite(self._descriptor, lines.encode(), 0)
 
     def check(self, path: Path) -> None:
-        """Refuse a write by a fork of the process that locked the folder, or to another folder."""
+        """Refuse a write into the locked folder if another folder has taken its place."""
         folder = self._path.parent
         if not path.absolute().is_relative_to(folder):
             return
-        if os.getpid() != self._owner:
-            raise RunDirError(
-                f"{path}: expected process {self._owner} to write it, which locked the folder, got "
-                f"{os.getpid()}, a fork of it; end a forked process with os._exit, or start it "
-                "with the method spawn"
-            )
-        assert self._descriptor is not None, "a lock that is checked is held"
+        assert self._descriptor is not None, "a fork of the process that locked a folder writes it"
         with suppress(OSError):
             if os.path.samestat(self._path.lstat(), os.fstat(self._descriptor)):
                 return

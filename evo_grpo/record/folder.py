@@ -6,8 +6,11 @@ import fcntl
 import json
 import os
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
+
+from pydantic import TypeAdapter
 
 from evo_grpo.errors import (
     CheckpointError,
@@ -17,23 +20,7 @@ from evo_grpo.errors import (
     RunNotFoundError,
 )
 from evo_grpo.places import find
-from evo_grpo.record.files import (
-    expecting,
-    is_truncated,
-    many_objects,
-    reading,
-    unseal_result,
-    unsealed_head,
-)
-from evo_grpo.record.names import (
-    CONFIG,
-    EARLIER,
-    LOCK,
-    OF_READERS,
-    OWN,
-    RECORDED_IN_PYTHON,
-    ROUNDS,
-)
+from evo_grpo.record import files, names
 from evo_grpo.record.plain import (
     MAX_LOG_BYTES,
     is_folder,
@@ -42,19 +29,18 @@ from evo_grpo.record.plain import (
     read_plain,
     refuse_links,
 )
-from evo_grpo.record.records import amendment_from_json, check_format, round_from_json
+from evo_grpo.record.records import (
+    Amendment,
+    RoundRecord,
+    amendment_from_json,
+    check_format,
+    round_from_json,
+)
 from evo_grpo.schema.hparams import RankAlpha
 from evo_grpo.schema.problems import validated
+from evo_grpo.settings import ModelConfig, RunConfig
 from evo_grpo.settings.model import LoraSettings
 from evo_grpo.settings.yaml import MAX_YAML_BYTES, WrittenOutLoader, from_written, parse
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from pydantic import TypeAdapter
-
-    from evo_grpo.record.records import Amendment, RoundRecord
-    from evo_grpo.settings import ModelConfig, RunConfig
 
 T = TypeVar("T")
 
@@ -65,7 +51,7 @@ _ROUND = re.compile(r"round-(\d{4,})(\.jsonl)?")
 def is_run(path: str | Path) -> bool:
     """Return whether a path is a run folder."""
     folder = Path(path)
-    return (folder / CONFIG).is_file() and (folder / ROUNDS).is_file()
+    return (folder / names.CONFIG).is_file() and (folder / names.ROUNDS).is_file()
 
 
 def run_containing(path: Path) -> Path | None:
@@ -78,7 +64,7 @@ def run_containing(path: Path) -> Path | None:
 def is_trained(folder: Path) -> bool:
     """Return whether a process holds the lock of a run."""
     try:
-        descriptor = open_plain(folder / LOCK, os.O_RDONLY)
+        descriptor = open_plain(folder / names.LOCK, os.O_RDONLY)
     except OSError:
         return False
     with os.fdopen(descriptor) as file:
@@ -94,18 +80,18 @@ def expect_run(path: str | Path) -> Path:
     folder = Path(path)
     if is_run(folder):
         return folder
-    missing = [name for name in (CONFIG, ROUNDS) if not (folder / name).is_file()]
+    missing = [name for name in (names.CONFIG, names.ROUNDS) if not (folder / name).is_file()]
     state = f"one without {' and '.join(missing)}" if folder.is_dir() else "no folder"
     raise RunNotFoundError(
-        f"{folder}: no run folder: expected one with {ROUNDS} and {CONFIG} in it, got {state}; "
-        "give the folder that `evo-grpo run` printed"
+        f"{folder}: no run folder: expected one with {names.ROUNDS} and {names.CONFIG} in it, got "
+        f"{state}; give the folder that `evo-grpo run` printed"
     )
 
 
 def read_rounds(path: str | Path) -> list[RoundRecord]:
     """Return the finished rounds of a run, even while it trains; raises as `parse_rounds` does."""
-    file = expect_run(path) / ROUNDS
-    with reading(file, ""):
+    file = expect_run(path) / names.ROUNDS
+    with files.reading(file, ""):
         return parse_rounds(file).records
 
 
@@ -119,16 +105,16 @@ def read_result(
     """
     if not os.path.lexists(file):
         return None
-    with expecting(file, what, f"delete it, then write it again with: evo-grpo {command}"):
-        with reading(file, command):
-            data = unseal_result(read_plain(file))
+    with files.expecting(file, what, f"delete it, then write it again with: evo-grpo {command}"):
+        with files.reading(file, command):
+            data = files.unseal_result(read_plain(file))
         return data, validated(schema, data)
 
 
 def config_text(folder: Path) -> str:
     """Return the text of a run's population.yaml."""
-    with expecting(folder / CONFIG, _SETTINGS), reading(folder, ""):
-        return read_plain(folder / CONFIG, MAX_YAML_BYTES).decode("utf-8")
+    with files.expecting(folder / names.CONFIG, _SETTINGS), files.reading(folder, ""):
+        return read_plain(folder / names.CONFIG, MAX_YAML_BYTES).decode("utf-8")
 
 
 def read_config(folder: Path, *, past: bool = False) -> RunConfig:
@@ -136,7 +122,7 @@ def read_config(folder: Path, *, past: bool = False) -> RunConfig:
 
     ConfigError if the settings name a program, or a model with code, inside a run folder.
     """
-    file = folder / CONFIG
+    file = folder / names.CONFIG
     config = from_written(config_text(folder), str(file), past=past)
     code = {
         f"engine.{name}.{setting}": getattr(engine, setting)
@@ -172,8 +158,8 @@ def adapter_of(model: ModelConfig) -> RankAlpha:
 
 def read_settings(folder: Path) -> Mapping[str, Any]:
     """Return the settings of a run unvalidated, for any version; CheckpointError if damaged."""
-    text, file = config_text(folder), folder / CONFIG
-    with expecting(file, _SETTINGS):
+    text, file = config_text(folder), folder / names.CONFIG
+    with files.expecting(file, _SETTINGS):
         settings = parse(text, str(file), WrittenOutLoader)
         if not isinstance(settings, dict):
             raise ValueError(f"they are no mapping: {settings!r:.60}")
@@ -213,13 +199,13 @@ def code_folder(path: str | Path | None) -> Path | None:
 def with_objects(text: str, objects: Iterable[str]) -> str:
     """Return a population.yaml with a first line that lists Python objects, if any are given."""
     line = ", ".join(objects)
-    return f"{RECORDED_IN_PYTHON}{line}\n{text}" if line else text
+    return f"{names.RECORDED_IN_PYTHON}{line}\n{text}" if line else text
 
 
 def listed_objects(folder: Path) -> list[str]:
     """Return the Python objects that a run was given, each with its keyword first."""
     first_line = config_text(folder).partition("\n")[0]
-    line = first_line.removeprefix(RECORDED_IN_PYTHON)
+    line = first_line.removeprefix(names.RECORDED_IN_PYTHON)
     return [] if line == first_line else line.strip().split(", ")
 
 
@@ -261,7 +247,7 @@ class ParsedRounds(NamedTuple):
     places: list[int]
 
 
-@many_objects()
+@files.many_objects()
 def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> ParsedRounds:
     """Read rounds.jsonl from byte `start`, where the line of round `first` begins.
 
@@ -276,7 +262,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> ParsedRounds:
         file.seek(start)
         for number, line in enumerate(file, start=1):
             try:
-                head = unsealed_head(line)
+                head = files.unsealed_head(line)
                 # A whole line of another version raises RunDirError, no ValueError: it passes.
                 check_format(head, f"{path}, line {first + number}")
                 if "amends" in head:
@@ -289,7 +275,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> ParsedRounds:
                         f"it is round {record.round + 1}, expected {first + len(records) + 1}"
                     )
             except ValueError as error:
-                if is_truncated(line):  # the last line: all others have a line break
+                if files.is_truncated(line):  # the last line: all others have a line break
                     break
                 if line.startswith(b'{"round"'):  # evo-grpo 0.2 wrote no format
                     check_format({}, f"{path}, line {first + number}")
@@ -328,6 +314,6 @@ def round_entries(folder: Path) -> Iterator[tuple[int, Path]]:
 def refuse_links_in_run(folder: Path) -> None:
     """Refuse a run folder in which one of the run's files is a link, pipe, socket or device."""
     for path in folder.iterdir():
-        if path.name in OWN or EARLIER.fullmatch(path.name):
+        if path.name in names.OWN or names.EARLIER.fullmatch(path.name):
             # wandb creates links below its own folder
-            refuse_links(path, deep=path.name not in OF_READERS)
+            refuse_links(path, deep=path.name not in names.OF_READERS)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from evo_grpo.errors import ConfigError, RunNotFoundError
-from evo_grpo.evolve.start import carried_over, in_both, starts_with
+from evo_grpo.evolve.start import Start, carried_over, in_both, starts_with
 from evo_grpo.places import find
 from evo_grpo.record import columns
 from evo_grpo.record.files import expecting, load_json
@@ -17,17 +17,13 @@ from evo_grpo.record.folder import expect_run, read_rounds, round_entries
 from evo_grpo.record.leaderboard import leaderboard_rows
 from evo_grpo.record.names import METRICS
 from evo_grpo.record.plain import MAX_LOG_BYTES, read_plain
+from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.summary import read_summary, winner_of
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.search_space import HyperparameterConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     import pandas as pd
-
-    from evo_grpo.evolve.start import Start
-    from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.schema.hparams import Hparams
-    from evo_grpo.schema.search_space import HyperparameterConfig
 
 
 #: Means over the GRPO steps of a round that get a column; NaN if an agent has none.
@@ -107,7 +103,7 @@ def _row(agent: AgentRecord, names: Sequence[str], *, continues: bool) -> dict[s
         "op": "continue" if continues else mutation.op,
         "mutated": "" if continues else ",".join(mutation.changes),
         **{name: agent.metrics.get(name, math.nan) for name in MEANS},
-        "kl": columns.kl(agent),
+        "kl": agent.metrics.get("kl"),
         "tokens": agent.tokens,
         "wall_seconds": agent.wall_seconds,
         "checkpoint": agent.checkpoint,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +13,13 @@ from evo_grpo.record.family import front, order
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import LEADERBOARD
-from evo_grpo.record.summary import read_summary, rivals_of, winner_of
-from evo_grpo.schema.hparams import of_mean
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.summary import SelectedAgent, read_summary, rivals_of, winner_of
+from evo_grpo.schema.hparams import Hparams, Value, of_mean
+from evo_grpo.types import Score
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import pandas as pd
-
-    from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.record.summary import SelectedAgent
-    from evo_grpo.schema.hparams import Hparams, Value
-    from evo_grpo.types import Score
 
 
 def leaderboard(run: str | Path) -> pd.DataFrame:

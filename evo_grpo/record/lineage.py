@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.errors import CheckpointError
 from evo_grpo.record.family import best_ever
-from evo_grpo.record.records import outline
-from evo_grpo.schema.hparams import CLIP_ENDS, Value, type_of
+from evo_grpo.record.records import AgentRecord, RoundRecord, outline
+from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, Value, type_of
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
-
-    from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.schema.hparams import Hparams
 
 # Parameters of every trial, whether or not they mutate.
 _ALWAYS = ("lr", "beta", "clip_coef", "group_size")

@@ -9,13 +9,12 @@ entry may be read again, with the same position and the same values.
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import NonNegativeInt, TypeAdapter
 
@@ -25,16 +24,11 @@ from evo_grpo.record.folder import expect_run, is_trained, parse_rounds, read_co
 from evo_grpo.record.history import WHERE, row_of
 from evo_grpo.record.names import METRICS, NOTES, ROUNDS, SUMMARY
 from evo_grpo.record.plain import MAX_LOG_BYTES, opened_plain, stamp_of
-from evo_grpo.record.records import to_json
+from evo_grpo.record.records import RoundRecord, to_json
 from evo_grpo.record.summary import read_summary
 from evo_grpo.schema.problems import validated
 from evo_grpo.settings import RunConfig
 from evo_grpo.types import Slot
-
-if TYPE_CHECKING:
-    from evo_grpo.record.records import RoundRecord
-
-_log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 """Seconds between two looks for new entries."""
@@ -189,13 +183,6 @@ def _rounds(folder: Path, at: Cursor) -> tuple[Cursor, list[tuple[int, RoundReco
                     return at, placed
         placed = _placed(path)
     if len(placed) < at.rounds:
-        _log.warning(
-            "%s: expected at least the %d rounds that the reader has read, got %d; the reader "
-            "continues after them",
-            path,
-            at.rounds,
-            len(placed),
-        )
         at = replace(at, rounds=len(placed), place=0, last="", steps=0, summary="")
     return at, placed[max(0, at.rounds - 1) :]
 

@@ -42,9 +42,6 @@ OF_ROUNDS = (COMPLETIONS, METRICS, CHECKPOINTS)
 STEERING = "steering"
 """Requests to the run, a file each, which is removed when the request is carried out."""
 
-WRITTEN_IN = (COMPLETIONS, METRICS, STEERING)
-"""Folders in which a kill may leave a partly written file."""
-
 REQUEST = re.compile(r"(\d{20,})-[0-9a-f]{8}\.json")
 """Name of a request's file: a number that grows, then random digits."""
 

@@ -11,17 +11,15 @@ import errno
 import hashlib
 import os
 import stat
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import Annotated, BinaryIO
 
 from pydantic import AfterValidator
 
 from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.record.names import CHECKPOINTS
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping
 
 #: Without O_NONBLOCK, opening a pipe waits for its other end.
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -23,15 +23,13 @@ from evo_grpo.record.folder import (
 )
 from evo_grpo.record.names import REPLAY_RESULT, REPLAYED
 from evo_grpo.record.plain import RelativePath
-from evo_grpo.record.records import HyperparameterName
+from evo_grpo.record.records import AgentRecord, HyperparameterName, RoundRecord
 from evo_grpo.record.summary import read_summary, winning_lines
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Score
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from evo_grpo.record.records import AgentRecord, RoundRecord
 
 FORMAT = 1
 """Version of replay.json."""
@@ -107,9 +105,9 @@ class Schedule:
         """Whether a hyperparameter changes from one round to another."""
         return any(scheduled.hparams != self.last for scheduled in self.rounds)
 
-    def prompts_per_step(self, one: ScheduledRound) -> float:
+    def prompts_per_step(self, scheduled: ScheduledRound) -> float:
         """Return the mean number of prompts per GRPO step in a round of the schedule."""
-        return one.rows / self.steps / one.hparams.group_size
+        return scheduled.rows / self.steps / scheduled.hparams.group_size
 
     def hyperparameters(self) -> tuple[str, ...]:
         """Return the names of the hyperparameters that a table shows, in order."""

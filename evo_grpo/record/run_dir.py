@@ -21,28 +21,14 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final
 
 from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError
-from evo_grpo.record import names
+from evo_grpo.record import files, names
 from evo_grpo.record.family import best_agent, best_ever, front
-from evo_grpo.record.files import (
-    FolderLock,
-    append,
-    atomic_write,
-    create_folder,
-    is_temporary,
-    remove,
-    seal,
-    sync,
-    sync_into,
-    sync_names,
-    sync_tree,
-    to_lines,
-    writing,
-)
 from evo_grpo.record.folder import (
     continuing,
     expect_run,
@@ -53,13 +39,8 @@ from evo_grpo.record.folder import (
     round_name,
 )
 from evo_grpo.record.plain import is_plain, sha256_of
-from evo_grpo.record.records import Amendment, outline, to_json
+from evo_grpo.record.records import Amendment, RoundRecord, outline, to_json
 from evo_grpo.record.steering import ids_of_requests
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from evo_grpo.record.records import RoundRecord
 
 Retention = Literal["all", "last", "best"] | int
 """Checkpoints to keep: of all rounds ("all"); of the last round ("last"); of the last round and of
@@ -76,7 +57,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         earlier_requests: Ids of the requests to the run when this process locked the folder.
     """
 
-    def __init__(self, path: Path, lock: FolderLock) -> None:
+    def __init__(self, path: Path, lock: files.FolderLock) -> None:
         self.path, self.lock = path, lock
         self.earlier_requests = ids_of_requests(path)
         self._rounds: list[RoundRecord] = []
@@ -97,10 +78,10 @@ class RunDir(AbstractContextManager["RunDir"]):
         if path is not None:
             refuse_taken(folder, force=force)
         try:
-            create_folder(folder)
+            files.create_folder(folder)
             if path is None:
                 folder = _numbered(folder, name)
-            lock = FolderLock(folder / names.LOCK)
+            lock = files.FolderLock(folder / names.LOCK)
         except EvoGrpoError:
             raise
         except OSError as error:
@@ -115,8 +96,8 @@ class RunDir(AbstractContextManager["RunDir"]):
             if is_run(folder):
                 clear_run(folder)
             # population.yaml last: it makes the folder a run folder.
-            atomic_write(folder / names.ROUNDS, "")
-            atomic_write(folder / names.CONFIG, resolved_yaml)
+            files.atomic_write(folder / names.ROUNDS, "")
+            files.atomic_write(folder / names.CONFIG, resolved_yaml)
             undo.pop_all()
         return cls(folder, lock)
 
@@ -130,8 +111,8 @@ class RunDir(AbstractContextManager["RunDir"]):
             CheckpointError: A line of rounds.jsonl is damaged or lost.
         """
         folder = expect_run(path)
-        with writing(folder):
-            run = cls(folder, FolderLock(folder / names.LOCK))
+        with files.writing(folder):
+            run = cls(folder, files.FolderLock(folder / names.LOCK))
         with ExitStack() as undo:
             undo.callback(run.close)
             refuse_links_in_run(folder)
@@ -154,8 +135,8 @@ class RunDir(AbstractContextManager["RunDir"]):
     def append_round(self, record: RoundRecord) -> None:
         """Append the next finished round to rounds.jsonl, after syncing its checkpoints to disk."""
         assert record.round == len(self._rounds), "each round is recorded once, in order"
-        sync_into(self.path, self.path / names.CHECKPOINTS / round_name(record.round))
-        append(self.path / names.ROUNDS, seal(to_json(record)))
+        files.sync_into(self.path, self.path / names.CHECKPOINTS / round_name(record.round))
+        files.append(self.path / names.ROUNDS, files.seal(to_json(record)))
         self._rounds[-1:] = [outline(previous) for previous in self._rounds[-1:]]
         self._rounds.append(record)
 
@@ -163,25 +144,25 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Append a change to the last round: requests, or the plan applied by an extension."""
         assert record.round == len(self._rounds) - 1, "only the last round can be changed"
         amendment = Amendment.of(record)
-        append(self.path / names.ROUNDS, seal(to_json(amendment)))
+        files.append(self.path / names.ROUNDS, files.seal(to_json(amendment)))
         self._rounds[-1] = amendment.applied(self._rounds[-1])
 
     def append_step(self, round: int, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the metrics of a step at once, a row per agent; step 0 replaces an old file."""
         file = self._metrics(round)
         if step == 0:
-            remove(file)
-        append(file, to_lines(rows), durable=False)
+            files.remove(file)
+        files.append(file, files.to_lines(rows), durable=False)
 
     def finish_metrics(self, round: int) -> dict[str, str]:
         """Sync the metrics of a round to disk; return their SHA-256 by relative path, if any."""
         file = self._metrics(round)
-        with writing(file):
+        with files.writing(file):
             digest = sha256_of(file)
             if digest is None:
                 return {}
-            sync(file)
-            sync(file.parent)
+            files.sync(file)
+            files.sync(file.parent)
         return {file.relative_to(self.path).as_posix(): digest}
 
     def _metrics(self, round: int) -> Path:
@@ -189,11 +170,11 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def note(self, text: str) -> None:
         """Append a sentence with the present time to notes.jsonl."""
-        append(self.path / names.NOTES, to_lines([{"time": time.time(), "text": text}]))
+        files.append(self.path / names.NOTES, files.to_lines([{"time": time.time(), "text": text}]))
 
     def write(self, name: str, text: str) -> dict[str, str]:
         """Replace a file of the run atomically; return its SHA-256 by its relative path."""
-        return {name: atomic_write(self.path / name, text)}
+        return {name: files.atomic_write(self.path / name, text)}
 
     def reopen(self) -> None:
         """Turn a finished run into an unfinished run that continues with the last round's plan.
@@ -206,24 +187,25 @@ class RunDir(AbstractContextManager["RunDir"]):
         for name in (names.COMPARE, names.REPLAY, names.SUMMARY):
             path = self.path / name
             if path.exists():
-                with writing(path):
+                with files.writing(path):
                     path.rename(path.with_name(f"{path.stem}.rounds-{number}{path.suffix}"))
-        with writing(self.path):
-            sync(self.path)
-        remove(self.path / names.MEAN)
+        with files.writing(self.path):
+            files.sync(self.path)
+        files.remove(self.path / names.MEAN)
         self.amend_round(self._rounds[-1].extended())
 
     def drop_unfinished(self) -> None:
         """Remove files after the last finished round; call this after that round was restored."""
-        append(self.path / names.ROUNDS, "")
+        files.append(self.path / names.ROUNDS, "")
         for name in names.OF_ROUNDS:
             for number, entry in round_entries(self.path / name):
                 if number >= len(self._rounds):
-                    remove(entry)
-        for folder in (self.path, *(self.path / name for name in names.WRITTEN_IN)):
-            for entry in folder.glob(".*"):
-                if is_temporary(entry):
-                    remove(entry)  # it may be gone: another process may have renamed its request
+                    files.remove(entry)
+        for name in (".", names.COMPLETIONS, names.METRICS, names.STEERING):
+            for entry in (self.path / name).glob(".*"):
+                if files.is_temporary(entry):
+                    # It may be gone: another process may have renamed its request.
+                    files.remove(entry)
 
     def keep_best(self) -> None:
         """Copy the checkpoint of the best agent to checkpoints/best, unless it is already there."""
@@ -237,19 +219,19 @@ class RunDir(AbstractContextManager["RunDir"]):
         # Copied to another name, then renamed. After a kill there is the old folder, the new one,
         # or neither; a resume then repeats the copy from the checkpoint, which still exists.
         new, old = (self.path / name for name in names.ASIDES)
-        with writing(target):
+        with files.writing(target):
             for aside in (new, old):
-                remove(aside)
+                files.remove(aside)
             if copied.is_file() and copied.read_bytes() == original.read_bytes():
                 return
             shutil.copytree(source, new)
-            sync_tree(new)
+            files.sync_tree(new)
             if target.exists():
                 target.rename(old)
             new.rename(target)
             # On disk before the old copy and, later, the checkpoint itself are removed.
-            sync(target.parent)
-            remove(old)
+            files.sync(target.parent)
+            files.remove(old)
 
     def drop_checkpoints(self, policy: Retention) -> None:
         """Remove the checkpoints of finished rounds that a policy does not keep."""
@@ -260,10 +242,10 @@ class RunDir(AbstractContextManager["RunDir"]):
             paths = list(folder.iterdir())
             dropped = [path for path in paths if path.relative_to(self.path).as_posix() not in keep]
             for path in [folder] if dropped == paths else dropped:
-                remove(path)
+                files.remove(path)
             if dropped:
-                with writing(folder):
-                    sync(folder if folder.exists() else folder.parent)
+                with files.writing(folder):
+                    files.sync(folder if folder.exists() else folder.parent)
 
 
 def checkpoint_name(round: int, agent: int) -> str:
@@ -282,7 +264,7 @@ def _numbered(parent: Path, name: str) -> Path:
         folder = parent / f"{stem}-{number}"
         with suppress(FileExistsError):  # another process took the number
             folder.mkdir()
-            sync_names(parent)
+            files.sync_names(parent)
             return folder
 
 
@@ -315,7 +297,7 @@ def _left_by_setup(path: Path) -> bool:
     """Return whether a run that was killed during its set-up left this path."""
     return (
         path.name == names.LOCK
-        or is_temporary(path)
+        or files.is_temporary(path)
         or (path.name == names.ROUNDS and is_plain(path) and path.stat().st_size == 0)
     )
 
@@ -341,16 +323,16 @@ def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
 def clear_run(folder: Path) -> None:
     """Remove the files of a run and nothing else; after a kill, a new run may use the folder."""
     for path in list(_parts(folder)):
-        remove(path)
+        files.remove(path)
     for name in names.COMPARED:
         if is_run(arm := folder / names.COMPARE / name):
             clear_run(arm)
     for name in (*names.OF_ROUNDS, names.STEERING, names.REPLAY):
         with suppress(OSError):  # it has files of others, or is missing
             (folder / name).rmdir()
-    atomic_write(folder / names.ROUNDS, "")
-    remove(folder / names.CONFIG)
-    remove(folder / names.ROUNDS)
+    files.atomic_write(folder / names.ROUNDS, "")
+    files.remove(folder / names.CONFIG)
+    files.remove(folder / names.ROUNDS)
 
 
 def _parts(folder: Path) -> Iterator[Path]:
@@ -360,7 +342,7 @@ def _parts(folder: Path) -> Iterator[Path]:
     for name in names.OF_ROUNDS:
         yield from (path for _, path in round_entries(folder / name))
     for path in folder.glob(f"{names.STEERING}/*"):
-        if names.REQUEST.fullmatch(path.name) or is_temporary(path):
+        if names.REQUEST.fullmatch(path.name) or files.is_temporary(path):
             yield path
 
 
@@ -372,17 +354,3 @@ def kept_checkpoints(rounds: Sequence[RoundRecord], policy: Retention) -> set[st
     if policy == "best":
         paths |= {best.checkpoint for record in rounds if (best := best_agent(record)) is not None}
     return {path for path in paths if path is not None}
-
-
-def kept_throughout(
-    rounds: Sequence[RoundRecord], policies: Sequence[tuple[int, Retention]]
-) -> set[str]:
-    """Return the paths of the checkpoints that remain after several policies, one after another.
-
-    Each policy is paired with the number of finished rounds when it was last applied.
-    """
-    paths = kept_checkpoints(rounds, "all")
-    for until, policy in policies:
-        played = rounds[:until]
-        paths -= kept_checkpoints(played, "all") - kept_checkpoints(played, policy)
-    return paths

@@ -18,17 +18,9 @@ from pydantic import TypeAdapter
 
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.evolve.steer import ON_AGENTS, ON_RUN, NextRound, RoundEnd, steer
+from evo_grpo.record import folder as run_folder
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.files import atomic_write, remove, seal, unseal
-from evo_grpo.record.folder import (
-    adapter_of,
-    config_text,
-    expect_run,
-    is_trained,
-    read_config,
-    read_rounds,
-    refuse_objects,
-)
 from evo_grpo.record.names import BASELINE, LOCK, REQUEST, STEERING
 from evo_grpo.record.plain import is_folder, read_plain, refuse_links
 from evo_grpo.record.records import RoundRecord
@@ -175,14 +167,14 @@ class RunState:
 
 def state_of(run: str | Path) -> RunState:
     """Return the state of a run and of the requests to it."""
-    folder = expect_run(run)
+    folder = run_folder.expect_run(run)
     # Requests first: one that is carried out meanwhile is then found here or in the rounds.
     pending = read_requests(folder)
-    rounds = read_rounds(folder)
-    recorded_ids, trains = carried_out(rounds), is_trained(folder)
+    rounds = run_folder.read_rounds(folder)
+    recorded_ids, trains = carried_out(rounds), run_folder.is_trained(folder)
     return RunState(
         folder=folder,
-        config=read_config(folder),
+        config=run_folder.read_config(folder),
         rounds=rounds,
         trains=trains,
         playing=max(_round_in_lock(folder) if trains else 0, len(rounds)),
@@ -243,52 +235,52 @@ def ask(
 
 def cancel(run: str | Path) -> int:
     """Remove the pending requests to a run; return their number."""
-    folder = expect_run(run)
+    folder = run_folder.expect_run(run)
     pending = read_requests(folder)
     ids = {request.id for request in pending.requests} | {Path(n).stem for n in pending.unread}
-    ids -= carried_out(read_rounds(folder))
+    ids -= carried_out(run_folder.read_rounds(folder))
     remove_requests(folder, ids)
     return len(ids)
 
 
-def _check_folder(now: RunState) -> None:
+def _check_folder(run: RunState) -> None:
     """Raise RunDirError for a folder whose run takes no requests."""
-    folder = now.folder
-    if config_text(folder).startswith(BASELINE):
+    folder = run.folder
+    if run_folder.config_text(folder).startswith(BASELINE):
         raise RunDirError(
             f"{folder}: expected a run, got a population of the comparison of "
             f"{folder.parent.parent}, which does not take requests; steer that run"
         )
-    if not now.trains and not now.over:
-        refuse_objects(folder, "so no command can resume it to carry out the request")
+    if not run.trains and not run.over:
+        run_folder.refuse_objects(folder, "so no command can resume it to carry out the request")
 
 
-def _over(now: RunState) -> str:
+def _over(run: RunState) -> str:
     """Return the message for a request to a run whose rounds are all played."""
     state, when = "has played all of its", "now"
-    if now.trains and not now.finished:
+    if run.trains and not run.finished:
         state, when = "judges its winner after", "once it has ended"
     return (
-        f"{now.folder}: expected a run with rounds to play, got one that {state} "
-        f"{len(now.rounds)}; extend it {when} with: evo-grpo resume {now.folder} --rounds N"
+        f"{run.folder}: expected a run with rounds to play, got one that {state} "
+        f"{len(run.rounds)}; extend it {when} with: evo-grpo resume {run.folder} --rounds N"
     )
 
 
-def _process_problem(now: RunState, op: str) -> str:
+def _process_problem(run: RunState, op: str) -> str:
     """Return why a request to a training process cannot be carried out; empty if it can."""
-    folder = now.folder
-    ops = [request.op for request in now.waiting if request.op in ON_RUN]
+    folder = run.folder
+    ops = [request.op for request in run.waiting if request.op in ON_RUN]
     last_op = ops[-1] if ops else ""
-    paused = last_op == "pause" or (now.paused and "continue" not in ops)
-    if not now.trains:
+    paused = last_op == "pause" or (run.paused and "continue" not in ops)
+    if not run.trains:
         problem = (
             f"expected a run that a process trains, got {folder}, which no process trains at the "
             f"moment; continue it with: evo-grpo resume {folder}"
         )
-    elif op != "continue" and now.in_last_round:
+    elif op != "continue" and run.in_last_round:
         problem = (
             f"expected a run with a round after the one it plays, got {folder} in round "
-            f"{now.playing + 1}, its last one, after which it judges its winner and ends"
+            f"{run.playing + 1}, its last one, after which it judges its winner and ends"
         )
     elif op == "continue" and not paused:
         problem = f"expected a paused run, got {folder}, which trains"
@@ -302,28 +294,28 @@ def _process_problem(now: RunState, op: str) -> str:
     return f"{op}: {problem}"
 
 
-def _agents_problem(now: RunState, request: Request) -> str:
+def _agents_problem(run: RunState, request: Request) -> str:
     """Return why a request cannot follow the pending requests; empty if it can."""
-    plan, boundary = _next_plan(now, request.after)
-    for earlier in now.waiting:
+    plan, boundary = _next_plan(run, request.after)
+    for earlier in run.waiting:
         if earlier.op in ON_AGENTS:
             plan, _ = steer(plan, earlier, boundary)
     _, outcome = steer(plan, request, boundary)
     return f"{request}: {outcome.refused}" if outcome.refused else ""
 
 
-def _next_plan(now: RunState, after: int) -> tuple[NextRound, RoundEnd]:
+def _next_plan(run: RunState, after: int) -> tuple[NextRound, RoundEnd]:
     """Return the earliest plan that a new request can change, and the `RoundEnd` before it."""
-    space, next_id = now.config.search_space(), next_member_id(now.rounds)
-    if not now.rounds:
-        size, adapter = now.config.population.size, adapter_of(now.config.model)
-        hparams = now.config.algorithm.first_hparams(space, adapter)
+    space, next_id = run.config.search_space(), next_member_id(run.rounds)
+    if not run.rounds:
+        size, adapter = run.config.population.size, run_folder.adapter_of(run.config.model)
+        hparams = run.config.algorithm.first_hparams(space, adapter)
         plan = NextRound(tuple(Member(n, Slot(n)) for n in range(size)), (hparams,) * size, ())
     else:
-        record = now.rounds[-1].extended()
+        record = run.rounds[-1].extended()
         plan = NextRound(record.members, record.next_hparams, ())
-    if now.rounds and after == now.rounds[-1].round:
-        played = {agent.member: agent.agent for agent in now.rounds[-1].agents}
+    if run.rounds and after == run.rounds[-1].round:
+        played = {agent.member: agent.agent for agent in run.rounds[-1].agents}
     else:  # selection is still to come: assume that all agents stay
         played = {member.id: member.agent for member in plan.members}
     return plan, RoundEnd(max(after, 0), played, space, max(next_id, len(plan.members)))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evo_grpo.record.family import founder_of
 from evo_grpo.record.leaderboard import ties
+from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.stopping import why_it_ended
-from evo_grpo.record.summary import gain_sign
+from evo_grpo.record.summary import SelectedAgent, gain_sign
 from evo_grpo.record.wording import (
     combined,
     count,
@@ -21,13 +23,7 @@ from evo_grpo.record.wording import (
     with_error,
 )
 from evo_grpo.schema.problems import short_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.record.summary import SelectedAgent
-    from evo_grpo.types import Score
+from evo_grpo.types import Score
 
 VALUES_SHOWN = 5
 """The number of values of a hyperparameter up to which a schedule shows all of them."""

@@ -20,6 +20,7 @@ from evo_grpo.record.folder import read_config, read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import Entry, RoundDone, RunFinished
 from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES, SUMMARY
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings.evolve import ObjectiveConfig
 from evo_grpo.settings.record import check_driver, is_url
@@ -27,8 +28,6 @@ from evo_grpo.settings.record import check_driver, is_url
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.storages import BaseStorage, RDBStorage
-
-    from evo_grpo.record.records import RoundRecord
 
 OPTUNA = "optuna"
 """Name of the reader; its cursor is in `readers/optuna.json`."""

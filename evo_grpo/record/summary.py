@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -16,10 +16,8 @@ from evo_grpo.record.family import ancestry, best_ever, front, leading_agent
 from evo_grpo.record.folder import read_result
 from evo_grpo.record.names import EARLIER, SUMMARY
 from evo_grpo.record.plain import RelativePath
+from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.types import Score
-
-if TYPE_CHECKING:
-    from evo_grpo.record.records import AgentRecord, RoundRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,24 +123,21 @@ class _Summary:
 _SCHEMA = TypeAdapter(_Summary)
 
 
-def read_summary(path: str | Path) -> dict[str, Any] | None:
+def read_summary(folder: str | Path, name: str = SUMMARY) -> dict[str, Any] | None:
     """Return the content of summary.json, or None before the end of the run.
 
-    `_Summary` has the keys, which `training.judge` and `training.writer` write.
+    `_Summary` has the keys, which `training.judge` and `training.writer` write. `name` is the file
+    of an earlier end of a run that was extended.
     """
-    return read_summary_of(Path(path) / SUMMARY)
-
-
-def read_summary_of(file: Path) -> dict[str, Any] | None:
-    """Return the content of a file written as summary.json; see `read_summary`."""
-    result = read_result(file, _SCHEMA, "the summary of the run", f"resume {file.parent}")
+    content = "the summary of the run"
+    result = read_result(Path(folder) / name, _SCHEMA, content, f"resume {folder}")
     return None if result is None else result[0]
 
 
 def earlier_ends(folder: Path) -> list[dict[str, Any]]:
     """Return the results that an extended run had before each extension, oldest first."""
     by_rounds = {
-        int(match[1]): read_summary_of(path)
+        int(match[1]): read_summary(folder, path.name)
         for path in folder.glob("summary.rounds-*.json")
         if (match := EARLIER.fullmatch(path.name))
     }
@@ -266,18 +261,18 @@ def rivals_of(
     )
 
 
-def _finalist(rounds: Sequence[RoundRecord], one: Mapping[str, Any]) -> SelectedAgent:
-    """Return a finalist; `one` is an entry of `candidates` in summary.json."""
-    score = one.get("validation")
+def _finalist(rounds: Sequence[RoundRecord], finalist: Mapping[str, Any]) -> SelectedAgent:
+    """Return a finalist; `finalist` is an entry of `candidates` in summary.json."""
+    score = finalist.get("validation")
     return SelectedAgent(
-        kind=one["kind"],
-        agent=one["agent"],
-        member=one["member"],
+        kind=finalist["kind"],
+        agent=finalist["agent"],
+        member=finalist["member"],
         checkpoint="",
-        lines=winning_lines(rounds, one),
+        lines=winning_lines(rounds, finalist),
         rounds=len(rounds),
         final=None if score is None else score_of(score),
-        tie=bool(one.get("tie")),
+        tie=bool(finalist.get("tie")),
     )
 
 

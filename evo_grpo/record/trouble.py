@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.summary import SelectedAgent
 from evo_grpo.record.wording import count, listed
 from evo_grpo.schema.problems import shown_value
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.record.summary import SelectedAgent
-    from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.schema.search_space import HyperparameterConfig
 
 FEW_ENDED = 0.5
 """Share of completions that sample the end token, below which the limit of tokens is too low."""

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from evo_grpo.errors import ConfigError, EvoGrpoError
 from evo_grpo.record import columns
@@ -28,6 +28,7 @@ from evo_grpo.record.folder import config_text, expect_run, read_rounds, read_se
 from evo_grpo.record.leaderboard import fitness_text, leaderboard_rows, order_text
 from evo_grpo.record.names import COMPLETIONS
 from evo_grpo.record.plain import MAX_LOG_BYTES, inside, read_plain
+from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.story import Sentence, tell_story
 from evo_grpo.record.summary import (
     SelectedAgent,
@@ -43,11 +44,7 @@ from evo_grpo.record.wording import count, with_error
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.yaml import from_dict
-from evo_grpo.types import Mutation
-
-if TYPE_CHECKING:
-    from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.types import Score
+from evo_grpo.types import Mutation, Score
 
 
 class HasRounds(Protocol):

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
+from evo_grpo.schema.hparams import Hparams, Value
 from evo_grpo.schema.problems import short_name, shown_value
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from evo_grpo.schema.hparams import Hparams, Value
-    from evo_grpo.types import Score
+from evo_grpo.types import Score
 
 
 def count(amount: int, noun: str) -> str:

@@ -28,7 +28,6 @@ from stats import bootstrap
 from evo_grpo.evolve.compare import compare
 from evo_grpo.population.evaluate import evaluate
 from evo_grpo.training import judge
-from evo_grpo.training import run as running
 from evo_grpo.training.assemble import Prepared
 from evo_grpo.types import Member, Score, Slot
 
@@ -58,7 +57,7 @@ def finalists_of(task: str, seed: int) -> list[dict[str, Any]]:
             found.append({"kind": one.kind, "validation": rewards, "test": result.score.mean})
         return choice
 
-    with mock.patch.object(running, "choose", choose):
+    with mock.patch.object(judge, "choose", choose):
         measure(task, "new", seed)
     return found
 

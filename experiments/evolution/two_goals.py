@@ -176,10 +176,12 @@ def _judged(folder: Path, config: RunConfig, agent: AgentRecord) -> dict[str, fl
     """Return the variety and the tokens of an agent on the test prompts."""
     from evo_grpo.analysis.sampling.answers import loaded
     from evo_grpo.population.evaluate import evaluate
+    from evo_grpo.schema.hparams import Hparams
     from evo_grpo.settings.evolve import ObjectiveConfig
 
     goal = ObjectiveConfig(name="tokens", direction="minimize")
-    with loaded(config, folder / str(agent.checkpoint) / "actor", with_env=True) as policy:
+    adapter = folder / str(agent.checkpoint) / "actor"
+    with loaded(config, adapter, Hparams(), with_env=True) as policy:
         assert policy.env is not None, "it was asked for"
         (result,) = evaluate(
             policy.cohort,

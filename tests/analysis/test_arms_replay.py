@@ -123,14 +123,6 @@ def test_all_are_judged_on_the_same_prompts_with_the_same_draws(replayed):
     assert any(one.tests[0] != one.tests[1] for one in found.trained)
 
 
-@pytest.mark.slow
-def test_a_second_replay_gives_the_same(replayed, copy):
-    found, folder, _ = replayed
-    again = replay(copy, repeats=2)
-    assert changed(again, wall_seconds=found.wall_seconds) == found
-    assert adapters(copy) == adapters(folder)
-
-
 def test_nothing_but_the_data_is_drawn_as_in_the_run(replayed):
     """Fresh agents of a replay begin with other matrices than those of the run."""
     found, _, _ = replayed
@@ -235,14 +227,15 @@ def test_a_finished_replay_is_returned_as_it_is_unless_forced(replayed, monkeypa
 
 
 @pytest.mark.slow
-def test_an_interrupted_replay_starts_anew(copy, replayed):
+def test_an_interrupted_replay_starts_anew_and_gives_the_same(copy, replayed):
     with pytest.raises(KeyboardInterrupt):
         replay(copy, repeats=1, observer=Told(("test", 2)))
     assert not (copy / "replay").exists()
     # As a kill in the middle of the writing leaves it.
     (copy / "replay" / "constant-run" / "actor").mkdir(parents=True)
     (copy / "replay" / "mine.txt").write_text("mine")
-    assert replay(copy, repeats=2).winner == replayed[0].winner
+    again = replay(copy, repeats=2)
+    assert changed(again, wall_seconds=replayed[0].wall_seconds) == replayed[0]
     assert adapters(copy) == adapters(replayed[1])
     assert (copy / "replay" / "mine.txt").read_text() == "mine"
 
@@ -253,6 +246,8 @@ def test_the_run_is_locked_meanwhile(copy):
         pytest.raises(RunDirError, match="in use by process"),
     ):
         replay(copy)
+    with pytest.raises(ConfigError, match=r"repeats: expected an integer >= 1, got 0"):
+        replay(copy, repeats=0)
 
     class Meddling(Observer):
         def stage(self, round, name, done, total):
@@ -282,11 +277,6 @@ def test_a_disk_that_is_full_names_the_command(copy, monkeypatch):
     monkeypatch.setattr("evo_grpo.analysis.arms.save_agent", full)
     with pytest.raises(RunFailedError, match=r"No space left.*continue with: evo-grpo replay RUN"):
         replay(copy, repeats=1)
-
-
-def test_repeats_are_counted(copy):
-    with pytest.raises(ConfigError, match=r"repeats: expected an integer >= 1, got 0"):
-        replay(copy, repeats=0)
 
 
 @pytest.mark.slow

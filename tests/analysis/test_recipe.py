@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_runs import HP_CONFIG, make_run
 from shown_run import run_folder
-from small_run import small
+from small_run import edited, small
 from typer.testing import CliRunner
 
 from evo_grpo import recipe, run
@@ -92,14 +92,10 @@ def test_a_schedule_that_changes_the_layers_keeps_their_names():
     assert found.evolve.exploration.rounds == [{"round": 2, "lora.target_modules": "q"}]
 
 
-def test_one_agent_does_not_go_back_to_an_earlier_round_which_would_leave_the_schedule():
-    schedule = line(Hparams(lr=1e-3), Hparams(lr=2e-3))
-    assert not recipe_settings(config(archive=True), schedule, 2, STEPS, model=None).evolve.archive
-
-
 def test_one_agent_takes_the_prompts_of_the_winner_in_its_last_round():
     schedule = line(Hparams(lr=1e-3), Hparams(lr=1e-3), rows=256)
-    found = recipe_settings(config(), schedule, 2, STEPS, model=None)
+    found = recipe_settings(config(archive=True), schedule, 2, STEPS, model=None)
+    assert not found.evolve.archive  # a return to an earlier round would leave the schedule
     assert found.algorithm.prompts_per_step == 256 // STEPS // 8
     assert found.evolve.exploration.kind == "none"
     assert not found.search_space()
@@ -216,19 +212,6 @@ def folder(tmp_path):
     return run_folder(tmp_path / "one")
 
 
-def with_settings(folder, **changes):
-    """Change settings in the population.yaml of a run."""
-    file = folder / "population.yaml"
-    found = yaml.safe_load(file.read_text())
-    for path, value in changes.items():
-        *parents, last = path.split("__")
-        place = found
-        for name in parents:
-            place = place[name]
-        place[last] = value
-    file.write_text(yaml.safe_dump(found))
-
-
 def test_a_run_of_the_recipe_trains_with_the_schedule_of_the_winner(tmp_path):
     ran = run(small(), out=tmp_path / "run", progress=False)
     written = recipe(ran, tmp_path / "recipe.yaml")
@@ -267,7 +250,7 @@ def test_a_file_that_exists_is_replaced_with_force_only(folder, tmp_path):
 
 
 def test_a_model_name_from_a_stranger_adds_no_line_to_the_file(folder, tmp_path):
-    with_settings(folder, model__name="a/b\nengine: {device: mps}\n#")
+    edited(folder, model__name="a/b\nengine: {device: mps}\n#")
     found = yaml.safe_load(recipe(folder, tmp_path / "recipe.yaml").read_text())
     assert found["engine"]["device"] == "auto"
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_run import small
 
+import evo_grpo
 from evo_grpo import settings as configuration
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.schema.hparams import Hparams
@@ -507,3 +509,15 @@ def test_a_second_signal_is_judged_by_the_agent_that_it_puts_first():
     assert regret([lucky, good], 0.5) == 0.0
     assert ranked_right([[lucky, good]], 0.0) == 0.0
     assert ranked_right([[lucky, good], [good, Agent(0.1, 0.1, 0.69)]], 0.5) == 1.0
+
+
+def test_the_finalists_of_a_run_are_scored_on_test_prompts_too(monkeypatch, tmp_path):
+    import finalists
+
+    config = small(evolve__archive=True, evolve__fitness__final_samples=2)
+    monkeypatch.setattr(
+        finalists, "measure", lambda *of: evo_grpo.run(config, out=tmp_path / "run")
+    )
+    found = finalists.finalists_of("sums", 0)
+    assert {"last"} <= {one["kind"] for one in found} <= {"last", "archive", "mean"}
+    assert all(math.isfinite(one["test"]) for one in found)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
+import yaml
 
 from evo_grpo import resume, run
 from evo_grpo import settings as configuration
@@ -41,14 +42,25 @@ SETTINGS = {
 
 def small(**changes):
     """The small run's config with whole keys (`a__b=...`) set."""
-    data = json.loads(json.dumps(SETTINGS))
+    return configuration.from_dict(_with(json.loads(json.dumps(SETTINGS)), changes))
+
+
+def edited(folder, **changes):
+    """Set keys (`a__b=...`) in the population.yaml of a run, as a person would; its settings."""
+    file = folder / "population.yaml"
+    data = _with(yaml.safe_load(file.read_text()), changes)
+    file.write_text(yaml.safe_dump(data))
+    return data
+
+
+def _with(data, changes):
     for path, value in changes.items():
         place = data
         *parents, last = path.split("__")
         for name in parents:
             place = place.setdefault(name, {})
         place[last] = value
-    return configuration.from_dict(data)
+    return data
 
 
 class Told(Observer):

@@ -31,6 +31,7 @@ from evo_grpo.record.choice import ChosenAgent, choose_of
 from evo_grpo.record.family import best_ever, leading_agent
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.view import RunView
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.settings import from_dict
 
 KINDS = ("last", "archive", "mean", "unfinished")
@@ -103,8 +104,8 @@ def displays(view: RunView) -> dict[str, str]:
         base = BaseModel("tiny-sums", None, "tiny-sums")
         choice = ChosenAgent(_empty_folder(), view, view.winner, {})
         config = from_dict({"model": "tiny-sums", "env": "sums"})
-        use = ExampleCode.of(base, Contents({}), config)
-        text["card"] = card(choice, config, use, "digest")
+        example = ExampleCode.of(base, Contents({}), config, Hparams(), None)
+        text["card"] = card(choice, config, example, "digest")
     return text
 
 

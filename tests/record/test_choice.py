@@ -3,13 +3,15 @@
 import shutil
 
 import pytest
-from shown_run import run_folder
+from shown_run import SUMMARY, run_folder
 from small_run import Told, small
 
 from evo_grpo import run
+from evo_grpo.analysis.export.export import export
 from evo_grpo.errors import CheckpointError, ConfigError, RunNotFoundError
 from evo_grpo.record.choice import choose_of
 from evo_grpo.record.family import best_agent, best_ever
+from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import BEST
 from evo_grpo.record.run_dir import kept_checkpoints
@@ -42,21 +44,18 @@ def test_an_agent_is_taken_after_its_last_round_or_the_one_named(finished):
             assert choose_of(finished, member=one.member, round=number).agent.record == one
     last = choose_of(finished, agent=1)
     assert last.agent.record == next(one for one in rounds[-1].agents if one.agent == 1)
-    assert last.name == "agent 1"
+    assert last.agent.name == "agent 1"
     earlier = choose_of(finished, agent=1, round=0)
-    assert earlier.name == "agent 1 as it was after round 1"
+    assert earlier.agent.name == "agent 1 as it was after round 1"
     assert not earlier.is_winner
 
 
-def test_a_member_is_taken_after_the_last_round_of_its_life(finished):
+def test_a_member_is_taken_after_its_last_round_and_a_round_alone_is_its_best_agent(finished):
     rounds = read_rounds(finished)
     for member in {one.member for record in rounds for one in record.agents}:
         lived = [one for record in rounds for one in record.agents if one.member == member]
         assert choose_of(finished, member=member).agent.record == lived[-1]
-
-
-def test_a_round_alone_is_its_best_agent(finished):
-    for number, record in enumerate(read_rounds(finished)):
+    for number, record in enumerate(rounds):
         assert choose_of(finished, round=number).agent.record == best_agent(record)
 
 
@@ -66,12 +65,8 @@ def test_the_winner_by_its_number_is_still_the_winner(finished):
     assert choose_of(finished, member=best.member, round=2).is_winner
 
 
-RETENTIONS = ("all", "last", 2)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("archive", [False, True])
-@pytest.mark.parametrize("keep", RETENTIONS)
+@pytest.mark.parametrize(("keep", "archive"), [("all", True), ("last", False), (2, True)])
 def test_the_best_ever_is_kept_and_offered_whatever_else_is(tmp_path, keep, archive):
     config = small(record__checkpoints=keep, evolve__archive=archive, seed=5)
     folder = run(config, out=tmp_path / "run")
@@ -85,15 +80,13 @@ def test_the_best_ever_is_kept_and_offered_whatever_else_is(tmp_path, keep, arch
     )
     # That it is kept shows only where it is none of the last round.
     shutil.rmtree(folder / choice.agent.record.checkpoint, ignore_errors=True)
-    if archive or keep != "all":
-        assert choose_of(folder, best_ever=True).checkpoint == BEST
+    assert choose_of(folder, best_ever=True).checkpoint == BEST
 
 
-@pytest.mark.parametrize("keep", ["best"])
-def test_what_was_removed_is_refused_with_what_is_there(tmp_path, keep):
-    folder = run(small(record__checkpoints=keep), out=tmp_path / "run")
+def test_what_was_removed_is_refused_with_what_is_there(tmp_path):
+    folder = run(small(record__checkpoints="best"), out=tmp_path / "run")
     rounds = read_rounds(folder)
-    kept, ever = kept_checkpoints(rounds, keep), best_ever(rounds)
+    kept, ever = kept_checkpoints(rounds, "best"), best_ever(rounds)
     for record in rounds:
         for one in record.agents:
             wanted = {"agent": one.agent, "round": record.round}
@@ -142,6 +135,20 @@ def test_an_unfinished_run_offers_its_best_so_far(tmp_path):
 def test_whom_there_is_not(finished, wanted, message):
     with pytest.raises(ConfigError, match=message):
         choose_of(finished, **wanted)
+
+
+@pytest.mark.parametrize("unknown", [{"member": 77}, {"kind": "mean", "agent": None, "member": 77,
+                                                     "parents": [77, 78]}])  # fmt: skip
+def test_an_agent_that_is_named_is_taken_also_where_the_summary_names_no_member(tmp_path, unknown):
+    folder = run_folder(tmp_path / "run", adapter=True)
+    summary = {**SUMMARY, "best": {**SUMMARY["best"], **unknown}}
+    (folder / "summary.json").write_text(seal(summary))
+    with pytest.raises(RunNotFoundError, match="member 77: expected one that finished a round"):
+        choose_of(folder)
+    choice = choose_of(folder, agent=1)
+    assert (choice.title, choice.is_winner, choice.loss) == ("agent 1, member 2", False, "")
+    card = (export(folder, tmp_path / "out", agent=1) / "README.md").read_text()
+    assert "No agent is judged on test prompts" in card or "No agent was judged" in card
 
 
 def test_a_run_that_is_none_and_one_without_rounds(tmp_path):

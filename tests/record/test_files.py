@@ -1,10 +1,10 @@
 """Whole files, checked lines and the lock, one level below the run folder."""
 
 import errno
+import gc
 import json
 import math
 import os
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -197,13 +197,6 @@ def test_an_atomic_write_syncs_the_file_before_its_name_and_the_folder_after(tmp
     ]
 
 
-def test_a_released_lock_can_be_taken_and_released_again(tmp_path):
-    lock = FolderLock(tmp_path / ".lock")
-    lock.release()
-    lock.release()
-    FolderLock(tmp_path / ".lock").release()
-
-
 @pytest.mark.parametrize("name", ["ftruncate", "pwrite"])
 @pytest.mark.parametrize("error", [errno.EROFS, errno.EIO])
 def test_a_disk_that_refuses_the_lock_is_named_and_nothing_stays_locked(
@@ -243,13 +236,13 @@ def test_a_fork_writes_nothing_into_the_folder_of_its_parent(tmp_path):
         try:
             atomic_write(outside, "mine")
             atomic_write(inside, "two writers")
-        except RunDirError as error:
+        except AssertionError as error:
             outside.write_text(str(error))
         finally:
             os._exit(0)
     os.waitpid(child, 0)
     lock.release()
-    assert f"expected process {os.getpid()} to write it" in outside.read_text()
+    assert "a fork of the process that locked a folder" in outside.read_text()
     assert not inside.exists()
 
 
@@ -261,13 +254,10 @@ def test_the_head_of_a_line_is_read_once_the_whole_line_is_found_as_it_was_writt
         unsealed_head(line.replace("ä".encode(), b"a ", 1))
 
 
-def test_objects_that_were_made_old_are_searched_for_garbage_too():
-    class Cycle:
-        def __init__(self):
-            self.own = self
-
-    made = []
-    for _ in range(60):
-        with many_objects():
-            made.append(weakref.ref(Cycle()))
-    assert sum(one() is not None for one in made) < 20
+def test_the_garbage_collector_is_back_after_many_objects_also_after_an_error():
+    with many_objects():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        many_objects()(lambda: 1 / 0)()
+    assert gc.isenabled()

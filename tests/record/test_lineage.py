@@ -230,13 +230,15 @@ def test_a_mean_is_a_trial_of_its_own_with_both_parents_after_the_last_round():
     assert trial.datetime_start == trial.datetime_complete == ended
 
 
-def test_a_trial_starts_and_ends_with_its_round():
+def test_a_trial_has_the_times_and_the_step_rewards_of_its_round():
     records = timed(make_run(size=3, rounds=2))
     for trial in opened(records).study.trials:
         record = records[trial.user_attrs["round"]]
         assert trial.datetime_start == datetime.fromtimestamp(record.started)
         assert trial.datetime_complete == datetime.fromtimestamp(record.ended)
         assert trial.duration.total_seconds() == 9.5
+        first = 3 * record.round  # steps are numbered through the run
+        assert trial.intermediate_values == {first: 0.25, first + 2: 0.75}
 
 
 def test_metrics_are_attributes_and_what_is_not_finite_is_left_out():
@@ -248,13 +250,6 @@ def test_metrics_are_attributes_and_what_is_not_finite_is_left_out():
     assert "train/kl" not in said
     # An environment may count whatever it likes: it hides nothing.
     assert (said["round"], said["train/round"]) == (0, 7.0)
-
-
-def test_steps_are_numbered_through_the_run():
-    records = timed(make_run(size=2, rounds=3))
-    for trial in opened(records).study.trials:
-        first = 3 * trial.user_attrs["round"]
-        assert trial.intermediate_values == {first: 0.25, first + 2: 0.75}
 
 
 def begun(*hparams, mutable=None):
@@ -307,16 +302,6 @@ def test_importances_find_the_hyperparameter_that_matters():
     # What other evaluators look at: parameters with one range in all trials.
     kept = optuna.search_space.intersection_search_space(study.get_trials())
     assert set(kept) == {"lr", "beta", "clip_coef", "group_size"}
-
-
-def test_what_differs_from_the_start_is_in_the_importances_without_mutating():
-    records = changed(
-        timed(make_run(size=4, rounds=2)),
-        lambda agent: {"hparams": agent.hparams.replace(beta=0.01 * agent.agent)},
-    )
-    study = opened(records, HyperparameterConfig()).study
-    kept = optuna.search_space.intersection_search_space(study.get_trials())
-    assert kept["beta"] == FloatDistribution(0.0, 0.03)
 
 
 def test_choices_are_a_category_of_which_another_value_is_no_member():

@@ -143,7 +143,7 @@ def test_a_place_past_the_end_reads_what_is_there(copied):
     assert [e.record.round for e in said(copied, beyond) if isinstance(e, RoundDone)] == [1, 2]
 
 
-def test_a_log_that_lost_its_last_rounds_is_read_on_from_its_end(copied, caplog):
+def test_a_log_that_lost_its_last_rounds_is_read_on_from_its_end(copied):
     path = copied / "rounds.jsonl"
     whole = path.read_bytes()
     place = whole.rindex(b"\n", 0, -1) + 1
@@ -151,7 +151,6 @@ def test_a_log_that_lost_its_last_rounds_is_read_on_from_its_end(copied, caplog)
     path.write_bytes(whole[:place])  # as a power cut leaves it
     read_all = Cursor(started=True, rounds=3, place=place, last="x")
     assert [e.record.round for e in said(copied, read_all) if isinstance(e, RoundDone)] == [1]
-    assert "expected at least the 3 rounds that the reader has read, got 2" in caplog.text
     path.write_bytes(whole)
     again = Cursor(started=True, rounds=2)
     assert [e.record.round for e in said(copied, again) if isinstance(e, RoundDone)] == [1, 2]

@@ -102,14 +102,13 @@ def test_a_link_or_pipe_deep_in_a_folder_is_refused(tmp_path, victim, plant, pla
         refuse_links(tmp_path / "run")
 
 
-@pytest.mark.parametrize("path", ["", ".", "/", "/etc", "..", "../a", "a/../../b", "a\\b", "a\0b"])
-def test_a_recorded_path_that_leads_out_of_the_folder_is_refused(tmp_path, path):
-    with pytest.raises(RunDirError, match="expected a path below the folder"):
-        inside(tmp_path, path)
+def test_a_recorded_path_that_leads_out_of_the_folder_or_through_a_link_is_refused(
+    tmp_path, victim
+):
+    for path in ("", ".", "/", "/etc", "..", "../a", "a/../../b", "a\\b", "a\0b"):
+        with pytest.raises(RunDirError, match="expected a path below the folder"):
+            inside(tmp_path, path)
     assert inside(tmp_path, "checkpoints/a..b/.c") == tmp_path / "checkpoints/a..b/.c"
-
-
-def test_a_recorded_path_through_a_link_is_refused(tmp_path, victim):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "a").symlink_to(victim.parent)
     with pytest.raises(RunDirError, match=r"run/a: expected .* got a link to"):

@@ -130,18 +130,6 @@ def test_the_outlines_of_rounds_tell_the_rest_of_a_run_all_that_it_asks():
         assert founder_of(outlines, agent.member) == founder_of(rounds, agent.member)
 
 
-def test_tuples_are_lists_in_json_and_tuples_again(agent):
-    mutation = Mutation("mutate", {"clip_low": (0.8, 0.84)})
-    member = Member(3, 1, parent=0, born=2, mutation=mutation)
-    record = RoundRecord(1, (), {}, (member,), (Hparams(clip_coef=(0.84, 1.28)),))
-    data = json.loads(json.dumps(to_json(record)))
-    assert data["members"][0]["mutation"]["changes"] == {"clip_low": [0.8, 0.84]}
-    assert data["next_hparams"][0]["clip_coef"] == [0.84, 1.28]
-    read = round_from_json(data)
-    assert read == record
-    assert read.members[0].mutation.changes["clip_low"] == (0.8, 0.84)
-
-
 def test_equal_hyperparameters_of_agents_are_one_object_and_unequal_types_are_refused():
     (record,) = make_run(size=2, rounds=1)
     data = to_json(replace(record, next_hparams=tuple(one.hparams for one in record.agents)))

@@ -165,8 +165,8 @@ def test_the_example_in_numbers():
     assert constant.rows == 1545  # 1,544 in groups of five
 
 
-def test_as_json_and_as_a_frame():
-    made = schedule()
+def test_schedule_and_result_as_frames():
+    made, found = schedule(), replay({"schedule-run": BETTER})
     assert made.to_json()["rounds"][0] == {
         **asdict(made.rounds[0]),
         "hparams": made.rounds[0].hparams.to_dict(),
@@ -177,7 +177,12 @@ def test_as_json_and_as_a_frame():
     assert frame["lr"].tolist() == [4e-3, 4e-3, 2e-3]
     assert list(frame.columns)[:3] == ["round", "member", "lr"]
     assert "temperature" in frame.columns  # it may move in the run
-    assert frame["tokens"].dtype == "Int64"
+    frame = found.frame()
+    assert frame["training"].tolist() == ["schedule-run", "constant-run", "winner"]
+    assert frame["ahead"].tolist()[:2] == [0.25, 0]
+    assert frame.loc[0, "test"] == 0.75
+    assert frame["rows"].tolist() == [1544, 1545, 452]
+    assert frame["tokens"].dtype == frame["failed_steps"].dtype == "Int64"
 
 
 def test_a_run_without_a_schedule_says_why(tmp_path):
@@ -329,6 +334,9 @@ def test_it_is_read_as_it_was_written(tmp_path):
     assert data["schedule"]["rounds"][2]["prompts_per_step"] == 13
     assert [one["name"] for one in data["trained"]] == [one.name for one in found.trained]
     assert (data["outcome"], data["verdict"]) == ("ahead", found.verdict)
+    write_replay(folder, replay(dict.fromkeys((*REPLAYED, WINNER), scored(1.0))))
+    assert math.isnan(read_replay(folder).differences[0].error)
+    assert json.loads((folder / REPLAY_RESULT).read_text())["differences"][0]["low"] is None
 
 
 def test_a_result_at_two_budgets_is_read_as_what_it_is_at_the_larger_one(tmp_path):
@@ -346,14 +354,6 @@ def test_a_result_at_two_budgets_is_read_as_what_it_is_at_the_larger_one(tmp_pat
     assert again.verdict == found.verdict
     card = (export(folder, tmp_path / "out") / "README.md").read_text()
     assert "| schedule-lineage | 6,176 |" in card
-
-
-def test_what_is_not_known_is_null_in_the_file(tmp_path):
-    folder = run_folder(tmp_path / "one")
-    write_replay(folder, replay(dict.fromkeys((*REPLAYED, WINNER), scored(1.0))))
-    again = read_replay(folder)
-    assert math.isnan(again.differences[0].error)
-    assert json.loads((folder / REPLAY_RESULT).read_text())["differences"][0]["low"] is None
 
 
 def test_damage_and_other_versions_are_named(tmp_path):
@@ -381,13 +381,3 @@ def test_damage_and_other_versions_are_named(tmp_path):
         file.write_text(json.dumps({**json.loads(whole), "files": files}))
         with pytest.raises(CheckpointError, match=r"files.*(should be|below the folder)"):
             read_replay(folder)
-
-
-def test_as_a_frame():
-    found = replay({"schedule-run": BETTER})
-    frame = found.frame()
-    assert frame["training"].tolist() == ["schedule-run", "constant-run", "winner"]
-    assert frame["ahead"].tolist()[:2] == [0.25, 0]
-    assert frame.loc[0, "test"] == 0.75
-    assert frame["rows"].tolist() == [1544, 1545, 452]
-    assert frame["tokens"].dtype == frame["failed_steps"].dtype == "Int64"

@@ -28,7 +28,7 @@ from evo_grpo.record.folder import (
 )
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.records import NextAgents, outline
-from evo_grpo.record.run_dir import RunDir, checkpoint_name, kept_checkpoints, kept_throughout
+from evo_grpo.record.run_dir import RunDir, checkpoint_name, kept_checkpoints
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import RecordConfig
 from evo_grpo.types import Decision, Mutation, Request, RequestOutcome
@@ -239,17 +239,6 @@ def test_rounds_are_read_back_as_they_were_and_earlier_ones_kept_as_outlines(tmp
         assert run.rounds() == records
 
 
-def test_rounds_come_once_and_in_order(tmp_path):
-    first, second, third = make_run(rounds=3)
-    with RunDir.create(tmp_path / "run", "population", YAML) as run:
-        run.append_round(first)
-        for wrong in (first, third):
-            with pytest.raises(AssertionError, match="each round is recorded once, in order"):
-                run.append_round(wrong)
-        run.append_round(second)
-        assert [record.round for record in run.rounds()] == [0, 1]
-
-
 def amended(record):
     """The round once its second agent was stopped by hand."""
     asked = Request("1", "stop-agent", agent=1, after=record.round)
@@ -271,13 +260,17 @@ def test_what_was_asked_for_after_a_round_stands_in_a_line_of_its_own(tmp_path):
         path = run.path / "rounds.jsonl"
         before = path.stat().st_size
         run.amend_round(amended(second))
-        with pytest.raises(AssertionError, match="only the last round can be changed"):
-            run.amend_round(amended(first))
         assert run.rounds()[1].members == amended(second).members
         # Who has read up to here reads on without that round.
         rest = path.stat().st_size - before
         assert parse_rounds(path, start=before, first=2) == ([], rest, [])
         run.append_round(third)
+    lines = path.read_bytes().splitlines(keepends=True)
+    for order in ((2, 0, 1), (0, 1, 3, 2)):  # an amendment of another round is damage
+        path.write_bytes(b"".join(lines[number] for number in order))
+        with pytest.raises(CheckpointError, match="it amends round 1, expected round"):
+            read_rounds(run.path)
+    path.write_bytes(b"".join(lines))
     assert str(read_rounds(run.path)) == str([first, amended(second), third])
     with RunDir.open(run.path) as again:
         assert str(again.rounds()) == str([first, amended(second), third])
@@ -350,20 +343,6 @@ def test_a_damaged_line_is_named(tmp_path, damage, message):
     assert path.read_bytes() == before, "nothing is dropped but a torn end"
     path.write_text("")
     RunDir.open(folder).close()  # the failed open holds nothing
-
-
-def test_an_amendment_of_another_round_is_damage(tmp_path):
-    records = make_run(rounds=2)
-    folder = filled(tmp_path / "run", records[:1])
-    with RunDir.open(folder) as run:
-        run.amend_round(amended(records[0]))
-        run.append_round(records[1])
-    path = folder / "rounds.jsonl"
-    first, amendment, second = path.read_bytes().splitlines(keepends=True)
-    for lines in ([amendment, first, second], [first, second, amendment]):
-        path.write_bytes(b"".join(lines))
-        with pytest.raises(CheckpointError, match="it amends round 0, expected round"):
-            read_rounds(folder)
 
 
 def with_format(line, version):
@@ -640,12 +619,9 @@ def test_a_folder_that_is_gone_is_not_made_anew(tmp_path, gone):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("agents", 5, "agents: .*valid array, got 5"),
         ("agents", [{}], r"agents\[0\]"),
         ("seconds", {"learn": "long"}, "seconds.learn: .*valid number, got 'long'"),
-        ("members", [[]], r"members\[0\]"),
         ("next_hparams", [{"lr": "high"}], "next_hparams"),
-        ("files", {"a": 1}, "files.a: .*valid string, got 1"),
     ],
 )
 def test_a_line_that_was_sealed_again_is_checked_field_by_field(tmp_path, field, value, message):
@@ -689,19 +665,6 @@ def test_checkpoints_are_kept_as_the_policy_says():
     agents = tuple(replace(agent, checkpoint=None) for agent in records[0].agents)
     assert kept_checkpoints([replace(records[0], agents=agents)], "best") == set()
     assert kept_checkpoints([], "last") == set()
-
-
-def test_policies_that_follow_one_another_keep_what_they_would_round_by_round():
-    records, changes = make_run(rounds=8), {0: "all", 2: "best", 4: 3, 6: "best", 7: "all"}
-    there, policy = set(), "all"
-    for number, record in enumerate(records):
-        policy = changes.get(number, policy)
-        played = records[:number]
-        there &= kept_checkpoints(played, policy)  # as a resume does
-        there |= {agent.checkpoint for agent in record.agents}
-        there &= kept_checkpoints(records[: number + 1], policy)
-    policies = [(2, "all"), (4, "best"), (6, 3), (7, "best"), (8, "all")]
-    assert kept_throughout(records, policies) == there
 
 
 def test_the_best_ever_has_a_copy_unless_all_stay():

@@ -194,7 +194,6 @@ def test_a_run_that_is_not_finished():
         (0.03, 0.02, "may be chance: no agent of this run clearly beat the base model."),
         (0.0, 0.0, "may be chance"),
         (-0.2, 0.02, "-0.20 ± 0.02 on 256 test prompts. Training made it worse"),
-        (-0.01, 0.02, "may be chance"),
         (0.4, None, "+0.40 on 256 test prompts."),
         (None, None, ": - on 256 test prompts."),
     ],

@@ -86,18 +86,14 @@ def test_a_line_leads_from_the_first_round_to_the_winner():
         [(0, 0), (1, 1)],
         [(0, 0), (1, 0)],
     ]
-
-
-def test_the_line_of_the_best_ever_ends_where_it_was_the_best():
-    rounds = two_rounds()
+    # That of the best ever ends where it was the best.
     first = rounds[0].agents[0]
     better = replace(first, score=replace(first.score, mean=0.9))
     rounds[0] = replace(rounds[0], agents=(better, rounds[0].agents[1]))
     best = {**SUMMARY["best"], "kind": "archive", "agent": 0, "member": 0}
     assert played(winning_lines(rounds, best)) == [[(0, 0)]]
     winner = winner_of(rounds, {**SUMMARY, "best": best})
-    assert winner.name == "agent 0 as it was after round 1"
-    assert winner.fitness.mean == 0.9
+    assert (winner.name, winner.fitness.mean) == ("agent 0 as it was after round 1", 0.9)
 
 
 def test_a_winner_has_its_scores_each_with_its_prompts():

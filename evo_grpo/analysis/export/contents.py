@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from evo_grpo.errors import (
     CheckpointError,
@@ -23,6 +23,7 @@ from evo_grpo.errors import (
     ModelError,
     RunDirError,
 )
+from evo_grpo.record.choice import ChosenAgent
 from evo_grpo.record.files import create_folder, load_json, sync_names, sync_tree
 from evo_grpo.record.folder import listed_objects
 from evo_grpo.record.names import ATTRIBUTES
@@ -37,12 +38,8 @@ from evo_grpo.record.plain import (
 )
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import Problems
+from evo_grpo.settings import ModelConfig
 from evo_grpo.sources import PACKAGED, Source, embedded_digests, resolve
-
-if TYPE_CHECKING:
-    from evo_grpo.record.choice import ChosenAgent
-    from evo_grpo.settings import ModelConfig
-
 
 WEIGHTS = "adapter_model.safetensors"
 """PEFT's name for the file of an adapter's tensors."""
@@ -254,8 +251,8 @@ def checked_adapter(choice: ChosenAgent) -> Path:
     files = {name: digest for name, digest in choice.files.items() if name.startswith("actor/")}
     if not choice.checkpoint or not {f"actor/{WEIGHTS}", f"actor/{ADAPTER}"} <= files.keys():
         raise CheckpointError(
-            f"{choice.run}: its records name no checkpoint of {choice.name}, or not all of its "
-            "files; put rounds.jsonl and summary.json back as they were"
+            f"{choice.run}: its records name no checkpoint of {choice.agent.name}, or not all of "
+            "its files; put rounds.jsonl and summary.json back as they were"
         )
     folder = inside(choice.run, f"{choice.checkpoint}/actor")
     check_digests(folder.parent, files, "the run recorded", "or repeat the run")
@@ -365,7 +362,8 @@ def _source(name: str) -> Source | None:
 
 def _tokenizer(choice: ChosenAgent, base: BaseModel) -> tuple[dict[str, bytes], list[str]]:
     """Return the files of the run's tokenizer, or none and a note with the reason."""
-    parts = [n for n in ("model", "tokenizer") if n in _objects(choice, _attributes(choice))]
+    attributes = _attributes(choice)
+    parts = [name for name in ("model", "tokenizer") if name in _objects(choice, attributes)]
     if parts or base.source is None:
         why = f"the run was given its {parts[0]} in Python" if parts else "its base is not found"
         return {}, [f"{choice.run}: the export has no tokenizer, because {why}; save it beside it"]
@@ -374,7 +372,7 @@ def _tokenizer(choice: ChosenAgent, base: BaseModel) -> tuple[dict[str, bytes], 
         return {name: files[name] for name in files if name.startswith("tokenizer")}, []
     from evo_grpo.model.exporting import tokenizer_files
 
-    padding = _attributes(choice).get("padding")
+    padding = attributes.get("padding")
     try:
         return tokenizer_files(base.source, base.revision, padding[1] if padding else None), []
     except ModelError as error:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evo_grpo.analysis.export.contents import (
     ADAPTER,
@@ -41,15 +41,11 @@ from evo_grpo.record.folder import read_config
 from evo_grpo.record.replay import read_replay
 from evo_grpo.record.story import rivals_text
 from evo_grpo.record.wording import count, with_error
-from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.hparams import Hparams, Value
 from evo_grpo.schema.search_space import plain_choice
+from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-
-if TYPE_CHECKING:
-    from evo_grpo.schema.hparams import Value
-    from evo_grpo.settings import RunConfig
-    from evo_grpo.types import Mutation, Score
-
+from evo_grpo.types import Mutation, Score
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _MARKUP = re.compile(r"[\\`*<>\[\]|&~#$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
@@ -88,16 +84,15 @@ class ExampleCode:
         base: BaseModel,
         contents: Contents,
         config: RunConfig,
-        pushed: str | None = None,
-        own: Hparams | None = None,
+        hparams: Hparams,
+        pushed: str | None,
     ) -> ExampleCode:
         """Return the values from the run's settings and the agent's hyperparameters."""
-        own = own or Hparams()
         try:
-            question = asking(config.env, config.seed, own.prompt, show_rows=False)
+            question = asking(config.env, config.seed, hparams.prompt, show_rows=False)
         except EvoGrpoError:  # the task does not exist any more, or was a Python object
             question = TaskPrompt(Template.of("{prompt}"), DEFAULT_OUTPUT_TOKENS, {})
-        max_tokens = own.max_output_tokens or config.algorithm.max_output_tokens
+        max_tokens = hparams.max_output_tokens or config.algorithm.max_output_tokens
         stop = config.algorithm.stop
         return cls(
             base,
@@ -164,36 +159,36 @@ def _filled(text: str) -> str:
     return literal(text.replace("{{", "{").replace("}}", "}"))
 
 
-def _row(use: ExampleCode) -> dict[str, Any]:
+def _row(example: ExampleCode) -> dict[str, Any]:
     """Return a row of values that fill the template and have Python literals."""
     row: dict[str, Any] = {}
-    chats = use.template.conversations
-    for name, value in use.row.items():
+    chats = example.template.conversations
+    for name, value in example.row.items():
         fits = type(value) in (str, int, float, bool)
         messages = [{"role": "user", "content": PLACEHOLDER}]
         row[name] = messages if name in chats else value if fits else PLACEHOLDER
     try:
-        use.template.plain(row)
+        example.template.plain(row)
     except EvoGrpoError:  # a format such as {answer:03d}, which takes a number
         row = {name: 0 if value == PLACEHOLDER else value for name, value in row.items()}
     return row
 
 
-def card(choice: ChosenAgent, config: RunConfig, use: ExampleCode, digest: str) -> str:
+def card(choice: ChosenAgent, config: RunConfig, example: ExampleCode, digest: str) -> str:
     """Return the README.md of an export; `digest` is the SHA-256 of the adapter's tensors."""
     # Imported here: it takes a second.
     from huggingface_hub import ModelCard, ModelCardData
 
     data = ModelCardData(
-        base_model=use.base.hub_id,  # None without an id on the Hub, which refuses other names
-        library_name="transformers" if use.merged else "peft",
-        tags=["grpo", *([] if use.merged else ["lora"]), "evo-grpo"],
+        base_model=example.base.hub_id,  # None without an id on the Hub, which refuses other names
+        library_name="transformers" if example.merged else "peft",
+        tags=["grpo", *([] if example.merged else ["lora"]), "evo-grpo"],
     )
     text = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
         choice=choice,
-        use=use,
+        example=example,
         digest=digest,
         replay=read_replay(choice.run),
         run=choice.run.resolve().name,
@@ -337,7 +332,7 @@ def export_choice(
         )
     contents = (merged_contents if merge else adapter_contents)(choice, base, adapter)
     digest = choice.files[f"actor/{WEIGHTS}"]
-    example = ExampleCode.of(base, contents, config, push, choice.agent.record.hparams)
+    example = ExampleCode.of(base, contents, config, choice.agent.record.hparams, push)
     files = {CARD: card(choice, config, example, digest).encode(), **contents.files}
     with writing(target, "export"):
         check_target(target, force=force)  # again: loading the base takes time

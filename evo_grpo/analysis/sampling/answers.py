@@ -65,21 +65,21 @@ class Policy:
 def loaded(
     config: RunConfig,
     adapter: Path,
+    hparams: Hparams,
     *,
     with_env: bool,
     task: Task | None = None,
     env: object = None,
     max_output_tokens: int | None = None,
-    own: Hparams | None = None,
 ) -> Generator[Policy]:
     """Load the base and the adapter of a configuration and, `with_env`, its task; yield all.
 
     The adapter's LoRA settings replace `model.lora` of the configuration. `task` is the single-turn
     task of the configuration, if it is already built; `env` replaces it. The argument
     `max_output_tokens` is used if the configuration has none. Of the agent's hyperparameters,
-    `own`, only `max_output_tokens` and `prompt` are used.
+    `hparams`, only `max_output_tokens` and `prompt` are used.
     """
-    algorithm, own = config.algorithm, own or Hparams()
+    algorithm = config.algorithm
     longest = algorithm.longest_output(config.search_space())
     if longest is None and max_output_tokens is not None:
         algorithm = algorithm.replace(max_output_tokens=max_output_tokens)
@@ -101,7 +101,7 @@ def loaded(
         environment = environment_for(cohort, env) if with_env else None
     (slot,) = add_agents(cohort, 1, "same", start)
     prompt_names: Sequence[str] = getattr(environment, "prompt_names", ())
-    prompt = own.prompt
+    prompt = hparams.prompt
     if prompt is not None and environment is not None and prompt not in prompt_names:
         warnings.warn(
             f"the agent was trained with the prompt {prompt!r}, which env.prompts does not have: "
@@ -109,11 +109,11 @@ def loaded(
             UserWarning,
             stacklevel=3,
         )
-    if prompt not in prompt_names:
-        prompt = None
-    hparams = cohort.agents[slot].hparams
-    hparams = hparams.replace(prompt=prompt, max_output_tokens=own.max_output_tokens)
-    cohort.set_hparams(slot, hparams)
+    answering = {
+        "prompt": prompt if prompt in prompt_names else None,
+        "max_output_tokens": hparams.max_output_tokens,
+    }
+    cohort.set_hparams(slot, cohort.agents[slot].hparams.replace(**answering))
     cohort.open_engine()
     try:
         yield Policy(cohort, environment, slot)
@@ -313,7 +313,7 @@ def answers(  # noqa: PLR0913 -- the arguments of `sample`
     question = None if rows else _how(config.env, config.seed, hparams.prompt, raw=raw)
     tokens = None if question is None else question.max_output_tokens
     with loaded(
-        config, adapter, with_env=bool(rows), env=env, max_output_tokens=tokens, own=hparams
+        config, adapter, hparams, with_env=bool(rows), env=env, max_output_tokens=tokens
     ) as policy:
         question = question or _how(config.env, config.seed, hparams.prompt, raw=raw)
         slots = {choice.title: policy.slot, **({"base": None} if base else {})}

@@ -165,7 +165,7 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
             correct = 1.0 if fitness.correct is None else fitness.correct
         task = task_of(run) if env is None else None
         policy = stack.enter_context(
-            loaded(run, folder, with_env=True, task=task, env=env, own=hparams)
+            loaded(run, folder, hparams, with_env=True, task=task, env=env)
         )
         assert policy.env is not None, "loaded with with_env=True"
         default_count = fitness.test_prompts if split == "test" else fitness.prompts

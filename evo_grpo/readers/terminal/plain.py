@@ -156,7 +156,7 @@ class PlainLines:
             f"agent {agent.agent:<2} fitness {fitness:<13}",
             *(f"{goal.name} {number(goal.mean)} ± {number(goal.se)}" for goal in goals),
             f"reward {number(metrics.get('reward'))}",
-            f"kl {number(columns.kl(agent), 4)}",
+            f"kl {number(metrics.get('kl'), 4)}",
             f"zero-var {number(metrics.get('zero_variance'), 2)}",
         ]
         for name in self.names:

@@ -36,7 +36,6 @@ from evo_grpo.readers.terminal.plain import (
     shown_names,
 )
 from evo_grpo.readers.terminal.result import show_ending, show_next
-from evo_grpo.record import columns
 from evo_grpo.record.family import best_agent, order
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import AgentRecord, RoundRecord
@@ -213,7 +212,7 @@ class LiveTable:
             "member": safe(str(agent.member)),
             "fitness": safe(fitness),
             "reward": safe(number(agent.metrics.get("reward"))),
-            "KL": safe(number(columns.kl(agent), 4)),
+            "KL": safe(number(agent.metrics.get("kl"), 4)),
             "zero-var": safe(number(agent.metrics.get("zero_variance"), 2)),
         }
         for name in self.names:

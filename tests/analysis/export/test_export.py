@@ -15,7 +15,7 @@ from damage import cut, empty, flip, folder_instead
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from shown_run import candidate
-from small_run import small
+from small_run import edited, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -188,8 +188,7 @@ def with_other_weights(source, target, factor):
 
 
 def test_a_mean_is_exported_with_both_parents_and_its_ties(finished, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
+    folder = shutil.copytree(finished, tmp_path / "run")
     rounds = read_rounds(folder)
     first, second = rounds[-1].agents[:2]
     files = with_other_weights(folder / first.checkpoint, folder / "checkpoints" / "mean", 0.5)
@@ -258,8 +257,7 @@ def test_a_damaged_adapter_is_never_exported(finished, tmp_path, damage, name, f
 
 
 def test_only_the_adapters_own_files_are_exported(finished, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
+    folder = shutil.copytree(finished, tmp_path / "run")
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")
     actor = folder / read_summary(folder)["best"]["checkpoint"] / "actor"
@@ -271,8 +269,7 @@ def test_only_the_adapters_own_files_are_exported(finished, tmp_path):
 
 @pytest.mark.parametrize("checkpoint", ["../outside", "/etc", "checkpoints/../../outside", ""])
 def test_a_winner_outside_of_the_folder_is_refused(finished, tmp_path, checkpoint):
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
+    folder = shutil.copytree(finished, tmp_path / "run")
     shutil.copytree(folder / read_summary(folder)["best"]["checkpoint"], tmp_path / "outside")
     rewritten(folder, checkpoint=checkpoint)
     with pytest.raises(CheckpointError, match=r"summary.json: .*expected a path below the folder"):
@@ -280,8 +277,7 @@ def test_a_winner_outside_of_the_folder_is_refused(finished, tmp_path, checkpoin
 
 
 def test_a_winner_behind_a_link_is_refused(finished, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
+    folder = shutil.copytree(finished, tmp_path / "run")
     (folder / "checkpoints").rename(tmp_path / "outside")
     (folder / "checkpoints").symlink_to(tmp_path / "outside")
     with pytest.raises(RunDirError, match=r"checkpoints: expected .* got a link to"):
@@ -407,11 +403,8 @@ def test_what_a_kill_left_is_cleared_and_no_link_is_written_through(finished, tm
     ],
 )
 def test_the_card_quotes_what_a_configuration_says(finished, tmp_path, name):
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
-    config = yaml.safe_load((folder / "population.yaml").read_text())
-    config["model"]["name"] = name
-    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    folder = shutil.copytree(finished, tmp_path / "run")
+    edited(folder, model__name=name)
     with pytest.warns(UserWarning, match="has no tokenizer, because its base is not found"):
         out = export(folder, tmp_path / "best")
     card = (out / "README.md").read_text()

@@ -11,13 +11,9 @@ def card(run, out):
     return (export(run, out, force=True) / "README.md").read_text()
 
 
-def test_a_run_without_a_replay_has_no_section(tmp_path):
+def test_the_card_has_the_schedule_and_the_verdict_of_a_replay(tmp_path):
     folder = run_folder(tmp_path / "one", adapter=True)
-    assert "|\n\n## Use" in card(folder, tmp_path / "out")
-
-
-def test_the_card_has_the_schedule_and_the_verdict(tmp_path):
-    folder = run_folder(tmp_path / "one", adapter=True)
+    assert "|\n\n## Use" in card(folder, tmp_path / "out"), "a run without one has no section"
     found = replay({"schedule-run": BETTER}, schedule(member=2))
     write_replay(folder, found)
     text = card(folder, tmp_path / "out")
@@ -30,9 +26,5 @@ def test_the_card_has_the_schedule_and_the_verdict(tmp_path):
         *("0.7500 ± 0.0645", "0.5000 ± 0.1291", "0.5000 ± 0.1291")
     ]
     assert "from scratch with the schedule above, and" in section
-
-
-def test_the_card_says_which_schedule_of_a_mean_was_replayed(tmp_path):
-    folder = run_folder(tmp_path / "one", adapter=True)
     write_replay(folder, replay(made=schedule(kind="mean")))
     assert "with the schedule of the first of the two, and" in card(folder, tmp_path / "out")

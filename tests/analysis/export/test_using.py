@@ -17,7 +17,7 @@ from gguf_files import write_gguf
 from peft import PeftModel
 from peft.tuners.lora import LoraModel
 from safetensors.torch import load_file, save_file
-from small_run import small
+from small_run import edited, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evo_grpo import run, sources
@@ -127,53 +127,56 @@ def test_a_merged_export_is_an_ordinary_model_with_the_same_logits(finished, tmp
     assert yaml.safe_load(card.split("---\n")[1])["library_name"] == "transformers"
 
 
-def test_a_merged_model_is_stored_as_its_base_is(finished, tmp_path):
+def test_a_merged_model_is_stored_as_its_base_is(over_half, tmp_path):
     """The base of bfloat16 ran in float32; the merged weights are rounded once, at the end."""
-    folder, out = half(finished, tmp_path), tmp_path / "merged"
-    export(folder, out, merge=True)
+    out = export(over_half, tmp_path / "merged", merge=True)
     weights = load_file(out / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     assert "they are stored in bfloat16" in (out / "README.md").read_text()
 
 
-def half(finished, tmp_path):
-    """A run over a local folder with the embedded base in bfloat16."""
+@pytest.fixture(scope="module")
+def over_half(tmp_path_factory):
+    """A run over a local folder, `half` beside it, with the embedded base in bfloat16."""
+    place = tmp_path_factory.mktemp("half")
     base = AutoModelForCausalLM.from_pretrained(resolve("tiny-sums").path).to(torch.bfloat16)
-    base.save_pretrained(tmp_path / "half")
-    AutoTokenizer.from_pretrained(resolve("tiny-sums").path).save_pretrained(tmp_path / "half")
-    config = small(population__rounds=1, model__name=str(tmp_path / "half"))
-    return run(config, out=tmp_path / "over-half")
+    base.save_pretrained(place / "half")
+    AutoTokenizer.from_pretrained(resolve("tiny-sums").path).save_pretrained(place / "half")
+    config = small(population__rounds=1, model__name=str(place / "half"))
+    return run(config, out=place / "over-half")
 
 
 @pytest.mark.slow
-def test_a_base_in_a_local_folder_is_named_by_its_whole_path(finished, tmp_path, monkeypatch):
-    folder = half(finished, tmp_path)
-    out = export(folder, tmp_path / "best")
+def test_a_base_in_a_local_folder_is_named_by_its_whole_path(over_half, tmp_path):
+    out = export(over_half, tmp_path / "best")
     named = json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert named == str(tmp_path / "half")
+    assert named == str(over_half.with_name("half"))
     assert not (out / "base").exists()
     assert (out / "tokenizer_config.json").is_file()
     assert ran(blocks(out)[0], out).strip()
 
 
-@pytest.mark.parametrize(
-    ("rows", "template"),
-    [(2, {}), (ROWS[20:22], {"conversation": None, "prompt": "{question:>9}\n"})],
-)
-def test_no_row_of_the_users_own_leaves_with_what_is_shared(own_data, tmp_path, rows, template):
+def test_no_row_of_the_users_own_leaves_with_what_is_shared(own_data, tmp_path):
     folder = own_data()
-    config = yaml.safe_load((folder / "population.yaml").read_text())
-    config["env"] |= {"few_shot": {"rows": rows, "answer": "{answer}"}, **template}
-    (folder / "population.yaml").write_text(yaml.safe_dump(config))
-    card = (export(folder, tmp_path / "best") / "README.md").read_text()
-    page = write_report(folder, tmp_path / "page.html", samples=False).read_text()
-    tracked = str(flat_settings(from_dict(config)))
-    questions = [f"{n}+{n}=" for n in range(10, 30)]
-    assert not any(one in text for one in questions for text in (card, page, tracked))
-    own_page = write_report(folder).read_text()
-    assert any(one in own_page for one in questions)
-    assert "trained with 2 solved examples in front of each question" in card
-    assert card.count(r"...\n...\n\n" if template else '"content": "..."') >= 2
+    for rows, template, hidden in (
+        (2, {}, '"content": "..."'),
+        (
+            ROWS[20:22],
+            {"env__conversation": None, "env__prompt": "{question:>9}\n"},
+            r"...\n...\n\n",
+        ),
+    ):
+        few_shot = {"rows": rows, "answer": "{answer}"}
+        config = edited(folder, env__few_shot=few_shot, **template)
+        card = (export(folder, tmp_path / "best", force=True) / "README.md").read_text()
+        page = write_report(folder, tmp_path / "page.html", samples=False).read_text()
+        tracked = str(flat_settings(from_dict(config)))
+        questions = [f"{n}+{n}=" for n in range(10, 30)]
+        assert not any(one in text for one in questions for text in (card, page, tracked))
+        own_page = write_report(folder).read_text()
+        assert any(one in own_page for one in questions)
+        assert "trained with 2 solved examples in front of each question" in card
+        assert card.count(hidden) >= 2
 
 
 @pytest.mark.slow
@@ -204,9 +207,7 @@ def test_no_row_of_the_users_own_leaves_with_what_is_shared(own_data, tmp_path, 
 )
 def test_the_code_asks_as_the_template_says(own_data, tmp_path, env, printed, then):
     folder = own_data()
-    config = yaml.safe_load((folder / "population.yaml").read_text())
-    config["env"] |= env
-    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    edited(folder, **{f"env__{name}": value for name, value in env.items()})
     code = blocks(export(folder, tmp_path / "best"))[0]
     assert printed in code
     ran(f"{code}\n{then}", tmp_path / "best")
@@ -218,8 +219,7 @@ def test_a_base_of_the_hub_is_named_and_its_tokenizer_is_there_or_told_of(
     """Without network and cache its tokenizer cannot be had: the export names the base's."""
     config = yaml.safe_load((finished / "population.yaml").read_text())
     config["model"] |= {"name": "owner/base", "config": {"revision": "v1"}}
-    copy = tmp_path / "run"
-    shutil.copytree(finished, copy)
+    copy = shutil.copytree(finished, tmp_path / "run")
     (copy / "population.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.warns(UserWarning, match="no tokenizer of its own, use that of its base: model"):
@@ -260,11 +260,13 @@ def test_a_gguf_base_is_written_as_safetensors(tmp_path):
     ran(blocks(out)[0], out)
 
 
-def test_a_base_that_has_changed_is_refused(tmp_path, finished):
-    folder = half(finished, tmp_path)
-    weights = load_file(tmp_path / "half" / "model.safetensors")
+def test_a_base_that_has_changed_is_refused(over_half, tmp_path):
+    folder = shutil.copytree(over_half, tmp_path / "run")
+    base = shutil.copytree(over_half.with_name("half"), tmp_path / "half")
+    edited(folder, model__name=str(base))
+    weights = load_file(base / "model.safetensors")
     changed = {name: 1.5 * tensor for name, tensor in weights.items()}
-    save_file(changed, tmp_path / "half" / "model.safetensors", {"format": "pt"})
+    save_file(changed, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="expected the weights with which the adapter"):
         export(folder, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()
@@ -354,20 +356,14 @@ def test_the_manifest_says_what_was_exported(finished, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"engine": {"quantization": "int8"}},
-            r"the adapter was trained over it in int8",
-        ),
-        ({"model": {"trust_remote_code": True}}, "comes with Python of its own"),
-        ({"model": {"name": "no such model"}}, "it was given as an object, or is not found"),
+        ({"engine__quantization": "int8"}, "the adapter was trained over it in int8"),
+        ({"model__trust_remote_code": True}, "comes with Python of its own"),
+        ({"model__name": "no such model"}, "it was given as an object, or is not found"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(finished, tmp_path, change, message):
     folder = shutil.copytree(finished, tmp_path / "run")
-    config = yaml.safe_load((folder / "population.yaml").read_text())
-    for group, values in change.items():
-        config[group] |= values
-    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    edited(folder, **change)
     with pytest.raises(ModelError, match=message + ".*export without --merge"):
         export(folder, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()
@@ -389,9 +385,7 @@ def test_a_merged_model_that_answers_otherwise_is_refused(finished, tmp_path, mo
 
 def test_a_base_that_is_not_on_this_machine_says_how_to_fetch_it(finished, tmp_path, monkeypatch):
     folder = shutil.copytree(finished, tmp_path / "run")
-    config = yaml.safe_load((folder / "population.yaml").read_text())
-    config["model"]["name"] = "smollm2"
-    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    edited(folder, model__name="smollm2")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("EVO_GRPO_CACHE", str(tmp_path / "no models"))
     with pytest.raises(EngineUnavailable, match="evo-grpo fetch smollm2"):

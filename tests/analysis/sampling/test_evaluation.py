@@ -40,7 +40,7 @@ def finished(tmp_path_factory):
     return run(config, out=tmp_path_factory.mktemp("runs") / "sums-1")
 
 
-@pytest.fixture(params=["the run", "its export", "its export and its settings"])
+@pytest.fixture(scope="module", params=["the run", "its export", "its export and its settings"])
 def judged(request, finished, tmp_path_factory):
     """How the same adapter may be named."""
     if request.param == "the run":

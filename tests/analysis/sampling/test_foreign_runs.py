@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from forked import Forked
-from small_run import small
+from small_run import edited, small
 
 import evo_grpo
 from evo_grpo import replay, resume, run
@@ -33,6 +33,11 @@ CALLS = {
     "replay": lambda run, **allow: replay(run, repeats=1, **allow),
 }
 """Every command that calls the task of a run."""
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    return run(small(population__rounds=2), out=tmp_path_factory.mktemp("runs") / "plain")
 
 
 @pytest.fixture
@@ -119,8 +124,10 @@ def test_the_command_refuses_it_in_a_process_of_its_own(place, command):
 
 
 @pytest.mark.parametrize("places", ["", ":"])
-def test_a_file_named_like_a_package_is_not_imported_from_the_current_folder(tmp_path, places):
-    folder = run(small(population__rounds=1), out=tmp_path / "sent")
+def test_a_file_named_like_a_package_is_not_imported_from_the_current_folder(
+    plain_run, tmp_path, places
+):
+    folder = shutil.copytree(plain_run, tmp_path / "sent")
     (folder / "yaml.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     package = Path(evo_grpo.__file__).parents[1]
     done = subprocess.run(
@@ -156,10 +163,9 @@ def test_what_another_package_would_import_is_not_either(place, monkeypatch):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_task_that_was_edited_is_refused_by_name(place, call):
-    folder = run(small(population__rounds=2), out=place / "one")
-    text = (folder / "population.yaml").read_text()
-    (folder / "population.yaml").write_text(text.replace("high: 20", "high: 90"))
+def test_a_task_that_was_edited_is_refused_by_name(plain_run, place, call):
+    folder = shutil.copytree(plain_run, place / "one")
+    edited(folder, env__args__high=90)
     with pytest.raises(ConfigError, match=r"env\.args\.high was 20 and is 90"):
         CALLS[call](folder)
 
@@ -187,17 +193,17 @@ def test_a_prompt_calls_no_reward(place):
     assert not (place / "ran").exists()
 
 
-def test_programs_and_models_with_code_in_a_run_folder_are_refused(place, monkeypatch):
-    folder = run(small(population__rounds=1), out=place / "one")
-    config = yaml.safe_load((folder / "population.yaml").read_text())
+def test_programs_and_models_with_code_in_a_run_folder_are_refused(plain_run, place, monkeypatch):
+    folder = shutil.copytree(plain_run, place / "one")
+    text = (folder / "population.yaml").read_text()
     (folder / "python").write_text("#!/bin/sh\ntouch ran")
     monkeypatch.chdir(folder)
-    for group, own in (
-        ("engine", {"rollout": "vllm", "vllm": {"python": "./python"}}),
-        ("model", {"name": "./checkpoints", "trust_remote_code": True}),
+    for changes in (
+        {"engine__rollout": "vllm", "engine__vllm": {"python": "./python"}},
+        {"model__name": "./checkpoints", "model__trust_remote_code": True},
     ):
-        changed = {**config, group: {**config[group], **own}}
-        (folder / "population.yaml").write_text(yaml.safe_dump(changed))
+        (folder / "population.yaml").write_text(text)
+        edited(folder, **changes)
         for call in (lambda: sample(folder, "1+1="), lambda: evaluate_adapter(folder)):
             with pytest.raises(ConfigError, match="expected code outside of any run folder, got"):
                 call()

@@ -14,7 +14,6 @@ from evo_grpo.readers.terminal.plain import (
     evolution,
     shown_names,
 )
-from evo_grpo.record import columns
 from evo_grpo.record.wording import changes_text, number
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Decision, Member, Mutation
@@ -37,7 +36,7 @@ def test_a_kl_that_was_not_computed_is_a_dash(beta: float, kl: float | None, tex
     one = two_rounds()[0].agents[0]
     metrics = {} if kl is None else {"kl": kl}
     agent = replace(one, hparams=Hparams(beta=beta), metrics=metrics)
-    assert number(columns.kl(agent), 4) == text
+    assert number(agent.metrics.get("kl"), 4) == text
 
 
 def test_what_a_decision_tells_is_not_told_again():
