@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -113,6 +114,11 @@ class Table:
 def text(value: object) -> str:
     """Escape a string for HTML, including control characters."""
     return html.escape(printable(str(value)))
+
+
+def known(value: float) -> float | None:
+    """Return None for NaN, so that a table sorts the value as missing."""
+    return None if math.isnan(value) else value
 
 
 def cards(values: Sequence[tuple[str, str, str]]) -> str:

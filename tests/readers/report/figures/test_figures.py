@@ -23,12 +23,12 @@ from evo_grpo.readers.report.figures.diagnostics import (
     thinned,
 )
 from evo_grpo.readers.report.figures.lineage import plot_lineage
-from evo_grpo.readers.report.figures.points import copies, described, stretches
 from evo_grpo.readers.report.figures.rounds import (
     plot_fitness,
     plot_improvement,
     plot_schedules,
 )
+from evo_grpo.readers.report.figures.traces import copies, described, stretches
 from evo_grpo.record.family import ancestry, best_agent
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.types import Mutation
