@@ -7,18 +7,13 @@ the paired test in place of a comparison of means. With one goal, agents are ord
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from evo_grpo.evolve.compare import Comparison, compare
-from evo_grpo.types import Position
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from evo_grpo.types import Score
+from evo_grpo.types import Position, Score
 
 
 def dominates(first: Score, second: Score, level: float | None) -> bool:

@@ -17,13 +17,11 @@ from evo_grpo.schema.hparams import (
     is_of_every_agent,
 )
 from evo_grpo.schema.problems import Problem, Problems, below, nearest, refuse
-from evo_grpo.schema.search_space import CLIPS, outside
+from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter, outside
 from evo_grpo.seeding import derive, generator
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 StartName = Literal["latin_hypercube", "sample", "same"]
 Start = StartName | Sequence[Mapping[str, Any]] | Mapping[str, Sequence[str]]

@@ -11,8 +11,7 @@ from selector_contract import SelectorContract, history
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.none import NoExploration
-from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
+from evo_grpo.evolve.explore.on_copy import LowerLROnCopy, NoExploration
 from evo_grpo.evolve.explore.optuna import OptunaExploration
 from evo_grpo.evolve.explore.resample import Resample
 from evo_grpo.evolve.explore.schedule import ScheduleExploration
