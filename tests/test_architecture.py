@@ -201,28 +201,25 @@ def absolute(module: Module, node: ast.ImportFrom) -> str:
     return ".".join([*parts, *([node.module] if node.module else [])])
 
 
-def named_imports(module: Module) -> Iterator[tuple[int, str]]:
+@cache
+def named_imports(module: Module) -> list[tuple[int, str]]:
     """Line and full name of every import, wherever it stands: at the top, inside a function, under
     TYPE_CHECKING (an annotation is knowledge of the other module too) or as import_module("...").
     """
+    found: list[tuple[int, str]] = []
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = absolute(module, node)
-            for alias in node.names:
-                yield node.lineno, f"{base}.{alias.name}"
+            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
         elif isinstance(node, ast.Call) and node.args:
             called = node.func
             name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-            target = node.args[0]
-            if (
-                name in {"import_module", "__import__"}
-                and isinstance(target, ast.Constant)
-                and isinstance(target.value, str)
-            ):
-                yield node.lineno, target.value
+            target = getattr(node.args[0], "value", None)
+            if name in {"import_module", "__import__"} and isinstance(target, str):
+                found.append((node.lineno, target))
+    return found
 
 
 def arrows(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:

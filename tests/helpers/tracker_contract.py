@@ -49,6 +49,10 @@ class TrackerContract:
             **changes,
         )
 
+    def run(self, config, folder, **options):
+        """Run, and have the tracker follow it."""
+        return run(config, out=folder, **options)
+
     @pytest.fixture(scope="class")
     @classmethod
     def made(cls, tmp_path_factory):
@@ -113,10 +117,9 @@ class TrackerContract:
             assert one[key] == two.get(key), key
 
     def test_a_run_that_replaces_another_begins_anew(self, tmp_path):
-        run(self.config(), out=tmp_path / "run")
+        self.run(self.config(), tmp_path / "run")
         first = json.loads((tmp_path / "run/readers" / f"{self.kind}.json").read_text())
-        other = self.config(seed=4)
-        run(other, out=tmp_path / "run", force=True)
+        self.run(self.config(seed=4), tmp_path / "run", force=True)
         second = json.loads((tmp_path / "run/readers" / f"{self.kind}.json").read_text())
         assert self.kind in ("tensorboard", "trackio") or first["id"] != second["id"]
         found, rows = self.read(tmp_path / "run"), metric_rows(tmp_path / "run")
