@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -32,39 +33,14 @@ def _importable():
             del sys.modules[name]
 
 
-@pytest.fixture
-def arms():
-    import arms
-
-    return arms
+def module_of_the_folder(name):
+    """A fixture that is one of its modules."""
+    return pytest.fixture(name=name)(lambda: import_module(name))
 
 
-@pytest.fixture
-def lines():
-    import lines
-
-    return lines
-
-
-@pytest.fixture
-def report():
-    import report
-
-    return report
-
-
-@pytest.fixture
-def stats():
-    import stats
-
-    return stats
-
-
-@pytest.fixture
-def one_run():
-    import one_run
-
-    return one_run
+arms, lines, report, stats, one_run = map(
+    module_of_the_folder, ("arms", "lines", "report", "stats", "one_run")
+)
 
 
 @pytest.fixture
@@ -114,13 +90,6 @@ def test_the_settings_of_an_arm_are_a_run(arms):
         rows = made.agents * made.prompts * config.algorithm.group_size
         trials = task.size if arm.driver == "tpe" else 1
         assert trials * made.rounds * made.steps * rows == made.training, where
-
-
-def test_one_agent_gets_the_prompts_of_all(arms):
-    task = arms.TASKS["sums"]
-    alone, eight = (arms.plan(task, arms.ARMS[name]) for name in ("one", arms.REFERENCE))
-    assert alone.agents == 1
-    assert alone.prompts == eight.agents * eight.prompts
 
 
 def test_places_halve_down_to_what_the_arm_says(arms):
@@ -418,31 +387,6 @@ def test_the_report_writes_tables_between_the_markers(report, results):
     assert all(f"| {name} |" in text for name in report.ARMS)
 
 
-def test_lines_of_removed_arms_keep_their_tables(report, lines, results):
-    for seed in range(16):
-        lines.append(results / "sums.jsonl", fixture_line("new-average", seed, 0.5))
-    section = report.task_text("sums", report.read(results / "sums.jsonl"))
-    before, _, recombined = section.partition("**Recombination**")
-    assert "| new-average |" not in before
-    assert recombined.count("| new-average |") == 2
-    assert recombined.count("| new |") == 2
-
-
-def test_a_difference_that_leaves_out_zero_is_bold_and_another_is_not(report, results):
-    lines = report.read(results / "sums.jsonl")
-    table = report.differences_table(report.Results(lines), ("tournament-constant",))
-    by_arm = {row[0]: row[1] for row in table}
-    assert by_arm["new"].startswith("**+")
-    assert by_arm["random"] == "+.000 [.000, .000]"
-    assert by_arm["tournament-constant"] == ""
-
-
-def test_numbers_are_written_without_the_zero_in_front(report):
-    assert [report.number(v) for v in (0.8251, -0.05, 1.0, -0.0001, 0.0)] == [
-        ".825", "−.050", "1.000", ".000", ".000",
-    ]  # fmt: skip
-
-
 def test_an_arm_off_the_tokens_of_the_reference_is_named(report):
     good = [fixture_line(arm, 0, 0.8) for arm in ("random", "tournament-constant")]
     off = fixture_line("new", 0, 0.8, training={"rows": 12288, "tokens": 52050})
@@ -466,18 +410,6 @@ def test_an_arm_off_its_planned_rows_is_an_error(command, report, arms, lines, t
     lines.append(tmp_path / "sums.jsonl", off)
     assert report.unplanned([off]) == {"new": pytest.approx(712 / 15360)}
     assert command.main(given) == 1
-
-
-def test_what_is_worth_searching_has_a_table_with_its_ranges(report):
-    searched = {"evolve.hyperparameters": {"beta": {"min": 0.0, "max": 0.1}}, "algorithm.lr": 1e-3}
-    lines = [
-        *(fixture_line("search-nothing", seed, 0.8) for seed in range(3)),
-        *(fixture_line("search-beta", seed, 0.7, overrides=searched) for seed in range(3)),
-    ]
-    header, nothing, beta = report.ranges_table(report.Results(lines))
-    assert nothing[header.index("ranges")] == "–"
-    assert beta[header.index("ranges")] == "beta 0 to 0.1"
-    assert beta[header.index("− nothing")].startswith("**−.100")
 
 
 @pytest.mark.slow
