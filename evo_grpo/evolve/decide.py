@@ -314,9 +314,13 @@ def _decisions(
 
 
 def _why_left(
-    other: Slot, lead: Comparison, own: Score | None, its: Score | None, strategy: Strategy
+    other: Slot,
+    lead: Comparison,
+    score: Score | None,
+    other_score: Score | None,
+    strategy: Strategy,
 ) -> str:
-    """Return why an agent left while agent `other` stays; `own` and `its` are their scores."""
+    """Return why an agent with `score` left while agent `other` stays."""
     level = strategy.significance
 
     def counts(lead_of: Comparison) -> bool:
@@ -324,7 +328,7 @@ def _why_left(
 
     if counts(lead):
         return f"agent {other}, which stays, is ahead"
-    if own is not None and its is not None and counts(ahead(own, its, level)):
+    if score is not None and other_score is not None and counts(ahead(score, other_score, level)):
         return f"the selection kept agent {other}, which is behind"
     how = "by lot" if getattr(strategy.selector, "by_lot", False) else "by the selection"
     return f"its tie with agent {other}, which stays, was decided {how}"

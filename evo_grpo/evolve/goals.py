@@ -110,5 +110,5 @@ def best_first(score: Score) -> tuple[float, ...]:
     return tuple(-goal.mean for goal in score.goals)
 
 
-def _better(one: Score, other: Score, level: float | None) -> bool:
-    return one.mean > other.mean if level is None else compare(one, other).significant(level)
+def _better(score: Score, other: Score, level: float | None) -> bool:
+    return score.mean > other.mean if level is None else compare(score, other).significant(level)

@@ -206,8 +206,8 @@ class _Guarded:
             return _refuse(start, "expected the whole address that evo-grpo dashboard printed")
         return self._app(environ, start)
 
-    def _same(self, given: str) -> bool:
-        return secrets.compare_digest(given.encode(), self.token.encode())
+    def _same(self, token: str) -> bool:
+        return secrets.compare_digest(token.encode(), self.token.encode())
 
 
 def _refuse(start: Callable[..., Any], why: str) -> Iterable[bytes]:

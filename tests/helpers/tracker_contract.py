@@ -1,8 +1,10 @@
 """What every kind of tracker does; a test of one says how to read what it wrote."""
 
 import json
+import os
 import time
 import warnings
+from importlib.util import find_spec
 from typing import ClassVar
 
 import pytest
@@ -14,6 +16,16 @@ from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.history import metric_rows
 
 STEPS = 2
+ASKED = "EVO_GRPO_TRACKERS"
+"""Set by `make test-trackers`, which installs them all."""
+
+
+def need(module):
+    """Skip the module of tests that calls this where a package is missing."""
+    if find_spec(module) is None:
+        if os.environ.get(ASKED):
+            pytest.fail(f"{module} is missing although {ASKED} is set", pytrace=False)
+        pytest.skip(f"{module} is not installed; see make test-trackers", allow_module_level=True)
 
 
 class TrackerContract:

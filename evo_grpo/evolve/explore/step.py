@@ -67,8 +67,8 @@ def between(
     gap extends to the end of the range. Distances are those of `ranges.value_at`.
     """
 
-    def place(one: Hparams) -> float:
-        return share_of(name, parameter, cast("float", value_of(one, name, parameter)))
+    def place(values: Hparams) -> float:
+        return share_of(name, parameter, cast("float", value_of(values, name, parameter)))
 
     here, places = place(hparams), [place(other) for other in tried]
     below = max((p for p in places if p < here - _SAME), default=None)

@@ -5,9 +5,8 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from tracker_contract import TrackerContract
+from tracker_contract import TrackerContract, need
 from tracker_files import accumulated, read_tensorboard
-from tracker_packages import need
 
 from evo_grpo import follow, run
 

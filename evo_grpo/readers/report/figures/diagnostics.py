@@ -125,7 +125,7 @@ def label(name: str) -> str:
 def _add_curves(
     figure: go.Figure,
     view: RunView,
-    own: Sequence[Curve],
+    metric_curves: Sequence[Curve],
     name: str,
     in_legend: set[int],
     pixels: float,
@@ -135,10 +135,10 @@ def _add_curves(
 
     Agents are added to the legend unless they are `in_legend`. `pixels` is the height of the axis.
     """
-    width = max(1, math.ceil(sum(len(curve.steps) for curve in own) / POINTS))
+    width = max(1, math.ceil(sum(len(curve.steps) for curve in metric_curves) / POINTS))
     points: dict[int, tuple[float, float]] = {}
-    for agent in sorted({curve.agent for curve in own}):
-        thin_curves = [thinned(curve, width) for curve in own if curve.agent == agent]
+    for agent in sorted({curve.agent for curve in metric_curves}):
+        thin_curves = [thinned(curve, width) for curve in metric_curves if curve.agent == agent]
         x = joined([steps for steps, _ in thin_curves])
         smooth = [values for _, values in thin_curves]
         if name.startswith("reward"):
@@ -159,9 +159,9 @@ def _add_curves(
         )  # fmt: skip
         in_legend.add(agent)
         points[agent] = _last(thin_curves[-1][0], smooth[-1])
-    scale = scale_of_metric(name, own)
+    scale = scale_of_metric(name, metric_curves)
     axes.set_axis(figure, "y", scale, place)
-    last_step = max((curve.steps[-1] for curve in own), default=1)
+    last_step = max((curve.steps[-1] for curve in metric_curves), default=1)
     # The names behind the ends lie in the margin: the axis ends with the curves.
     axes.set_axis(figure, "x", axes.Scale(0.0, last_step), place)
     axes.name_ends(figure, ends_of(view, points), scale, pixels, place)
@@ -173,12 +173,12 @@ def _last(steps: np.ndarray, values: np.ndarray) -> tuple[float, float]:
     return (float(steps[finite[-1]]), float(values[finite[-1]])) if len(finite) else (0.0, math.nan)
 
 
-def scale_of_metric(name: str, own: Sequence[Curve]) -> axes.Scale:
+def scale_of_metric(name: str, metric_curves: Sequence[Curve]) -> axes.Scale:
     """Return the vertical axis of a metric."""
-    values = (value for curve in own for value in curve.values)
+    values = (value for curve in metric_curves for value in curve.values)
     if name in SHOWN:
         return axes.linear(values, include=SHOWN[name])
-    return axes.linear(values, least=QUIET * axes.noise(curve.values for curve in own))
+    return axes.linear(values, least=QUIET * axes.noise(curve.values for curve in metric_curves))
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -236,8 +236,8 @@ def metric_names(measured: Curves) -> list[str]:
     return [*ordered[:1], *functions, *ordered[1:]]
 
 
-def _differ(own: Iterable[Curve]) -> bool:
-    values = (value for curve in own for value in curve.values if math.isfinite(value))
+def _differ(metric_curves: Iterable[Curve]) -> bool:
+    values = (value for curve in metric_curves for value in curve.values if math.isfinite(value))
     first_value = next(values, None)
     return any(value != first_value for value in values)
 

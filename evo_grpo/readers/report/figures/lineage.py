@@ -89,12 +89,14 @@ def _edge(lives: dict[int, _Life], child: AgentRecord) -> tuple[AgentRecord, Age
     return (earlier[-1] if earlier else parent[0], child)
 
 
-def _add_agent(figure: go.Figure, view: RunView, lives: dict[int, _Life], own: list[_Life]) -> None:
+def _add_agent(
+    figure: go.Figure, view: RunView, lives: dict[int, _Life], agent_lives: list[_Life]
+) -> None:
     """Draw the members of one agent and the edges to them."""
-    agent = own[0][0].agent
+    agent = agent_lives[0][0].agent
     crowded = len(lives) > CROWD
     lines, nodes = axes.Line(), axes.Line()
-    for life in own:
+    for life in agent_lives:
         for ends in (_edge(lives, life[0]), (life[0], life[-1])):
             lines.begin()
             for end in ends or ():
