@@ -41,7 +41,7 @@ class LowerLROnCopy(Group):
 
 @final
 class NoExploration(Group):
-    """Agents keep their hyperparameters, and copies take those of their parent."""
+    """Changes no hyperparameters."""
 
     kind: Literal["none"] = setting("none", "Nothing changes.")
 
