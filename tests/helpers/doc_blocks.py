@@ -111,7 +111,7 @@ def blocks(page):
 
 
 @dataclass
-class RoundTotals:
+class PlayedPage:
     """What a page left behind: for the checks of single pages.
 
     Attributes:
@@ -129,7 +129,7 @@ class RoundTotals:
 
 def play(page):
     """Run the blocks of a page, a path below the repository's root, in the current directory."""
-    played = RoundTotals(page)
+    played = PlayedPage(page)
     for block in blocks(page):
         if "not run" in block.marks:
             continue
