@@ -113,13 +113,6 @@ def test_an_unknown_lr_is_drawn_once_per_seed_and_for_all_arms_alike(arms):
     assert np.std(logs) == pytest.approx((high - low) / math.sqrt(12), abs=0.05)
 
 
-def test_arms_are_chosen_by_name_and_by_group(arms):
-    found = [arm.name for arm in arms.chosen(["new", "beyond-lr", "new"])]
-    assert found == ["new", *(arm.name for arm in arms.BEYOND_LR)]
-    with pytest.raises(ValueError, match="got 'newest'"):
-        arms.chosen(["newest"])
-
-
 # ----------------------------------------------------------------------------------- statistics
 
 
@@ -149,20 +142,6 @@ def test_the_paired_interval_is_that_of_a_slow_bootstrap(stats):
     assert found.low == pytest.approx(percentile(0.025))
     assert found.high == pytest.approx(percentile(0.975))
     assert found.ahead == sum(d > 0 for d in differences)
-
-
-def test_pairing_takes_out_what_both_share(stats):
-    shared = np.random.default_rng(0).normal(0, 1, 16)
-    first = {s: float(v) + 0.1 for s, v in enumerate(shared)}
-    second = {s: float(v) for s, v in enumerate(shared)}
-    found = stats.paired(first, second)
-    assert found.low == pytest.approx(0.1)
-    assert found.high == pytest.approx(0.1)
-
-
-def test_a_single_seed_has_no_interval_and_no_shared_seed_no_difference(stats):
-    assert math.isnan(stats.bootstrap([0.5]).low)
-    assert stats.paired({0: 0.5}, {1: 0.5}) is None
 
 
 def test_seeds_are_won_alone_or_shared(stats):
@@ -305,12 +284,6 @@ def test_a_finished_line_is_not_run_again(command, arms, lines, tmp_path, monkey
     assert len(asked) == 3
 
 
-def test_seeds_are_read_as_ranges_and_lists(command):
-    assert command.seeds("0-3") == [0, 1, 2, 3]
-    assert command.seeds("7") == [7]
-    assert command.seeds("0,2,8-9") == [0, 2, 8, 9]
-
-
 @pytest.mark.slow
 def test_the_command_runs_at_its_small_size_and_goes_on(tmp_path):
     given = ["--quick", "--arms", "random", "one", "--seeds", "0", "--jobs", "2"]
@@ -385,15 +358,6 @@ def test_the_report_writes_tables_between_the_markers(report, results):
     assert "16 of 16" in differences
     assert "8 of 8" in untouched
     assert all(f"| {name} |" in text for name in report.ARMS)
-
-
-def test_an_arm_off_the_tokens_of_the_reference_is_named(report):
-    good = [fixture_line(arm, 0, 0.8) for arm in ("random", "tournament-constant")]
-    off = fixture_line("new", 0, 0.8, training={"rows": 12288, "tokens": 52050})
-    assert report.deviations([*good, off]) == {"new": pytest.approx(0.05)}
-    assert "More than 2% off the reference arm's tokens: new +5.0%." in report.circumstances_text(
-        report.Results([*good, off])
-    )
 
 
 def test_an_arm_off_its_planned_rows_is_an_error(command, report, arms, lines, tmp_path):

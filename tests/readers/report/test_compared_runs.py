@@ -216,22 +216,8 @@ def test_progress_is_the_best_so_far_against_all_tokens(tmp_path):
 def test_the_page_of_a_run_shows_its_comparison_and_its_replay(tmp_path):
     folder, found = run(tmp_path / "one"), shown_replay.replay({"schedule-run": BETTER})
     (folder / "compare").mkdir()
-    tests = {"guess": 0.25, "evolved": 1.0}
     apart = Difference("evolved", "guess", 0.75, 0.01, 0.7, 0.8, 0.001, 64, 1)
-    result = {
-        "agents": 2,
-        "split": "test",
-        "arms": [
-            {
-                "name": name,
-                "folder": ".",
-                "tokens": {"training": 9, "evaluation": 1},
-                "test": {"mean": mean, "se": 0.01, "n": 64},
-            }
-            for name, mean in tests.items()
-        ],
-        "differences": [asdict(apart)],
-    }
+    result = shown_run.comparison(guess=0.25, evolved=1.0) | {"differences": [asdict(apart)]}
     (folder / "compare" / "compare.json").write_text(json.dumps(result))
     write_replay(folder, found)
     page = write_report(folder, tmp_path / "page.html").read_text(encoding="utf-8")
