@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper as TokenObservationWrapper
     from evo_grpo.envs.single_turn import ReasoningGym as ReasoningGym
     from evo_grpo.evolve.explore.mutate import Mutations as Mutations
-    from evo_grpo.evolve.explore.none import NoExploration as NoExploration
     from evo_grpo.evolve.explore.on_copy import LowerLROnCopy as LowerLROnCopy
+    from evo_grpo.evolve.explore.on_copy import NoExploration as NoExploration
     from evo_grpo.evolve.explore.optuna import OptunaExploration as OptunaExploration
     from evo_grpo.evolve.explore.resample import Resample as Resample
     from evo_grpo.evolve.explore.schedule import ScheduleExploration as ScheduleExploration
@@ -77,7 +77,7 @@ _HOME = {
     "MultiTurnEnv": "evo_grpo.envs.episodes.multi_turn",
     "MultiTurnGym": "evo_grpo.envs.episodes.gym",
     "Mutations": "evo_grpo.evolve.explore.mutate",
-    "NoExploration": "evo_grpo.evolve.explore.none",
+    "NoExploration": "evo_grpo.evolve.explore.on_copy",
     "NoSelection": "evo_grpo.evolve.select.halving",
     "Observer": "evo_grpo.record.observer",
     "Offspring": "evo_grpo.evolve.protocols",

@@ -1,4 +1,4 @@
-"""The versions that pyproject.toml allows, those that the tests run on, and the list of them."""
+"""The versions that pyproject.toml allows, those that the tests run on, and the lists of them."""
 
 import ast
 import contextlib
@@ -145,3 +145,47 @@ def test_the_bill_of_materials_lists_the_pinned_packages():
     # Equal pins, equal file.
     assert "serialNumber" not in bill
     assert "timestamp" not in bill["metadata"]
+
+
+# --- docs/dependencies.md: each direct dependency has a row -----------------------------------
+
+WRITTEN, _, TABLE = (
+    (ROOT / "docs" / "dependencies.md").read_text().partition("<!-- Written by docs/generate")
+)
+# Not pinned in constraints.txt, which the table is made from.
+UNPINNED = {
+    **{"vllm": "Apache-2.0", "mlflow": "Apache-2.0"},
+    **dict.fromkeys(("wandb", "trackio", "comet-ml"), "MIT"),
+}
+LICENCES = UNPINNED | {
+    canonicalize_name(name): licence
+    for name, licence in re.findall(r"^\| (\S+) \| \S+ \| (.+) \|$", TABLE, re.MULTILINE)
+}
+
+
+def test_each_dependency_has_a_row_with_its_bound_and_its_licence():
+    rows = re.findall(r"^\| (\S+) \| ([\d.]+) \| ([^|]+?) \| [^|]+ \|$", WRITTEN, re.MULTILINE)
+    assert len(rows) == len(PROJECT["dependencies"])
+    shown = {canonicalize_name(name): (Version(bound), said) for name, bound, said in rows}
+    for requirement in map(Requirement, PROJECT["dependencies"]):
+        bound, said = shown[canonicalize_name(requirement.name)]
+        (specifier,) = requirement.specifier
+        assert bound == Version(specifier.version), requirement
+        # "Apache-2.0 and others" for a list of them.
+        short = said.removesuffix(" and others")
+        licence = LICENCES[canonicalize_name(requirement.name)]
+        assert licence.partition(" AND ")[0] == short, requirement
+        assert (short != said) == (" AND " in licence), requirement
+
+
+def test_each_extra_has_a_row_with_its_packages_and_their_licences():
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", WRITTEN, re.MULTILINE))
+    assert sorted(rows) == sorted(PROJECT["optional-dependencies"])
+    for extra, lines in PROJECT["optional-dependencies"].items():
+        for requirement in map(Requirement, lines):
+            if requirement.name == PROJECT["name"]:
+                assert all(f"`{name}`" in rows[extra] for name in requirement.extras)
+            else:
+                assert requirement.name in rows[extra], requirement
+                licence = LICENCES[canonicalize_name(requirement.name)]
+                assert licence in rows[extra], requirement

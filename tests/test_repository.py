@@ -6,7 +6,6 @@ import tomllib
 from datetime import date
 from pathlib import Path
 
-import pytest
 import yaml
 from packaging.version import Version
 
@@ -42,22 +41,6 @@ def test_the_hooks_are_those_of_make_check():
         assert command[0].startswith(".venv/bin/")
         assert " ".join(command).replace(".venv/bin/", "$(BIN)/") in check
     assert [hook["id"] for hook in local["hooks"]] == ["ruff-check", "ruff-format", "architecture"]
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("evo_grpo/cli/output.py", True),
-        ("tests/test_architecture.py", True),
-        ("tests/cli/test_commands.py", False),
-        ("evo_grpo/assets/tiny-sums/config.json", False),
-    ],
-)
-def test_the_architecture_is_looked_at_when_the_package_changes(path: str, expected: bool):
-    assert (ROOT / path).is_file()
-    (hook,) = [hook for hook in HOOKS["repos"][0]["hooks"] if hook["id"] == "architecture"]
-    assert (re.search(hook["files"], path) is not None) is expected
-    assert hook["pass_filenames"] is False
 
 
 def test_the_security_policy_leads_to_pages_that_are_there():

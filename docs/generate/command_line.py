@@ -26,8 +26,7 @@ from typer.testing import CliRunner
 
 from evo_grpo import settings
 from evo_grpo.cli.commands import app
-from evo_grpo.readers.terminal.plain import PlainLines
-from evo_grpo.readers.terminal.progress import RunProgress
+from evo_grpo.readers.terminal.progress import PlainLines
 from evo_grpo.record.view import view_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,10 +233,9 @@ def _shown_again(folder: Path) -> str:
         highlight=False,
         _environ={"TERM": "dumb"},
     )
-    view, now = PlainLines(console), 0.0
-    view.pace.clock = lambda: now
+    shown, now = PlainLines(console), 0.0
+    shown.pace.clock = lambda: now
     config = settings.load(folder / "population.yaml")
-    shown = RunProgress(view)
     shown.loading(config.model.name)
     shown.started(folder, config.population.rounds, 0, config)
     run = view_of(folder)

@@ -23,7 +23,7 @@ from evo_grpo import settings as configuration
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.escaping import printable
-from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.evolve.start import described_start, sample_hparams
 from evo_grpo.model.lora.configs import read_config as read_adapter_config

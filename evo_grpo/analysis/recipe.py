@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.escaping import printable
-from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.explore.schedule import ROUND, ScheduleExploration
 from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.record.files import atomic_write

@@ -29,7 +29,7 @@ from evo_grpo.api.train_call import (
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import FailedDeviceError
 from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.generation import check_plan, next_generation
 from evo_grpo.evolve.protocols import Offspring
 from evo_grpo.learn.rows import AgentBatch

@@ -133,11 +133,10 @@ def _watched(
     # Only the process of rank 0 shows the run: others may not see the folder.
     if is_silent_rank() or progress is False or (progress is None and observer is not None):
         return RunFolder(play(observer or Observer()))
-    from evo_grpo.readers.terminal import (
-        progress as terminal,  # imports rich, which a silent call does not need
-    )
+    # Imported here: it loads rich, which a silent call does not need.
+    from evo_grpo.readers.terminal import live
 
-    with terminal.progress(anywhere=progress is True) as screen:
+    with live.progress(anywhere=progress is True) as screen:
         screen.loading(loaded)
         path = play(ObserverList((screen, observer or Observer())))
         screen.show_ending(view_of(path))

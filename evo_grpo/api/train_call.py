@@ -195,6 +195,6 @@ def shown_progress(
     """Show progress: None in a terminal or notebook only, True everywhere, False nowhere."""
     if wanted is False:
         return nullcontext()
-    from evo_grpo.readers.terminal.progress import progress  # loads rich
+    from evo_grpo.readers.terminal.live import progress  # loads rich
 
     return progress(title=title, hyperparameters=names, anywhere=wanted is True)

@@ -63,9 +63,10 @@ class RunOutput:
 
     def progress(self, *, arm: bool = False) -> RunProgress:
         """Return the progress of a run, or, with `arm`, of a population of a comparison."""
-        from evo_grpo.readers.terminal.progress import RunProgress, view_for
+        from evo_grpo.readers.terminal.live import progress_on
+        from evo_grpo.readers.terminal.progress import RunProgress
 
-        return RunProgress(view_for(self.console) if self.person else None, limited=arm)
+        return progress_on(self.console, limited=arm) if self.person else RunProgress()
 
     def observer(self, progress: RunProgress, *, arm: bool = False) -> Observer:
         """Return `progress` together with the events of the run, or of an arm."""

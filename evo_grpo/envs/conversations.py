@@ -20,13 +20,15 @@ TARGET = "target"
 """Column that `with_parts` adds to a row: the target of its conversation."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 #: The beginning of a list of messages, as JSON or as Python prints it.
-_LOOKS = re.compile(r"""\s*\[\s*\{[^{}]{0,500}?["'](role|content)["']\s*:""")
+_MESSAGE_LIST = re.compile(r"""\s*\[\s*\{[^{}]{0,500}?["'](role|content)["']\s*:""")
 _FORM = '[{"role": "user", "content": "..."}]'
 
 
 def holds_messages(value: object) -> bool:
     """Return whether a value is a list, or text that begins like a list of messages."""
-    return _as_list(value) is not None or (isinstance(value, str) and bool(_LOOKS.match(value)))
+    return _as_list(value) is not None or (
+        isinstance(value, str) and bool(_MESSAGE_LIST.match(value))
+    )
 
 
 def is_conversation(value: object) -> bool:
@@ -63,7 +65,7 @@ def messages_of(value: object, where: str) -> list[dict[str, Any]]:
     """Return the messages of a conversation, or of text, with their content as text."""
     messages = _as_list(value)
     if isinstance(value, str):
-        if not _LOOKS.match(value):
+        if not _MESSAGE_LIST.match(value):
             return [{"role": "user", "content": value}]
         with suppress(ValueError, RecursionError):
             messages = _as_list(json.loads(value))

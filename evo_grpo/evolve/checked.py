@@ -9,14 +9,13 @@ from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
 from evo_grpo.evolve.generation import check_plan
 from evo_grpo.evolve.protocols import Candidate, Changes, Explorer, Offspring, Selector
 from evo_grpo.evolve.start import with_values
-from evo_grpo.schema.hparams import MUTABLE, Hparams, has_no_order, type_of
-from evo_grpo.schema.validation import is_number, is_whole, shown
+from evo_grpo.schema.hparams import Hparams, Value
+from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.schema.validation import is_whole, shown
 from evo_grpo.types import Position, Score
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from evo_grpo.schema.search_space import HyperparameterConfig
 
 
 @final
@@ -88,38 +87,30 @@ class CheckedExplorer:
 
 
 def _checked_values(
-    name: str, found: object, before: Hparams, hp_config: HyperparameterConfig
+    name: str, result: object, before: Hparams, hp_config: HyperparameterConfig
 ) -> tuple[Hparams, Changes]:
     """Check that the changes of an exploration give its values; return values and changes."""
-    pair = cast("tuple[object, ...]", found) if isinstance(found, tuple) else ()
+    pair = cast("tuple[object, ...]", result) if isinstance(result, tuple) else ()
     if len(pair) != 2 or not isinstance(pair[0], Hparams) or not isinstance(pair[1], Mapping):
         raise ShapeError(
             f"{name}.explore: expected (hparams, changes), an Hparams and a mapping of names to "
-            f"(old, new), got {shown(found)}"
+            f"(old, new), got {shown(result)}"
         )
-    hparams, items = pair[0], cast("Mapping[object, object]", pair[1])
-    changes: Changes = {}
-    names = {*MUTABLE, *before.named()}
-    for key, change in items.items():
-        ends = cast("tuple[Any, ...]", tuple(change)) if isinstance(change, tuple | list) else ()
-        kind = type_of(str(key)) if key in names and has_no_order(str(key)) else None
-        valid = all(is_number(end) if kind is None else isinstance(end, kind) for end in ends)
-        if key not in names or len(ends) != 2 or not valid:
-            raise ShapeError(
-                f"{name}.explore: expected changes such as {{'lr': (old, new)}}, got {shown(items)}"
-            )
-        old, new = (
-            end if isinstance(end, str | bool) else int(end) if is_whole(end) else float(end)
-            for end in ends
-        )
-        changes[str(key)] = (old, new)
+    hparams, items = pair[0], cast("Mapping[str, Any]", pair[1])
+    try:
+        changes = {key: (_plain(old), _plain(new)) for key, (old, new) in items.items()}
+        expected = with_values(before, {key: new for key, (_, new) in changes.items()})
+    except (TypeError, ValueError) as error:
+        raise ShapeError(
+            f"{name}.explore: expected changes such as {{'lr': (old, new)}}, got {shown(items)}: "
+            f"{error}"
+        ) from error
     for changed, (_, value) in changes.items():
         parameter = hp_config[changed] if changed in hp_config.names() else None
         if parameter is not None and parameter.choices is not None and not parameter.allows(value):
             raise ShapeError(
                 f"{name}.explore: {changed}: expected {parameter.expected()}, got {value!r}"
             )
-    expected = with_values(before, {name: new for name, (_, new) in changes.items()})
     if expected != hparams:
         differing = [n for n, value in hparams if value != getattr(expected, n)]
         raise ShapeError(
@@ -128,3 +119,10 @@ def _checked_values(
             "each changed value"
         )
     return hparams, changes
+
+
+def _plain(value: Any) -> Value:  # noqa: ANN401 -- what a user's class returned
+    """Return a value as Python's own type, such as float for a number of numpy."""
+    if isinstance(value, str | bool):
+        return value
+    return int(value) if is_whole(value) else float(value)

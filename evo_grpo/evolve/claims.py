@@ -20,13 +20,13 @@ TIE_LEVEL = 0.1
 """Probability of any wrong claim on a leaderboard, and among the finalists."""
 
 
-def claims(scores: Sequence[Score], one: int, level: float) -> list[int]:
-    """Return for each score 1 if score `one` is shown to be ahead, -1 if behind, else 0.
+def claims(scores: Sequence[Score], index: int, level: float) -> list[int]:
+    """Return for each score 1 if the score at `index` is shown to be ahead, -1 if behind, else 0.
 
-    `one` is an index of `scores`, all of which have the same prompts in the same order.
+    All `scores` have the same prompts in the same order.
     """
-    gaps = [_apart(scores[one], other) for other in scores]
-    p_values = [chance(scores[one], other) for other in scores]
+    gaps = [_apart(scores[index], other) for other in scores]
+    p_values = [chance(scores[index], other) for other in scores]
     return signs([float(a.mean()) if len(a) else 0.0 for a in gaps], p_values, len(scores), level)
 
 

@@ -8,16 +8,12 @@ last decision gives the reward after the last step, if the agent learns at a con
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from evo_grpo.types import Score
-
+from evo_grpo.types import Score
 
 _GRID = 840
 """Steps from zero to the largest difference; a multiple of 1 to 8, so most means are exact."""

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from evo_grpo.evolve.compare import Comparison, compare
 from evo_grpo.evolve.explore.step import lower_lr
 from evo_grpo.evolve.generation import Generation, check_plan, next_generation
 from evo_grpo.evolve.goals import ahead, best_first, ranked
-from evo_grpo.evolve.settle import TestedPlan, settle
+from evo_grpo.evolve.protocols import Explorer, Selector, Trial
+from evo_grpo.evolve.tested_plan import TestedPlan, drop_unsupported
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import shown_value
+from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.types import Decision, Member, Mutation, Score, Slot
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy as np
-
-    from evo_grpo.evolve.protocols import Explorer, Selector, Trial
-    from evo_grpo.schema.hparams import Hparams
-    from evo_grpo.schema.search_space import HyperparameterConfig
 
 ARCHIVE_LEVEL = 0.01
 """Probability, over all decisions of a run, that an archive that is no better is restored."""
@@ -105,9 +101,9 @@ def decide(  # noqa: PLR0913 -- one argument for each result of a round
     # Of two agents that tie, one can be replaced without loss, and the mean of two relatives at
     # the end of a run is better than either.
     pair = len(standings) == places == 2
-    settled = settle(plan, scores, None if pair else strategy.significance)
+    tested = drop_unsupported(plan, scores, None if pair else strategy.significance)
     generation = next_generation(
-        settled.plan,
+        tested.plan,
         [s.member for s in standings],
         [s.hparams for s in standings],
         strategy.explorer,
@@ -117,7 +113,7 @@ def decide(  # noqa: PLR0913 -- one argument for each result of a round
         next_id=next_id,
         trials=trials,
     )
-    decisions = _decisions(standings, settled, generation, scores, strategy)
+    decisions = _decisions(standings, tested, generation, scores, strategy)
     decline = _decline(standings, archive, fresh or {}, strategy.archive_level)
     if archive is not None and decline is not None:
         by_agent = {s.slot: score for s, score in zip(standings, scores, strict=True)}
@@ -275,7 +271,7 @@ def _copies_of_archive(
 
 def _decisions(
     standings: Sequence[Standing],
-    settled: TestedPlan,
+    tested: TestedPlan,
     generation: Generation,
     scores: Sequence[Score | None],
     strategy: Strategy,
@@ -283,25 +279,25 @@ def _decisions(
     agents = [s.slot for s in standings]
     hparams = dict(zip(generation.slots, generation.hparams, strict=True))
     sources = dict(zip(generation.slots, generation.parents, strict=True))
-    parents = {offspring.position: offspring.parent for offspring in settled.plan}
+    parents = {offspring.position: offspring.parent for offspring in tested.plan}
     decisions: list[Decision] = []
     for standing in standings:
         if standing.collapsed and sources.get(standing.slot) != standing.slot:
             agent = standing.slot
             decisions.append(_decision("collapsed", agent, None, None, _why(standing)))
-    for position, lead in settled.copies.items():
+    for position, lead in tested.copies.items():
         agent, parent = agents[position], agents[parents[position]]
         lr = shown_value(hparams[agent].lr, 2)
         text = f"agent {agent} took agent {parent}'s weights at lr {lr}"
         decisions.append(_decision("copied", agent, parent, lead, text))
-    for position, (parent, lead) in settled.kept.items():
+    for position, (parent, lead) in tested.kept.items():
         agent = agents[position]
         text = (
             f"agent {agent} kept its weights, since agent {agents[parent]} is not significantly "
             "ahead"
         )
         decisions.append(_decision("kept", agent, agents[parent], lead, text))
-    for position, compared in settled.left.items():
+    for position, compared in tested.left.items():
         agent = agents[position]
         if compared is None:
             if not standings[position].collapsed:
@@ -318,9 +314,13 @@ def _decisions(
 
 
 def _why_left(
-    other: Slot, lead: Comparison, own: Score | None, its: Score | None, strategy: Strategy
+    other: Slot,
+    lead: Comparison,
+    score: Score | None,
+    other_score: Score | None,
+    strategy: Strategy,
 ) -> str:
-    """Return why an agent left while agent `other` stays; `own` and `its` are their scores."""
+    """Return why an agent with `score` left while agent `other` stays."""
     level = strategy.significance
 
     def counts(lead_of: Comparison) -> bool:
@@ -328,7 +328,7 @@ def _why_left(
 
     if counts(lead):
         return f"agent {other}, which stays, is ahead"
-    if own is not None and its is not None and counts(ahead(own, its, level)):
+    if score is not None and other_score is not None and counts(ahead(score, other_score, level)):
         return f"the selection kept agent {other}, which is behind"
     how = "by lot" if getattr(strategy.selector, "by_lot", False) else "by the selection"
     return f"its tie with agent {other}, which stays, was decided {how}"

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from evo_grpo.errors import ShapeError
-from evo_grpo.evolve.protocols import Candidate
+from evo_grpo.evolve.protocols import Candidate, Explorer, Offspring, Trial
 from evo_grpo.evolve.ranges import latin_hypercube
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import is_whole, shown
 from evo_grpo.types import Member, Mutation, Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
-
-    from evo_grpo.evolve.protocols import Explorer, Offspring, Trial
-    from evo_grpo.schema.hparams import Hparams
-    from evo_grpo.schema.search_space import HyperparameterConfig
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,13 @@ the paired test in place of a comparison of means. With one goal, agents are ord
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from evo_grpo.evolve.compare import Comparison, compare
-from evo_grpo.types import Position
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from evo_grpo.types import Score
+from evo_grpo.types import Position, Score
 
 
 def dominates(first: Score, second: Score, level: float | None) -> bool:
@@ -115,5 +110,5 @@ def best_first(score: Score) -> tuple[float, ...]:
     return tuple(-goal.mean for goal in score.goals)
 
 
-def _better(one: Score, other: Score, level: float | None) -> bool:
-    return one.mean > other.mean if level is None else compare(one, other).significant(level)
+def _better(score: Score, other: Score, level: float | None) -> bool:
+    return score.mean > other.mean if level is None else compare(score, other).significant(level)

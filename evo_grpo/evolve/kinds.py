@@ -8,8 +8,7 @@ from typing import Annotated, ClassVar, cast
 from pydantic import BeforeValidator, Discriminator, Tag
 
 from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.none import NoExploration
-from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
+from evo_grpo.evolve.explore.on_copy import LowerLROnCopy, NoExploration
 from evo_grpo.evolve.explore.optuna import OptunaExploration
 from evo_grpo.evolve.explore.resample import Resample
 from evo_grpo.evolve.explore.schedule import ScheduleExploration

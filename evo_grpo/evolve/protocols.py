@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from evo_grpo.errors import RunFailedError
-from evo_grpo.schema.hparams import Value
-from evo_grpo.types import Position
+from evo_grpo.schema.hparams import Hparams, Value
+from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.types import Position, Score
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
-
-    from evo_grpo.schema.hparams import Hparams
-    from evo_grpo.schema.search_space import HyperparameterConfig
-    from evo_grpo.types import Score
 
 
 @dataclass(frozen=True)

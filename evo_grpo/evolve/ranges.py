@@ -7,17 +7,14 @@ the number itself would be too coarse: 0.999 * 0.8 = 0.7992.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from evo_grpo.schema.hparams import BETAS, CLIP_ENDS
+from evo_grpo.schema.hparams import BETAS, CLIP_ENDS, Hparams, Value
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     import numpy as np
-
-    from evo_grpo.schema.hparams import Hparams, Value
-    from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 _BELOW = ("clip_low", *BETAS)
 """Hyperparameters whose values are below 1."""

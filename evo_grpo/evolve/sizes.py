@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from evo_grpo.escaping import shorten
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 Sizes = list[int] | Literal["constant"] | None
 """Places by round: None halves them at decisions, a list gives them, "constant" keeps them."""

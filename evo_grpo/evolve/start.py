@@ -17,13 +17,11 @@ from evo_grpo.schema.hparams import (
     is_of_every_agent,
 )
 from evo_grpo.schema.problems import Problem, Problems, below, nearest, refuse
-from evo_grpo.schema.search_space import CLIPS, outside
+from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter, outside
 from evo_grpo.seeding import derive, generator
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 StartName = Literal["latin_hypercube", "sample", "same"]
 Start = StartName | Sequence[Mapping[str, Any]] | Mapping[str, Sequence[str]]
@@ -237,15 +235,15 @@ def starts_with(
     first: Hparams,
     hp_config: HyperparameterConfig,
     size: int,
-    found: Sequence[Hparams],
+    earlier: Sequence[Hparams],
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Return `population.init` as a list: at most half from `found`, the others drawn.
+    """Return `population.init` as a list: at most half from `earlier`, the others drawn.
 
-    Agent 0 has the values of `first`, the next agents those in `found`, best first; the others
+    Agent 0 has the values of `first`, the next agents those in `earlier`, best first; the others
     cover the ranges evenly. Each mapping has all values that may mutate.
     """
-    best = [agent for agent in dict.fromkeys(found) if agent != first][: size // 2]
+    best = [agent for agent in dict.fromkeys(earlier) if agent != first][: size // 2]
     others = spread(first, hp_config, size - 1 - len(best), generator(seed, "init"))
     return [{}, *(_listed(agent, hp_config) for agent in (*best, *others))]
 
@@ -274,20 +272,22 @@ def in_both(names: Collection[str], hp_config: HyperparameterConfig) -> list[str
     return [name for name in hp_config.names() if name in names or (name in CLIPS and clips)]
 
 
-def _with_clip(found: Hparams, earlier: Hparams, hp_config: HyperparameterConfig) -> Hparams:
+def _with_clip(hparams: Hparams, earlier: Hparams, hp_config: HyperparameterConfig) -> Hparams:
     """Return hyperparameters with the clip range of an earlier agent, moved into its range."""
     if "clip_coef" in hp_config.names():
         parameter = hp_config["clip_coef"]
-        if not isinstance(earlier.clip_coef, tuple) and not isinstance(found.clip_coef, tuple):
-            return found.replace(clip_coef=parameter.clip(earlier.clip_coef))
+        if not isinstance(earlier.clip_coef, tuple) and not isinstance(hparams.clip_coef, tuple):
+            return hparams.replace(clip_coef=parameter.clip(earlier.clip_coef))
         low, high = earlier.clip_bounds
-        return found.replace(clip_coef=(1 - parameter.clip(1 - low), 1 + parameter.clip(high - 1)))
-    bounds = dict(zip(CLIP_ENDS, found.clip_bounds, strict=True))
+        return hparams.replace(
+            clip_coef=(1 - parameter.clip(1 - low), 1 + parameter.clip(high - 1))
+        )
+    bounds = dict(zip(CLIP_ENDS, hparams.clip_bounds, strict=True))
     for name, value in zip(CLIP_ENDS, earlier.clip_bounds, strict=True):
         if name in hp_config.names():
             bounds[name] = hp_config[name].clip(value)
     low, high = bounds["clip_low"], bounds["clip_high"]
-    return found.replace(clip_coef=(low, high)) if low < high else found
+    return hparams.replace(clip_coef=(low, high)) if low < high else hparams
 
 
 def _listed(hparams: Hparams, hp_config: HyperparameterConfig) -> dict[str, Any]:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.protocols import Changes
 from evo_grpo.evolve.start import with_values
-from evo_grpo.schema.hparams import CLIP_ENDS, in_order
+from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, in_order
 from evo_grpo.schema.problems import Problem, refuse
-from evo_grpo.schema.search_space import outside
+from evo_grpo.schema.search_space import HyperparameterConfig, outside
 from evo_grpo.types import Decision, Member, Mutation, Request, RequestOutcome, Slot
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from evo_grpo.evolve.protocols import Changes
-    from evo_grpo.schema.hparams import Hparams
-    from evo_grpo.schema.search_space import HyperparameterConfig
 
 ON_AGENTS = ("stop-agent", "clone", "set")
 """Requests that change the agents of the next round or their hyperparameters."""

@@ -132,10 +132,12 @@ def pack(
         by_agents = [bucket for part in apart for bucket in _packed(part, token_budget, max_rows)]
         if len(by_agents) <= len(best) and _tokens(by_agents) <= _tokens(best):
             best = by_agents
-    return [[(row.position, row.row) for row in _side_by_side(bucket.rows)] for bucket in best]
+    return [
+        [(row.position, row.row) for row in _by_agent_and_prefix(bucket.rows)] for bucket in best
+    ]
 
 
-def _side_by_side(rows: Sequence[_SizedRow]) -> list[_SizedRow]:
+def _by_agent_and_prefix(rows: Sequence[_SizedRow]) -> list[_SizedRow]:
     """Return rows sorted by agent, those with the same prefix next to each other."""
     order: dict[tuple[int, bytes], int] = {}
     for row in rows:

@@ -35,7 +35,7 @@ from evo_grpo.population.plan import (
     next_round,
     timed,
 )
-from evo_grpo.population.ranks.team import side_by_side
+from evo_grpo.population.ranks.team import order_transfers
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import (
     Tally,
@@ -391,7 +391,7 @@ def copies_in_order(
                 f"generation: expected copies that can be made one after another, got {waiting}, "
                 "each of which overwrites what the next one copies"
             )
-        yield from side_by_side(free, lambda pair: (rank(pair[0]), rank(pair[1])))
+        yield from order_transfers(free, lambda pair: (rank(pair[0]), rank(pair[1])))
         waiting = [pair for pair in waiting if pair[1] in sources]
 
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 from urllib.parse import parse_qs, quote
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -26,13 +26,11 @@ from evo_grpo.record import columns
 from evo_grpo.record.folder import expect_run, read_config
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import START, RoundDone, RunFinished, entries
+from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.study import open_study
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.wording import measured_on
 from evo_grpo.schema.problems import shown_value
-
-if TYPE_CHECKING:
-    from evo_grpo.record.records import AgentRecord, RoundRecord
 
 FIGURE = "lineage"
 """Id of the figure in the dashboard."""
@@ -208,8 +206,8 @@ class _Guarded:
             return _refuse(start, "expected the whole address that evo-grpo dashboard printed")
         return self._app(environ, start)
 
-    def _same(self, given: str) -> bool:
-        return secrets.compare_digest(given.encode(), self.token.encode())
+    def _same(self, token: str) -> bool:
+        return secrets.compare_digest(token.encode(), self.token.encode())
 
 
 def _refuse(start: Callable[..., Any], why: str) -> Iterable[bytes]:

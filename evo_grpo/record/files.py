@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 #: Calls of `many_objects`, and after how many of them it searches all objects.
 _calls = count(1)
 _SEARCH_EVERY = 16
-_LOOKS, _MOMENT = 5, 0.01
+_ATTEMPTS, _PAUSE = 5, 0.01
 _CHECKSUM = "sha256"
 _TEMPORARY = ".tmp"
 #: The end of a sealed line, without its line break.
@@ -345,11 +345,11 @@ class FolderLock:
         _held.add(self)
 
     def _take(self, descriptor: int) -> None:
-        for _ in range(_LOOKS):  # `is_trained` holds it for an instant to test it
+        for _ in range(_ATTEMPTS):  # `is_trained` holds it for an instant to test it
             with suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-            time.sleep(_MOMENT)
+            time.sleep(_PAUSE)
         holder, *_ = os.pread(descriptor, 32, 0).decode(errors="replace").split() or ["(unknown)"]
         raise RunDirError(
             f"{self._path.parent}: in use by process {holder}; wait until it exits, stop it, or "

@@ -328,7 +328,7 @@ class Parts:
         decoder, rows = self.decoder, self.decoder._rows
         for i, layer, done in self._layers():
             operators.qkv(
-                *done[0], rows.tiles, self.positions, *decoder._turns[layer.table],
+                *done[0], rows.tiles, self.positions, *decoder._rotations[layer.table],
                 *layer.head_norms, self.q, decoder._keys[i], decoder._values[i],
             )  # fmt: skip
 

@@ -42,7 +42,7 @@ WATCHED = (
     ("evo_grpo.record.run_dir", "RunDir.keep_best", "copy of the best agent (writer)"),
     ("evo_grpo.record.run_dir", "RunDir.drop_checkpoints", "old checkpoints (writer)"),
     ("evo_grpo.readers.terminal.progress", "RunProgress.step_done", "terminal: a step"),
-    ("evo_grpo.readers.terminal.progress", "RunProgress.round_done", "terminal: a round"),
+    ("evo_grpo.readers.terminal.live", "LiveTable.round_done", "terminal: a round"),
     ("rich.live", "Live.refresh", "terminal: the display, 8 times a second"),
 )
 Seconds = dict[str, list[tuple[int, float, float]]]
@@ -100,7 +100,7 @@ def play(job: Mapping[str, Any]) -> dict[str, Any]:
     from rich.console import Console
 
     from evo_grpo import run
-    from evo_grpo.readers.terminal.progress import LiveTable, RunProgress
+    from evo_grpo.readers.terminal.live import LiveTable
     from evo_grpo.record.observer import Observer, ObserverList
 
     now = [0]
@@ -124,7 +124,7 @@ def play(job: Mapping[str, Any]) -> dict[str, Any]:
         )  # fmt: skip
         for module, name, label in WATCHED:
             stack.enter_context(timing(module, name, found[label], now))
-        progress = stack.enter_context(RunProgress(LiveTable(screen)))
+        progress = stack.enter_context(LiveTable(screen))
         # One round more than is played: a finished run is not resumed.
         config = settings(job["agents"], job["rounds"] + 1)
         with suppress(KeyboardInterrupt):

@@ -61,7 +61,7 @@ from evo_grpo.evolve.select.tournament import TournamentSelection  # noqa: E402
 from evo_grpo.population.plan import RankReport  # noqa: E402
 from evo_grpo.population.ranks import heartbeat, ranks  # noqa: E402
 from evo_grpo.population.ranks.ranks import pickle_without_tensors  # noqa: E402
-from evo_grpo.population.ranks.team import deal, side_by_side  # noqa: E402
+from evo_grpo.population.ranks.team import deal, order_transfers  # noqa: E402
 from evo_grpo.population.steps import CheckpointFiles  # noqa: E402
 from evo_grpo.training.run import run  # noqa: E402
 from evo_grpo.types import Score  # noqa: E402
@@ -472,7 +472,7 @@ def paper(report: Report, given: argparse.Namespace) -> None:
                     one_after_another=size
                     * (len(crossing) / between + (len(away) - len(crossing)) / inside),
                     in_order_of_slots=seconds(away), as_implemented=seconds(
-                        side_by_side(away, lambda ends: ends)
+                        order_transfers(away, lambda ends: ends)
                     ), least_of_network=_busiest(crossing, given.node) * size / between,
                     least_of_rank=_busiest(away, 1) * size / max(inside, between),
                 )  # fmt: skip
@@ -503,7 +503,7 @@ def on_cards(report: Report, given: argparse.Namespace) -> None:
             alone = computed(shape, agents)
             for cards in (1, 2, 4, 8):
                 children, _ = transfers(agents, agents, cards, 0)
-                away = side_by_side([m for m in children if m[0] != m[1]], lambda ends: ends)
+                away = order_transfers([m for m in children if m[0] != m[1]], lambda ends: ends)
                 sent = seconds_of(list(away), size, cards, given.inside * 1e9, 1.0)
                 whole = computed(shape, agents // cards) + sent
                 report.add(

@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from evo_grpo.evolve.decide import ARCHIVE_LEVEL, Standing, Strategy, decide, enters_archive
-from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.goals import best_first
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.population.evaluate import summarise

@@ -17,7 +17,7 @@ from evo_grpo.analysis.arms import replay, train
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError, RunFailedError
 from evo_grpo.population.checkpoints.read import load_agent
 from evo_grpo.population.evaluate import evaluate
-from evo_grpo.readers.terminal.plain import Pace
+from evo_grpo.readers.terminal.progress import Pace
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import REPLAYED

@@ -58,12 +58,12 @@ def test_what_cannot_follow_is_refused_before_anything_is_shown(tmp_path, capfd)
 
 
 def test_other_ranks_show_nothing(tmp_path, capfd, monkeypatch):
-    from evo_grpo.readers.terminal.progress import progress
+    from evo_grpo.readers.terminal.live import progress
 
     monkeypatch.setenv("RANK", "1")
-    assert progress(anywhere=True).view is None
+    assert progress(anywhere=True).console.quiet
     monkeypatch.setenv("RANK", "0")
-    assert progress(anywhere=True).view is not None
+    assert not progress(anywhere=True).console.quiet
 
 
 def test_train_speaks_where_it_is_asked_to(capfd):

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 import pytest
 import shown_run
 
+from evo_grpo.readers.report.compared_runs import compare_runs, write_compared_runs
 from evo_grpo.readers.report.run_page import write_report
-from evo_grpo.readers.report.side_by_side import side_by_side, write_side_by_side
 from evo_grpo.record.run_dir import RunDir
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -227,7 +227,7 @@ def test_the_page_of_an_unfinished_run_loads_what_was_written_meanwhile(
 
 def test_runs_side_by_side(opened, run, tmp_path):
     other = shown_run.run_folder(str(tmp_path / "other"))
-    page = opened(write_side_by_side(side_by_side([run, other]), tmp_path / "both.html"))
+    page = opened(write_compared_runs(compare_runs([run, other]), tmp_path / "both.html"))
     count = page.locator(".chart").count()
     assert count >= 1
     for index in range(count):

@@ -13,7 +13,7 @@ from evo_grpo.evolve.decide import (
     why_collapsed,
 )
 from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.protocols import Offspring
 from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
@@ -244,7 +244,7 @@ def test_where_all_have_failed_the_archive_goes_on_alone():
         run(standings, 3)
 
 
-def test_mutations_follow_what_was_settled():
+def test_mutations_follow_the_tested_plan():
     selector = TournamentSelection(size=3)
     close = [standing(0, 12), standing(1, 11), standing(2, 11)]
     explorer = Mutations(step="factors")

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.generation import next_generation
 from evo_grpo.evolve.protocols import Offspring, Trial
 from evo_grpo.evolve.select.tournament import TournamentSelection

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evo_grpo.evolve.decide import Standing, Strategy, decide
-from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.goals import ahead, crowding, dominates, fronts, ranked
 from evo_grpo.evolve.select.pareto import ParetoSelection
 from evo_grpo.schema.hparams import Hparams

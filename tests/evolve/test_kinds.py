@@ -11,8 +11,7 @@ from selector_contract import SelectorContract, history
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.none import NoExploration
-from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
+from evo_grpo.evolve.explore.on_copy import LowerLROnCopy, NoExploration
 from evo_grpo.evolve.explore.optuna import OptunaExploration
 from evo_grpo.evolve.explore.resample import Resample
 from evo_grpo.evolve.explore.schedule import ScheduleExploration
@@ -103,38 +102,29 @@ TOURNAMENT = {"kind": "tournament", "size": 4, "elitism": False}
 
 
 @pytest.mark.parametrize(
-    ("given", "made"),
+    ("name", "given", "made"),
     [
-        ("none", NoSelection()),
-        ("halving", HalvingSelection()),
-        ("truncation", TruncationSelection()),
-        (None, TournamentSelection()),
-        ({}, TournamentSelection()),
-        ({"size": 3}, TournamentSelection(size=3)),
-        (TOURNAMENT, TournamentSelection(size=4, elitism=False)),
-        (NoSelection(), NoSelection()),
-        ("package.module:Outer.Mine", UserStrategy(kind="package.module:Outer.Mine")),
-        ({"kind": "m:C", "args": {"a": 1}}, UserStrategy(kind="m:C", args={"a": 1})),
+        ("selection", "none", NoSelection()),
+        ("selection", "halving", HalvingSelection()),
+        ("selection", "truncation", TruncationSelection()),
+        ("selection", None, TournamentSelection()),
+        ("selection", {}, TournamentSelection()),
+        ("selection", {"size": 3}, TournamentSelection(size=3)),
+        ("selection", TOURNAMENT, TournamentSelection(size=4, elitism=False)),
+        ("selection", NoSelection(), NoSelection()),
+        ("selection", "package.module:Outer.Mine", UserStrategy(kind="package.module:Outer.Mine")),
+        ("selection", {"kind": "m:C", "args": {"a": 1}}, UserStrategy(kind="m:C", args={"a": 1})),
+        ("exploration", "none", NoExploration()),
+        ("exploration", "resample", Resample(probability=0.25)),
+        ("exploration", None, Mutations()),
+        ("exploration", {"rl_hp": 0.5}, Mutations(rl_hp=0.5)),
+        ("exploration", {"kind": "on_copy", "factor": 0.8}, LowerLROnCopy(factor=0.8)),
+        ("exploration", NoExploration(), NoExploration()),
+        ("exploration", {"kind": "m:C", "args": {"a": 1}}, UserStrategy(kind="m:C", args={"a": 1})),
     ],
 )
-def test_a_selection_is_a_kind_or_settings_or_a_strategy(given, made):
-    assert Evolve(selection=given).selection == made
-
-
-@pytest.mark.parametrize(
-    ("given", "made"),
-    [
-        ("none", NoExploration()),
-        ("resample", Resample(probability=0.25)),
-        (None, Mutations()),
-        ({"rl_hp": 0.5}, Mutations(rl_hp=0.5)),
-        ({"kind": "on_copy", "factor": 0.8}, LowerLROnCopy(factor=0.8)),
-        (NoExploration(), NoExploration()),
-        ({"kind": "m:C", "args": {"a": 1}}, UserStrategy(kind="m:C", args={"a": 1})),
-    ],
-)
-def test_an_exploration_is_a_kind_or_settings_or_a_strategy(given, made):
-    assert Evolve(exploration=given).exploration == made
+def test_a_setting_is_a_kind_or_settings_or_a_strategy(name, given, made):
+    assert getattr(Evolve(**{name: given}), name) == made
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -34,39 +35,14 @@ def _importable():
             del sys.modules[name]
 
 
-@pytest.fixture
-def arms():
-    import arms
-
-    return arms
+def module_of_the_folder(name):
+    """A fixture that is one of its modules."""
+    return pytest.fixture(name=name)(lambda: import_module(name))
 
 
-@pytest.fixture
-def lines():
-    import lines
-
-    return lines
-
-
-@pytest.fixture
-def report():
-    import report
-
-    return report
-
-
-@pytest.fixture
-def stats():
-    import stats
-
-    return stats
-
-
-@pytest.fixture
-def one_run():
-    import one_run
-
-    return one_run
+arms, lines, report, stats, one_run = map(
+    module_of_the_folder, ("arms", "lines", "report", "stats", "one_run")
+)
 
 
 @pytest.fixture
@@ -118,13 +94,6 @@ def test_the_settings_of_an_arm_are_a_run(arms):
         assert trials * made.rounds * made.steps * rows == made.training, where
 
 
-def test_one_agent_gets_the_prompts_of_all(arms):
-    task = arms.TASKS["sums"]
-    alone, eight = (arms.plan(task, arms.ARMS[name]) for name in ("one", arms.REFERENCE))
-    assert alone.agents == 1
-    assert alone.prompts == eight.agents * eight.prompts
-
-
 def test_places_halve_down_to_what_the_arm_says(arms):
     task = arms.TASKS["sums"]
     assert arms.plan(task, arms.ARMS["new"]).places == (8, 4, 2, 2, 2, 2)
@@ -144,13 +113,6 @@ def test_an_unknown_lr_is_drawn_once_per_seed_and_for_all_arms_alike(arms):
     low, high = (math.log10(arms.RANGES["lr"][end]) for end in ("min", "max"))
     assert np.mean(logs) == pytest.approx((low + high) / 2, abs=0.1)
     assert np.std(logs) == pytest.approx((high - low) / math.sqrt(12), abs=0.05)
-
-
-def test_arms_are_chosen_by_name_and_by_group(arms):
-    found = [arm.name for arm in arms.chosen(["new", "beyond-lr", "new"])]
-    assert found == ["new", *(arm.name for arm in arms.BEYOND_LR)]
-    with pytest.raises(ValueError, match="got 'newest'"):
-        arms.chosen(["newest"])
 
 
 # ----------------------------------------------------------------------------------- statistics
@@ -182,20 +144,6 @@ def test_the_paired_interval_is_that_of_a_slow_bootstrap(stats):
     assert found.low == pytest.approx(percentile(0.025))
     assert found.high == pytest.approx(percentile(0.975))
     assert found.ahead == sum(d > 0 for d in differences)
-
-
-def test_pairing_takes_out_what_both_share(stats):
-    shared = np.random.default_rng(0).normal(0, 1, 16)
-    first = {s: float(v) + 0.1 for s, v in enumerate(shared)}
-    second = {s: float(v) for s, v in enumerate(shared)}
-    found = stats.paired(first, second)
-    assert found.low == pytest.approx(0.1)
-    assert found.high == pytest.approx(0.1)
-
-
-def test_a_single_seed_has_no_interval_and_no_shared_seed_no_difference(stats):
-    assert math.isnan(stats.bootstrap([0.5]).low)
-    assert stats.paired({0: 0.5}, {1: 0.5}) is None
 
 
 def test_seeds_are_won_alone_or_shared(stats):
@@ -338,12 +286,6 @@ def test_a_finished_line_is_not_run_again(command, arms, lines, tmp_path, monkey
     assert len(asked) == 3
 
 
-def test_seeds_are_read_as_ranges_and_lists(command):
-    assert command.seeds("0-3") == [0, 1, 2, 3]
-    assert command.seeds("7") == [7]
-    assert command.seeds("0,2,8-9") == [0, 2, 8, 9]
-
-
 @pytest.mark.slow
 def test_the_command_runs_at_its_small_size_and_goes_on(tmp_path):
     given = ["--quick", "--arms", "random", "one", "--seeds", "0", "--jobs", "2"]
@@ -420,40 +362,6 @@ def test_the_report_writes_tables_between_the_markers(report, results):
     assert all(f"| {name} |" in text for name in report.ARMS)
 
 
-def test_lines_of_removed_arms_keep_their_tables(report, lines, results):
-    for seed in range(16):
-        lines.append(results / "sums.jsonl", fixture_line("new-average", seed, 0.5))
-    section = report.task_text("sums", report.read(results / "sums.jsonl"))
-    before, _, recombined = section.partition("**Recombination**")
-    assert "| new-average |" not in before
-    assert recombined.count("| new-average |") == 2
-    assert recombined.count("| new |") == 2
-
-
-def test_a_difference_that_leaves_out_zero_is_bold_and_another_is_not(report, results):
-    lines = report.read(results / "sums.jsonl")
-    table = report.differences_table(report.Results(lines), ("tournament-constant",))
-    by_arm = {row[0]: row[1] for row in table}
-    assert by_arm["new"].startswith("**+")
-    assert by_arm["random"] == "+.000 [.000, .000]"
-    assert by_arm["tournament-constant"] == ""
-
-
-def test_numbers_are_written_without_the_zero_in_front(report):
-    assert [report.number(v) for v in (0.8251, -0.05, 1.0, -0.0001, 0.0)] == [
-        ".825", "−.050", "1.000", ".000", ".000",
-    ]  # fmt: skip
-
-
-def test_an_arm_off_the_tokens_of_the_reference_is_named(report):
-    good = [fixture_line(arm, 0, 0.8) for arm in ("random", "tournament-constant")]
-    off = fixture_line("new", 0, 0.8, training={"rows": 12288, "tokens": 52050})
-    assert report.deviations([*good, off]) == {"new": pytest.approx(0.05)}
-    assert "More than 2% off the reference arm's tokens: new +5.0%." in report.circumstances_text(
-        report.Results([*good, off])
-    )
-
-
 def test_an_arm_off_its_planned_rows_is_an_error(command, report, arms, lines, tmp_path):
     def made(arm, **changes):
         settings = arms.overrides(arms.TASKS["sums"], arms.ARMS[arm], 0)
@@ -468,18 +376,6 @@ def test_an_arm_off_its_planned_rows_is_an_error(command, report, arms, lines, t
     lines.append(tmp_path / "sums.jsonl", off)
     assert report.unplanned([off]) == {"new": pytest.approx(712 / 15360)}
     assert command.main(given) == 1
-
-
-def test_what_is_worth_searching_has_a_table_with_its_ranges(report):
-    searched = {"evolve.hyperparameters": {"beta": {"min": 0.0, "max": 0.1}}, "algorithm.lr": 1e-3}
-    lines = [
-        *(fixture_line("search-nothing", seed, 0.8) for seed in range(3)),
-        *(fixture_line("search-beta", seed, 0.7, overrides=searched) for seed in range(3)),
-    ]
-    header, nothing, beta = report.ranges_table(report.Results(lines))
-    assert nothing[header.index("ranges")] == "–"
-    assert beta[header.index("ranges")] == "beta 0 to 0.1"
-    assert beta[header.index("− nothing")].startswith("**−.100")
 
 
 @pytest.mark.slow

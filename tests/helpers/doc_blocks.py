@@ -12,6 +12,7 @@ Comments right above a block say what a reader does not see:
     <!-- small: --set population.rounds=1 -->   options for its `evo-grpo run`
     <!-- given: runs/first, my.yaml a__b=3 -->   a small finished run at the one path, the settings
                                         of one in the other; see tests/helpers/small_run.py
+    <!-- in: out -->                    the folder in which it runs
     <!-- fails: 2 -->                   the exit code that its last command has to have
     <!-- warns -->                      its warnings are no errors
 
@@ -25,6 +26,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from contextlib import chdir
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,7 +46,7 @@ FENCE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 MARK = re.compile(r"<!--\s*(\w[\w ,-]*?)(?::\s*(.*?))?\s*-->")
-NAMES = {"not run", "small", "given", "fails", "warns"}
+NAMES = {"not run", "small", "given", "in", "fails", "warns"}
 LANGUAGES = {"python", "sh", "console", "yaml", "json", "text", ""}
 # Built by `build_task` without a package that may be missing.
 BUILT = ("dataset", "sums", "foods", "python:", "reasoning_gym:")
@@ -109,7 +111,7 @@ def blocks(page):
 
 
 @dataclass
-class RoundTotals:
+class PlayedPage:
     """What a page left behind: for the checks of single pages.
 
     Attributes:
@@ -127,7 +129,7 @@ class RoundTotals:
 
 def play(page):
     """Run the blocks of a page, a path below the repository's root, in the current directory."""
-    played = RoundTotals(page)
+    played = PlayedPage(page)
     for block in blocks(page):
         if "not run" in block.marks:
             continue
@@ -145,7 +147,7 @@ def _run(block, played):
     if block.title:
         Path(block.title).parent.mkdir(parents=True, exist_ok=True)
         Path(block.title).write_text(block.text, encoding="utf-8")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), chdir(block.marks.get("in", ".")):
         if "warns" in block.marks:
             warnings.simplefilter("always")
         if block.language == "python" and not block.title:

@@ -26,11 +26,11 @@ class SkewedEngine:
     def rollout(self, requests):
         self.calls.append(("rollout", tuple(r.adapter for r in requests)))
         return [
-            [replace(g, completions=tuple(map(self._skew_p_value, g.completions))) for g in groups]
+            [replace(g, completions=tuple(map(self._skewed, g.completions))) for g in groups]
             for groups in self._native.rollout(requests)
         ]
 
-    def _skew_p_value(self, completion):
+    def _skewed(self, completion):
         # Unlike per token and per row, to either side, so that no mean or sum hides a mistake.
         return replace(
             completion,

@@ -180,6 +180,11 @@ def quickstart(played, printed):
     assert learned["gain"] > 4 * learned["gain_se"]
 
 
+def exporting(played, printed):
+    """The adapter answers, by itself and as a run would sample it."""
+    assert re.match(r".{0,4}\n12\+07= \(", printed)
+
+
 def python(played, printed):
     """The error names the right keyword."""
     assert "Here it is lr" in printed
@@ -198,6 +203,7 @@ def tracking(played, printed):
 CHECKS = {
     "docs/tracking.md": tracking,
     "docs/own_data.md": own_data,
+    "docs/exporting.md": exporting,
     "docs/troubleshooting.md": troubleshooting,
     "docs/run_folder.md": run_folder,
     "docs/quickstart.md": quickstart,

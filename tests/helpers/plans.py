@@ -7,7 +7,7 @@ import numpy as np
 from evo_grpo.envs.protocol import Experience
 from evo_grpo.evolve.decide import Standing
 from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.select.truncation import TruncationSelection
 from evo_grpo.population.evaluate import Evaluation, summarise
 from evo_grpo.population.plan import AgentReport, PlanInputs, next_round

@@ -63,6 +63,17 @@ def mean_won() -> dict:
     return {**SUMMARY, "best": best, "candidates": candidates}
 
 
+def comparison(**means: float | None) -> dict:
+    """A comparison of eight agents whose arms have these test results."""
+    score = {"se": 0.012, "n": 256}
+    tokens = {"training": 900, "evaluation": 100}
+    arms = [
+        {"name": name, "folder": ".", "tokens": tokens, "test": {"mean": mean, **score}}
+        for name, mean in means.items()
+    ]
+    return {"agents": 8, "split": "test", "arms": arms}
+
+
 def agent(slot: int, member: int, round: int, fitness: float | None, **more) -> AgentRecord:
     return AgentRecord(
         agent=slot,

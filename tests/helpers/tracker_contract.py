@@ -1,8 +1,10 @@
 """What every kind of tracker does; a test of one says how to read what it wrote."""
 
 import json
+import os
 import time
 import warnings
+from importlib.util import find_spec
 from typing import ClassVar
 
 import pytest
@@ -14,6 +16,16 @@ from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.history import metric_rows
 
 STEPS = 2
+ASKED = "EVO_GRPO_TRACKERS"
+"""Set by `make test-trackers`, which installs them all."""
+
+
+def need(module):
+    """Skip the module of tests that calls this where a package is missing."""
+    if find_spec(module) is None:
+        if os.environ.get(ASKED):
+            pytest.fail(f"{module} is missing although {ASKED} is set", pytrace=False)
+        pytest.skip(f"{module} is not installed; see make test-trackers", allow_module_level=True)
 
 
 class TrackerContract:
@@ -48,6 +60,10 @@ class TrackerContract:
             record__trackers=[tracker],
             **changes,
         )
+
+    def run(self, config, folder, **options):
+        """Run, and have the tracker follow it."""
+        return run(config, out=folder, **options)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -113,10 +129,9 @@ class TrackerContract:
             assert one[key] == two.get(key), key
 
     def test_a_run_that_replaces_another_begins_anew(self, tmp_path):
-        run(self.config(), out=tmp_path / "run")
+        self.run(self.config(), tmp_path / "run")
         first = json.loads((tmp_path / "run/readers" / f"{self.kind}.json").read_text())
-        other = self.config(seed=4)
-        run(other, out=tmp_path / "run", force=True)
+        self.run(self.config(seed=4), tmp_path / "run", force=True)
         second = json.loads((tmp_path / "run/readers" / f"{self.kind}.json").read_text())
         assert self.kind in ("tensorboard", "trackio") or first["id"] != second["id"]
         found, rows = self.read(tmp_path / "run"), metric_rows(tmp_path / "run")

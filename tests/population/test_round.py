@@ -12,7 +12,7 @@ from small_run import Told, small
 from evo_grpo import run
 from evo_grpo.envs.protocol import Experience
 from evo_grpo.errors import ConfigError, DataError, ShapeError
-from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.protocols import Offspring, rank
 from evo_grpo.evolve.select.halving import NoSelection

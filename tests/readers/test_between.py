@@ -11,11 +11,11 @@ from small_run import small
 
 from evo_grpo import history, run
 from evo_grpo.readers.dashboard import trial_note
+from evo_grpo.readers.report.compared_runs import compare_runs, plot_progress
 from evo_grpo.readers.report.figures.lineage import plot_lineage
 from evo_grpo.readers.report.figures.rounds import plot_fitness, plot_improvement
 from evo_grpo.readers.report.run_page import headline, report_html
-from evo_grpo.readers.report.side_by_side import plot_progress, side_by_side
-from evo_grpo.readers.terminal.plain import PlainLines
+from evo_grpo.readers.terminal.progress import PlainLines
 from evo_grpo.readers.terminal.result import family_tree, show_ending
 from evo_grpo.readers.trackers.base import values_of
 from evo_grpo.record.folder import read_rounds
@@ -61,7 +61,7 @@ def test_lines_name_the_reward_of_training_and_no_fitness(rounds):
     def lines(record):
         def show(console):
             plain = PlainLines(console)
-            plain.start("title", 4, 0, ["lr"])
+            plain.started(None, 4, 0, None)
             plain.round_done(record)
 
         return printed(show).splitlines()
@@ -112,7 +112,7 @@ def test_figures_tell_fitness_from_rewards_of_training(rounds):
 
 def test_progress_takes_no_maximum_over_rounds_in_between(folder, rounds, tmp_path):
     other = shutil.copytree(folder, tmp_path / "other")
-    figure = plot_progress(side_by_side([folder, other]))
+    figure = plot_progress(compare_runs([folder, other]))
     assert [len(one.x) for one in figure.data] == [2, 2]
     best = [max(a.score.mean for a in rounds[n - 1].agents) for n in DECISIONS]
     assert list(figure.data[0].y) == [best[0], max(best)]

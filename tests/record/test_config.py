@@ -15,8 +15,8 @@ from evo_grpo.analysis.verify import verify
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.readers.dashboard import StudyCopy
 from evo_grpo.readers.follow import study_of
+from evo_grpo.readers.report.compared_runs import compare_runs
 from evo_grpo.readers.report.run_page import write_report
-from evo_grpo.readers.report.side_by_side import side_by_side
 from evo_grpo.record.folder import read_config, read_settings
 from evo_grpo.record.replay import read_schedule
 from evo_grpo.record.steering import state_of
@@ -29,7 +29,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 READERS = {
     "report": write_report,
     "contents": view_of,
-    "compare": lambda run: side_by_side([run, run.parent / "other"]),
+    "compare": lambda run: compare_runs([run, run.parent / "other"]),
     "export": lambda run: export(run, run.parent / "out"),
     "sample": lambda run: sample(run, "1+1="),
     "sample --row": lambda run: sample(run, rows=0),

@@ -11,7 +11,7 @@ from vllm_doubles import doubled
 
 from evo_grpo import GRPO
 from evo_grpo.api.objects import separated
-from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.schema.hparams import MUTABLE, PATHS, AgentFields

@@ -9,7 +9,7 @@ from small_run import outcome, small, stopped_and_resumed
 from evo_grpo import GRPO, RunConfig, resume, run
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.errors import ConfigError, RunDirError, ShapeError
-from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.kinds import UserStrategy
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.settings import EvolveConfig, to_yaml

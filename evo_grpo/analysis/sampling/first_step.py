@@ -27,7 +27,7 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
 from evo_grpo.readers.terminal.console import say
-from evo_grpo.readers.terminal.plain import clock
+from evo_grpo.readers.terminal.progress import clock
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import beside, code_folder
 from evo_grpo.record.wording import count, number

@@ -22,7 +22,7 @@ from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrap
 from evo_grpo.envs.prompts import Messages
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.cohort import Cohort

@@ -133,10 +133,10 @@ def compare(
     debug: Debug = False,
 ) -> None:
     """Print runs side by side, with their differences from the first."""
-    from evo_grpo.readers.report import side_by_side as page
+    from evo_grpo.readers.report import compared_runs as page
     from evo_grpo.readers.terminal.console import plain_table, show, standard_output
 
-    comparison = page.side_by_side(runs)
+    comparison = page.compare_runs(runs)
     console = standard_output()
     for make_table in (page.results_table, page.differences_table, page.settings_table):
         table = make_table(comparison)
@@ -145,7 +145,7 @@ def compare(
         say("")
     say(comparison.caveat)
     if out is not None:
-        say(f"wrote {page.write_side_by_side(comparison, out)}")
+        say(f"wrote {page.write_compared_runs(comparison, out)}")
 
 
 @app.command(rich_help_panel=PANEL)

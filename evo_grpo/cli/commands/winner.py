@@ -174,11 +174,9 @@ def _train_replay(
     console: Console, folder: Path, repeats: int | None, force: bool, allow: Sequence[str]
 ) -> Replay:
     from evo_grpo.readers.terminal.console import warnings_to
-    from evo_grpo.readers.terminal.plain import Pace
-    from evo_grpo.readers.terminal.progress import RunProgress, view_for
+    from evo_grpo.readers.terminal.live import progress_on
+    from evo_grpo.readers.terminal.progress import Pace
 
-    view = view_for(console)
-    view.pace = Pace(whole=True)
     stopped = printable(
         f"stopped: nothing was written; start it again with: evo-grpo replay {folder}"
     )
@@ -188,7 +186,8 @@ def _train_replay(
         keep_freed_memory()
         begin()
         title = "training with the schedule and with its last values, side by side"
-        with RunProgress(view, title=title) as progress, warnings_to(warn):
+        progress = progress_on(console, title=title, pace=Pace(whole=True))
+        with progress, warnings_to(warn):
             return train(folder, repeats=repeats, force=force, allow=allow, observer=progress)
 
 

@@ -1,4 +1,4 @@
-"""Exploration that gives a copy a lower learning rate than its parent."""
+"""Explorations without draws: a copy lowers its learning rate, or nothing changes."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -37,3 +37,17 @@ class LowerLROnCopy(Group):
         if not candidate.copied:
             return candidate.hparams, {}
         return lower_lr(candidate.hparams, self.factor, hp_config)
+
+
+@final
+class NoExploration(Group):
+    """Changes no hyperparameters."""
+
+    kind: Literal["none"] = setting("none", "Nothing changes.")
+
+    def explore(
+        self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
+    ) -> tuple[Hparams, Changes]:
+        """Return the candidate's own hyperparameters; nothing is drawn."""
+        del hp_config, rng
+        return candidate.hparams, {}

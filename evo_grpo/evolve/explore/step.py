@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from typing import cast
 
+from evo_grpo.evolve.protocols import Changes
 from evo_grpo.evolve.ranges import distance_range, from_distance, placed, share_of
 from evo_grpo.evolve.start import with_values
-from evo_grpo.schema.hparams import CLIP_ENDS, LEAST_LR
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from evo_grpo.evolve.protocols import Changes
-    from evo_grpo.schema.hparams import Hparams, Value
-    from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+from evo_grpo.schema.hparams import CLIP_ENDS, LEAST_LR, Hparams, Value
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 _SAME = 1e-6
 """Values closer than this share of their range are the same."""
@@ -71,8 +67,8 @@ def between(
     gap extends to the end of the range. Distances are those of `ranges.value_at`.
     """
 
-    def place(one: Hparams) -> float:
-        return share_of(name, parameter, cast("float", value_of(one, name, parameter)))
+    def place(values: Hparams) -> float:
+        return share_of(name, parameter, cast("float", value_of(values, name, parameter)))
 
     here, places = place(hparams), [place(other) for other in tried]
     below = max((p for p in places if p < here - _SAME), default=None)

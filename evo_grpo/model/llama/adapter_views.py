@@ -304,16 +304,16 @@ def adapter_views(
     trained = tuple(name for name in slots.names if slots.is_trainable(name))
     # Rounding may depend on the other adapters of a batch, so the adapters of a shard have their
     # own leaves: results do not depend on the number of processes.
-    side_by_side = slots.together or trained
-    if set(adapters) <= set(side_by_side) <= set(trained):
+    joined_names = slots.together or trained
+    if set(adapters) <= set(joined_names) <= set(trained):
         views: dict[tuple[str, ...], AdapterViews] = slots.derived.setdefault("adapter_views", {})
-        if side_by_side not in views and _alike(slots.layers, side_by_side):
-            for stale in [names for names in views if set(names) & set(side_by_side)]:
+        if joined_names not in views and _alike(slots.layers, joined_names):
+            for stale in [names for names in views if set(names) & set(joined_names)]:
                 del views[stale]  # their parameters become views of other tensors
-            new_views = views[side_by_side] = AdapterViews(slots.layers, weights, side_by_side)
+            new_views = views[joined_names] = AdapterViews(slots.layers, weights, joined_names)
             new_views.share_storage()
-        if side_by_side in views:
-            return views[side_by_side].drop_kept()
+        if joined_names in views:
+            return views[joined_names].drop_kept()
     return AdapterViews(slots.layers, weights, adapters)
 
 

@@ -256,14 +256,14 @@ def _join(modules: list[nn.Module], names: Mapping[int, str], in_place: bool) ->
     part_names = tuple(names.get(id(module), f"{id(module)}") for module in modules)
     if len(linears) == 1:
         return JoinedLinear(part_names, sizes, linears[0].weight, linears[0].bias)
-    weight = _side_by_side([linear.weight for linear in linears], in_place)
+    weight = _concatenated([linear.weight for linear in linears], in_place)
     bias = None
     if any(linear.bias is not None for linear in linears):
-        bias = _side_by_side([linear.bias for linear in linears], in_place)
+        bias = _concatenated([linear.bias for linear in linears], in_place)
     return JoinedLinear(part_names, sizes, weight, bias)
 
 
-def _side_by_side(parts: Sequence[Tensor], in_place: bool) -> Tensor:
+def _concatenated(parts: Sequence[Tensor], in_place: bool) -> Tensor:
     """Concatenate parameters along axis 0; `in_place` makes them views of the result."""
     first = parts[0].data
     total = sum(part.shape[0] for part in parts)

@@ -36,7 +36,7 @@ from evo_grpo.population.cohort.state import (
     unpack,
     with_choices,
 )
-from evo_grpo.population.ranks.team import Team, deal, side_by_side
+from evo_grpo.population.ranks.team import Team, deal, order_transfers
 from evo_grpo.population.turns import Overlap
 from evo_grpo.population.zero.together import (
     DividedSampling,
@@ -357,7 +357,7 @@ class Cohort:
         Without `weights` no tensors are sent; use this for agents that are overwritten next.
         """
         departed: list[AgentState] = []
-        for slot, rank in side_by_side(ranks.items(), lambda m: (self.agents[m[0]].rank, m[1])):
+        for slot, rank in order_transfers(ranks.items(), lambda m: (self.agents[m[0]].rank, m[1])):
             state = self.agents[slot]
             if state.rank == rank:
                 continue

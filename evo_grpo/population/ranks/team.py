@@ -121,7 +121,7 @@ def deal(agents: Sequence[T], shards: int) -> tuple[tuple[T, ...], ...]:
     return tuple(tuple(agents[start:end]) for start, end in pairwise(ends))
 
 
-def side_by_side(transfers: Iterable[T], ends: Callable[[T], tuple[int, int]]) -> list[T]:
+def order_transfers(transfers: Iterable[T], ends: Callable[[T], tuple[int, int]]) -> list[T]:
     """Order transfers between ranks so that many run at the same time.
 
     Every rank goes through the transfers in this order, and waits in each of its transfers for the

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class Page:
             f'<script type="application/json" id="figure-{number}">{_embedded(figure)}</script>'
             for number, figure in enumerate(self._figures)
         )
-        return _TEMPLATE.format(
+        return _part("page.html").format(
             policy=policy,
             title=text(self.title),
             lead=text(self.lead),
@@ -113,6 +114,11 @@ class Table:
 def text(value: object) -> str:
     """Escape a string for HTML, including control characters."""
     return html.escape(printable(str(value)))
+
+
+def known(value: float) -> float | None:
+    """Return None for NaN, so that a table sorts the value as missing."""
+    return None if math.isnan(value) else value
 
 
 def cards(values: Sequence[tuple[str, str, str]]) -> str:
@@ -166,30 +172,3 @@ def _part(name: str) -> str:
 def _digest(script: str) -> str:
     digest = hashlib.sha256(script.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
-
-
-_TEMPLATE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<style>{style}</style>
-</head>
-<body>
-<header><h1>{title}</h1><p class="lead">{lead}</p></header>
-<nav aria-label="Sections"><div>{links}<span class="tools">{live}<button type="button" id="theme">\
-Dark</button></span></div></nav>
-<main>
-{sections}
-<footer>Written by evo-grpo {version}. The page needs no network.</footer>
-</main>
-<script type="application/json" id="data">{data}</script>
-{figures}
-<script>{plotly}</script>
-<script>{script}</script>
-</body>
-</html>
-"""

@@ -21,7 +21,6 @@ from evo_grpo.readers.report.figures.diagnostics import (
     plot_tokens,
 )
 from evo_grpo.readers.report.figures.lineage import plot_lineage
-from evo_grpo.readers.report.figures.points import agent_name, looks, named
 from evo_grpo.readers.report.figures.rounds import (
     drawn_names,
     plot_fitness,
@@ -29,14 +28,16 @@ from evo_grpo.readers.report.figures.rounds import (
     plot_improvement,
     plot_schedules,
 )
-from evo_grpo.readers.report.page import Page, Table, cards, sortable, text
-from evo_grpo.readers.report.side_by_side import add_arms
-from evo_grpo.readers.terminal.result import cell, columns, redundant, scores
+from evo_grpo.readers.report.figures.traces import agent_name, looks, named
+from evo_grpo.readers.report.page import Page, Table, cards, known, sortable, text
+from evo_grpo.readers.terminal.result import cell, columns, difference_rows, redundant, scores
+from evo_grpo.record.arms import Arms, comparison_arms
 from evo_grpo.record.columns import objectives
 from evo_grpo.record.files import atomic_write, many_objects
 from evo_grpo.record.folder import expect_run
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, RunStarted
 from evo_grpo.record.names import REPORT, SUMMARY
+from evo_grpo.record.replay import read_replay
 from evo_grpo.record.view import Run, RunView, view_of
 from evo_grpo.record.wording import count, in_words, measured_on, number, with_error
 from evo_grpo.schema.problems import short_name
@@ -128,7 +129,7 @@ def report_html(view: RunView, *, samples: bool = True) -> str:
     if view.rounds:
         _add_figures(page, view)
         _add_tables(page, view, samples=samples)
-    add_arms(page, view)
+    _add_arms(page, view)
     settings = f'<pre class="settings">{_lines(view.text)}</pre>' if view.text else ""
     page.section("settings", "Settings", settings, "As the run resolved them, defaults included.")
     return page.render()
@@ -284,6 +285,36 @@ def _add_tables(page: Page, view: RunView, *, samples: bool) -> None:
         )
     body = page.chart(plot_seconds(view)) + page.chart(plot_tokens(view))
     page.section("spending", "Time and tokens", f'<div class="grid">{body}</div>')
+
+
+def _add_arms(page: Page, run: RunView) -> None:
+    """Add the comparison and the replay of a run, if any, to its page."""
+    if run.comparison is not None:
+        body = _arms_html(comparison_arms(run.comparison))
+        page.section("comparison", "Without evolution", body, "The same population, not evolved.")
+    replay = None if run.folder is None else read_replay(run.folder)
+    if replay is not None:
+        about = "Agents trained from scratch with the winner's schedule and with its last values."
+        page.section("replay", "Replay", _arms_html(replay.arms()), about)
+
+
+def _arms_html(compared: Arms) -> str:
+    """Return results, differences and sentences of arms as HTML."""
+    titles = ["arm", "test", "spread", "tokens"]
+    rows: list[list[tuple[str, object]]] = [
+        [
+            (compared.label(arm.name), arm.name),
+            (with_error(arm.test.mean, arm.test.se, 3), known(arm.test.mean)),
+            (number(arm.spread), known(arm.spread)),
+            (f"{arm.tokens:,}", arm.tokens),
+        ]
+        for arm in compared.arms
+    ]
+    tables = [sortable(Table(titles, rows))]
+    if compared.differences:
+        names, cells = difference_rows(compared)
+        tables.append(sortable(Table(names, [[(cell, cell) for cell in row] for row in cells])))
+    return "".join([*tables, *(f"<p>{text(sentence)}</p>" for sentence in compared.sentences)])
 
 
 def _lines(value: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.bar import Bar
 from rich.console import Console, RenderableType
@@ -29,17 +29,16 @@ from evo_grpo.readers.terminal.console import (
     say,
     show,
 )
-from evo_grpo.readers.terminal.plain import ALWAYS_SHOWN
+from evo_grpo.record.arms import Arms
+from evo_grpo.record.family import FamilyMember
+from evo_grpo.record.replay import Schedule
+from evo_grpo.record.view import RunView
 from evo_grpo.record.vocabulary import OBJECTIVE
 from evo_grpo.record.wording import changes_text, count, hyperparameter, listed, number, with_error
 from evo_grpo.schema.problems import short_name, shown_value
 
-if TYPE_CHECKING:
-    from evo_grpo.record.arms import Arms
-    from evo_grpo.record.family import FamilyMember
-    from evo_grpo.record.replay import Schedule
-    from evo_grpo.record.view import RunView
-
+ALWAYS_SHOWN = ("lr", "beta", "clip_coef", "group_size")
+"""Hyperparameters that the progress of a run shows even if none of them may mutate."""
 BEST = f"bold {GOOD}"
 STRINGS = ("checkpoint",)
 SCORES = ("fitness", "final", "test")

@@ -15,21 +15,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
+from evo_grpo.readers.reader import Reader
 from evo_grpo.record import columns
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, StepDone
 from evo_grpo.record.names import TRACKERS
 from evo_grpo.record.plain import refuse_links
+from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.vocabulary import HYPERPARAMETER, SECONDS, VALIDATION
 from evo_grpo.record.wording import changes_text
 from evo_grpo.settings.env import without_rows
 from evo_grpo.settings.trackers import TrackerConfig, check_trackers
 from evo_grpo.training.recorded_inputs import flat
-
-if TYPE_CHECKING:
-    from evo_grpo.readers.reader import Reader
-    from evo_grpo.record.records import AgentRecord, RoundRecord
 
 PROJECT = "evo-grpo"
 POPULATION = "population"
@@ -72,7 +70,7 @@ class TrackerReader(ABC):
     def write(self, values: Values) -> None:
         """Write the values of a step."""
         texts = {f"lineage/{owner}": text for owner, text in values.texts.items()}
-        self.run.log({**values.side_by_side(), **texts}, step=values.step)
+        self.run.log({**values.by_name(), **texts}, step=values.step)
 
     def read(self, entry: Entry) -> None:
         """Write an entry of the log."""
@@ -151,7 +149,7 @@ class Values:
     values: Mapping[str, Mapping[str, float]]
     texts: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def side_by_side(self) -> dict[str, float]:
+    def by_name(self) -> dict[str, float]:
         """Return the values by names such as `reward/agent-03`; names of the population lack "/".
 
         Trackers show the names with the same part before the slash in one group of charts.

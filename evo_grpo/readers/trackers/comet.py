@@ -44,7 +44,7 @@ class Writer(TrackerReader):
 
     def write(self, values: Values) -> None:
         """Log the metrics and texts of a step."""
-        self._experiment.log_metrics(values.side_by_side(), step=values.step)
+        self._experiment.log_metrics(values.by_name(), step=values.step)
         for owner, text in values.texts.items():
             self._experiment.log_other(f"lineage/{values.step:06d}/{owner}", text)
 

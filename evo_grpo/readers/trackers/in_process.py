@@ -7,10 +7,11 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import Any, Self, final
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.escaping import error_text
+from evo_grpo.readers.reader import Reader
 from evo_grpo.readers.trackers.base import (
     Settings,
     TrackerReader,
@@ -20,13 +21,10 @@ from evo_grpo.readers.trackers.base import (
 )
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, StepDone
 from evo_grpo.record.observer import Observer
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings.trackers import KINDS, TrackerConfig, check_trackers
-
-if TYPE_CHECKING:
-    from evo_grpo.readers.reader import Reader
-    from evo_grpo.record.records import RoundRecord
-    from evo_grpo.types import Slot
+from evo_grpo.types import Slot
 
 WAITING = 256
 """Greatest length of the queue of entries; further entries are dropped while it is full."""
@@ -186,7 +184,7 @@ class _AccelerateReader(TrackerReader):
 
     def write(self, values: Values) -> None:
         """Log the numbers of a step, without texts."""
-        if row := values.side_by_side():
+        if row := values.by_name():
             self.run.log(row, step=values.step)
 
 

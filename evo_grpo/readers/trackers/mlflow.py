@@ -53,7 +53,7 @@ class Writer(TrackerReader):
         now = int(1000 * time.time())
         metrics = [
             self._entities.Metric(name, value, now, values.step)
-            for name, value in values.side_by_side().items()
+            for name, value in values.by_name().items()
         ]
         for batch in _parts(metrics, _METRICS):
             self._client.log_batch(self._run, metrics=batch)

@@ -78,13 +78,6 @@ def test_a_pair_that_is_proposed_out_of_order_stays_as_it_was():
     assert 0 < kept < 40
 
 
-def test_equal_streams_and_trials_give_equal_proposals():
-    known = trials(20)
-    one, again, other = (propose(OptunaExploration(), known, seed) for seed in (1, 1, 2))
-    assert one == again
-    assert one != other
-
-
 @pytest.mark.parametrize("sampler", ["RandomSampler", "NSGAIISampler", "NSGAIIISampler"])
 def test_any_sampler_proposes(sampler):
     hparams, changes = propose(OptunaExploration(sampler=sampler), trials(12), 0)

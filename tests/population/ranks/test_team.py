@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evo_grpo.errors import RunFailedError
-from evo_grpo.population.ranks.team import Lockstep, Pass, Team, deal, side_by_side
+from evo_grpo.population.ranks.team import Lockstep, Pass, Team, deal, order_transfers
 
 COUNTS = st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 
@@ -32,7 +32,7 @@ def test_one_shard_is_everybody():
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=30))
 def test_transfers_of_a_rank_wait_for_no_more_than_those_of_the_two_ranks(transfers):
-    ordered = side_by_side(enumerate(transfers), lambda one: one[1])
+    ordered = order_transfers(enumerate(transfers), lambda one: one[1])
     assert sorted(ordered) == list(enumerate(transfers))
     busy = [rank for ends in transfers for rank in set(ends) if len(set(ends)) == 2]
     done = dict.fromkeys(range(7), 0)
@@ -44,7 +44,7 @@ def test_transfers_of_a_rank_wait_for_no_more_than_those_of_the_two_ranks(transf
 
 def test_a_chain_of_transfers_is_cut_into_two_halves():
     chain = [(rank, rank + 1) for rank in range(6)]
-    assert side_by_side(chain, lambda ends: ends) == [*chain[::2], *chain[1::2]]
+    assert order_transfers(chain, lambda ends: ends) == [*chain[::2], *chain[1::2]]
 
 
 F, B = Pass.FORWARD, Pass.BACKWARD

@@ -23,8 +23,8 @@ from evo_grpo.readers.terminal.console import (
     show,
     warnings_to,
 )
-from evo_grpo.readers.terminal.plain import PlainLines
-from evo_grpo.readers.terminal.progress import LiveTable, RunProgress
+from evo_grpo.readers.terminal.live import LiveTable
+from evo_grpo.readers.terminal.progress import PlainLines
 from evo_grpo.types import Decision
 from evo_grpo.working import working
 
@@ -84,9 +84,9 @@ def test_progress_shows_names_reasons_and_decisions_as_text(view):
     record = replace(
         first, agents=agents, decisions=(Decision("kept", 0, None, 0.0, 0.0, 0, EVIL),)
     )
-    shown = RunProgress(view(console))
+    shown = view(console)
     if view is LiveTable:
-        shown.view.live.auto_refresh = False
+        shown.live.auto_refresh = False
     config = small_config()
     config = config.replace(env=config.env.model_copy(update={"kind": EVIL}))
     config = config.replace(model=config.model.model_copy(update={"name": EVIL}))

@@ -1,234 +1,175 @@
-"""Progress of a run: the live table in a terminal or notebook, plain lines elsewhere."""
+"""Plain lines, the strings that all displays share, and how long a run takes still."""
 
 import io
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from rich.text import Text
-from shown_run import SUMMARY, agent, small_config, two_rounds
+from shown_run import SUMMARY, small_config, two_rounds
 
-from evo_grpo.readers.terminal.plain import PlainLines
-from evo_grpo.readers.terminal.progress import LiveTable, RunProgress, progress, view_for
+from evo_grpo.readers.terminal.live import progress
+from evo_grpo.readers.terminal.progress import (
+    BESIDE_LEARNING,
+    RECENT,
+    Pace,
+    PlainLines,
+    RunProgress,
+    clock,
+    direction,
+    evolution,
+    shown_names,
+)
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.view import RunView, view_of
-from evo_grpo.types import Decision
+from evo_grpo.record.view import RunView
+from evo_grpo.record.wording import changes_text, number
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.types import Decision, Member, Mutation
 
 
-def terminal(width: int = 120, colours: str | None = "truecolor") -> Console:
-    return Console(
-        force_terminal=True,
-        width=width,
-        height=40,
-        file=io.StringIO(),
-        color_system=colours,
-        highlight=False,
-        _environ={"TERM": "xterm-256color"},
-    )
-
-
-def drawn(view: LiveTable, colours: str | None = None) -> str:
-    console = terminal(view.console.width, colours)
-    with console.capture() as captured:
-        console.print(view.render())
-    return captured.get()
-
-
-def test_a_terminal_gets_the_live_table():
-    console = terminal()
-    with RunProgress(view_for(console)) as shown:
-        view = shown.view
-        assert isinstance(view, LiveTable)
-        view.live.auto_refresh = False
-        shown.started(Path("here"), 2, 0, small_config())
-        shown.stage(0, "learn", 3, 4)
-        assert "round 1/2" in drawn(view)
-        assert "learn 3/4" in drawn(view)
-        assert "fitness" not in drawn(view)  # no round is finished yet
-        for record in two_rounds():
-            shown.round_done(record)
-        text = drawn(view)
-        for title in ("fitness", "reward", "KL", "zero-var", "lr", "beta", "clip", "group"):
-            assert title in text
-        assert "temperature" in text  # it may mutate, so it has a column
-        assert "0.750 ±0.050" in text
-        assert "1.2e-3 ↑" in text
-        assert "\x1b[1;35m1.2e-3 ↑" in drawn(view, "truecolor")  # the mutated value, highlighted
-        # Yellow and cyan vanish on white, blue on black; what rich colours by itself counts too.
-        codes = re.findall("\x1b\\[([0-9;]*)m", drawn(view, "standard"))
-        assert {"1;32", "1;35"} <= set(codes)
-        assert not any(re.search(r"\b[39][3467]\b", code) for code in codes)
-        assert shown.rounds_done == 2
-        shown.finished(SUMMARY)
-        assert not view.live.is_started
-    out = console.file.getvalue()
-    assert "here: tiny-sums on sums, 2 agents" in out
-    assert "  copied  0→1" in Text.from_ansi(out).plain
-    assert "\x1b[?25h" in out  # the cursor is back
+def test_bounds_of_a_clip_range_share_the_column_of_clip_coef():
+    names = shown_names(["clip_high", "temperature", "lr"])
+    assert names == ["lr", "beta", "clip_coef", "group_size", "temperature"]
+    moved = {"clip_high": (1.2, 1.3)}
+    assert direction(moved, "clip_coef") == "up"
+    assert direction(moved, "lr") == ""
+    assert changes_text({"clip_coef": (0.2, 0.16)}) == "clip 0.2 -> 0.16"
 
 
 @pytest.mark.parametrize(
-    ("width", "shown", "hidden"),
-    [
-        (120, {"±", "zero-var", "KL", "reward", "member"}, set()),
-        (75, {"KL", "reward", "member"}, {"±", "zero-var"}),
-        (45, set(), {"±", "zero-var", "KL", "reward", "member"}),
-    ],
+    ("beta", "kl", "text"),
+    [(0.0, 0.0123, "0.0123"), (0.1, 0.0, "0.0000"), (0.0, None, "-")],
 )
-def test_a_narrow_terminal_leaves_out_columns_and_cuts_none(
-    width: int, shown: set[str], hidden: set[str]
-):
-    view = LiveTable(terminal(width))
-    view.rounds, view.names = 2, ["lr", "beta", "clip_coef", "group_size"]
-    view.round_done(two_rounds()[1])
-    text = drawn(view)
-    assert "0.750" in text
-    assert "1.2e-3 ↑" in text
-    assert "…" not in text.partition("round 2/2")[0]
-    assert all(title in text for title in shown)
-    assert not any(title in text for title in hidden)
+def test_a_kl_that_was_not_computed_is_a_dash(beta: float, kl: float | None, text: str):
+    one = two_rounds()[0].agents[0]
+    metrics = {} if kl is None else {"kl": kl}
+    agent = replace(one, hparams=Hparams(beta=beta), metrics=metrics)
+    assert number(agent.metrics.get("kl"), 4) == text
 
 
-def many_agents(count: int) -> RoundRecord:
-    agents = tuple(agent(slot, slot, 0, slot / count) for slot in range(count))
-    told = tuple(Decision("kept", slot, 0, 0.0, 0.1, 8, f"kept {slot}") for slot in range(count))
-    return RoundRecord(0, agents, {"learn": 2.0}, decisions=told)
+def test_what_a_decision_tells_is_not_told_again():
+    record = two_rounds()[0]
+    assert evolution(record) == {"copied": "0 -> 1", "mutated": "1: lr 1e-3 -> 1.2e-3"}
+    copied = Decision("copied", 1, 0, 0.25, 0.05, 64, "agent 1 took agent 0's weights at lr 0.0012")
+    assert evolution(replace(record, decisions=(copied,))) == {}
+    kept = replace(copied, kind="kept", sentence="agent 1 kept its weights")
+    assert "mutated" in evolution(replace(record, decisions=(kept,)))
+    moved = Mutation("mutate", {"lr": (1e-3, 1.2e-3), "beta": (0.1, 0.2)})
+    members = (record.members[0], Member(2, 1, parent=0, born=1, mutation=moved))
+    both = replace(record, members=members, decisions=(copied,))
+    assert evolution(both) == {"mutated": "1: beta 0.1 -> 0.2"}
 
 
-@pytest.mark.parametrize(("count", "cut"), [(37, False), (38, True)])
-def test_a_terminal_of_40_lines_shows_the_best_agents_and_the_bar(count: int, cut: bool):
-    view = LiveTable(terminal())
-    view.rounds, view.names = 2, ["lr"]
-    view.round_done(many_agents(count))
-    lines = drawn(view).splitlines()
-    assert len(lines) < 40
-    assert "round 2/2" in lines[-1]
-    shown = [int(line.split()[0]) for line in lines if line.split()[0].isdecimal()]
-    assert shown == (list(range(count - 1, count - 37, -1)) if cut else list(range(count)))
-    assert (f"and {count - 36} more agent" in lines[-2]) == cut
+# --- the time that is left -----------------------------------------------------------------------
 
 
-def test_a_notebook_scrolls_through_all_agents():
-    view = LiveTable(Console(force_jupyter=True, highlight=False, file=io.StringIO()))
-    view.rounds, view.names = 2, ["lr"]
-    view.round_done(many_agents(150))
-    assert len(drawn(view).splitlines()) > 150
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def test_a_second_run_of_a_view_leaves_what_was_printed_since_the_first():
-    console = terminal()
-    view = LiveTable(console)
-    for name in ("first", "second"):
-        view.live.auto_refresh = False
-        before = len(console.file.getvalue())
-        view.start(name, 2, 0, ["lr"])
-        view.live.refresh()
-        shown = console.file.getvalue()[before:]
-        assert "\x1b[1A" not in shown, "the cursor went up over earlier lines"
-        assert "fitness" not in shown, "the agents of the run before"
-        view.round_done(two_rounds()[0])
-        view.live.refresh()
-        view.close()
+@pytest.fixture
+def time():
+    return Clock()
 
 
-def test_decisions_are_told_and_wrap_between_words():
-    sentence = "agent 1 took agent 0's weights at lr 0.0012: +0.25 ± 0.05 on 64 shared prompts"
-    decision = Decision("copied", 1, 0, 0.25, 0.05, 64, sentence)
-    record = replace(two_rounds()[0], decisions=(decision, replace(decision, sentence="and more")))
-    view = LiveTable(terminal(40, None))
-    view.rounds, view.names = 2, ["lr"]
-    view.round_done(record)
-    lines = view.console.file.getvalue().splitlines()
-    told = lines[next(i for i, line in enumerate(lines) if "took" in line) :]
-    assert all(line.startswith("  ") and len(line) <= 40 for line in told)
-    assert " ".join(" ".join(told).split()) == f"{sentence} and more"
-    plain = Console(file=io.StringIO(), width=40)
-    PlainLines(plain).round_done(record)
-    lines = plain.file.getvalue().splitlines()
-    assert lines[-2:] == [
-        f"  {sentence}",
-        "  and more",
-    ]  # a line each, so that a log can be searched
+def record(number):
+    return replace(two_rounds()[0], round=number, evaluation_tokens=1000)
 
 
-def test_the_ending_is_shown_where_progress_is():
-    console = terminal(120, None)
-    with RunProgress(LiveTable(console)) as shown:
-        shown.view.live.auto_refresh = False
-        shown.started(None, 2, 0, settings=None)
-        shown.show_ending(view_of(two_rounds()))
-        assert not shown.view.live.is_started
-    text = console.file.getvalue()
-    assert "At the end agent 1 is the best: 0.75 ± 0.05 on 64 validation prompts; agent 0" in text
-    assert "evo-grpo" not in text  # nothing was written that it could read
-    shown = RunProgress(PlainLines(console := Console(file=io.StringIO(), width=200)))
-    shown.started(Path("here"), 2, 0, small_config())
-    finished = RunView("here", two_rounds(), summary=SUMMARY)
-    shown.show_ending(finished)
-    assert "Next: evo-grpo report here, evo-grpo export here OUT" in console.file.getvalue()
-    RunProgress(None).show_ending(finished)
+def test_nothing_is_foreseen_before_anything_was_learned(time):
+    pace = Pace(time)
+    pace.start(10, 0)
+    assert pace.left() is None
+    assert pace.tokens_per_second is None
+    pace.stage("evaluate", 1, 2)
+    assert pace.left() is None
+    time.now += 5
+    pace.step_done({0: {"tokens": 40.0}, 1: {"tokens": 60.0}})
+    assert pace.tokens_per_second == 20
 
 
-def test_a_failed_agent_is_shown_as_such():
-    record = RoundRecord(0, (agent(0, 0, 0, 0.5), agent(1, 1, 0, None, reason="no finite")), {})
-    plain = Console(file=io.StringIO(), width=200)
-    for view in (LiveTable(terminal()), PlainLines(plain)):
-        view.rounds, view.names = 1, ["lr"]
-        view.round_done(record)
-        if isinstance(view, LiveTable):
-            assert "failed" in drawn(view)
-    text = plain.file.getvalue()
-    assert "failed: agent 1" in text
-    assert "fitness failed" in text
-    assert text.rstrip().endswith("no finite")
+def test_the_first_round_is_judged_by_its_steps(time):
+    pace = Pace(time)
+    pace.start(10, 0)
+    time.now += 5
+    pace.stage("learn", 1, 4)
+    # A step took five seconds: a round takes four and what follows them.
+    each = 20 * BESIDE_LEARNING
+    assert pace.left() == pytest.approx(10 * each - 5)
 
 
-def test_pipes_and_dumb_terminals_get_plain_lines():
-    assert isinstance(view_for(Console(file=io.StringIO())), PlainLines)
-    dumb = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
-    assert isinstance(view_for(dumb), PlainLines)
+def test_later_rounds_by_those_before_and_the_time_runs(time):
+    pace = Pace(time)
+    pace.start(10, 4)
+    time.now += 12
+    pace.round_done(record(4))
+    assert pace.tokens_per_second == 1000  # 2,000 trained and 1,000 evaluated, in three seconds
+    assert pace.left() == 5 * 12
+    time.now += 10
+    assert pace.left() == 5 * 12 - 10
+    time.now += 100  # it takes longer than the others did
+    assert pace.left() == 4 * 12
+
+
+def test_old_rounds_are_forgotten_and_nothing_is_left_at_the_end(time):
+    pace = Pace(time)
+    pace.start(9, 0)
+    for index, seconds in enumerate([1000.0, *[10.0] * RECENT]):
+        time.now += seconds
+        pace.round_done(record(index))
+    assert pace.left() == (9 - 1 - RECENT) * 10
+    pace.round_done(record(8))
+    assert pace.left() == 0
+
+
+def test_a_clock():
+    assert (clock(0), clock(65.4), clock(97_200)) == ("0:00:00", "0:01:05", "27:00:00")
+
+
+# --- plain lines, and no lines -------------------------------------------------------------------
+
+
+def plain() -> PlainLines:
+    return PlainLines(Console(file=io.StringIO(), width=200))
 
 
 def test_long_stages_say_now_and_then_that_they_go_on(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
-    monkeypatch.setattr("evo_grpo.readers.terminal.plain.time.monotonic", lambda: now[0])
-    console = Console(file=io.StringIO(), width=200)
-    view = PlainLines(console)
+    monkeypatch.setattr("evo_grpo.readers.terminal.progress.time.monotonic", lambda: now[0])
+    view = plain()
     view.pace.clock = lambda: now[0]
-    view.start("here", 2, 0, ())
+    view.started(Path("here"), 2, 0, None)
     for second in range(0, 100, 10):
         now[0] = float(second)
         view.step_done(0, second // 10, {0: {"tokens": 90.0 if second else 0.0}})
         view.stage(0, "learn", second // 10, 10)
-    lines = console.file.getvalue().splitlines()[1:]
+    lines = view.console.file.getvalue().splitlines()[1:]
     # A step takes ten seconds, so two rounds of ten take four minutes with what follows them.
     left = {3: "0:03:30", 6: "0:03:00", 9: "0:02:30"}
     assert lines == [f"  round 1/2: learn {n}/10  9 tok/s  ETA {eta}" for n, eta in left.items()]
 
 
-def test_progress_without_a_view_keeps_count_and_shows_nothing(capsys: pytest.CaptureFixture[str]):
+def test_the_ending_names_the_commands_that_read_the_run():
+    view = plain()
+    view.started(Path("here"), 2, 0, small_config())
+    finished = RunView("here", two_rounds(), summary=SUMMARY)
+    view.show_ending(finished)
+    text = view.console.file.getvalue()
+    assert "Next: evo-grpo report here, evo-grpo export here OUT" in text
+
+
+def test_progress_that_is_not_shown_keeps_count(capsys: pytest.CaptureFixture[str]):
     with progress(title="mine") as shown:
-        assert shown.view is None  # the output of a test is no terminal
+        assert type(shown) is RunProgress  # the output of a test is no terminal
         observer: Observer = shown
         observer.started(Path("here"), 2, 0, small_config())
         observer.stage(0, "learn", 0, 1)
         observer.round_done(two_rounds()[0])
+        observer.note("a note")
         assert shown.how_to_resume() == "stopped after round 1; continue with: evo-grpo resume here"
         observer.finished(SUMMARY)
+        shown.show_ending(RunView("here", two_rounds(), summary=SUMMARY))
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_notebook_gets_the_live_table_where_it_has_widgets_and_lines_where_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    with monkeypatch.context() as patch:
-        patch.setattr("evo_grpo.readers.terminal.progress.find_spec", lambda name: name)
-        assert isinstance(view_for(Console(force_jupyter=True)), LiveTable)
-    view = view_for(Console(force_jupyter=True))
-    assert isinstance(view, PlainLines)
-    assert not view.console.is_jupyter
-    view.start("mine", 2, 0, ())
-    assert capsys.readouterr().out == "mine\n"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 from shown_replay import BETTER, ROUNDS, replay, schedule
-from shown_run import SUMMARY, agent, mean_won, two_rounds
+from shown_run import SUMMARY, agent, comparison, mean_won, two_rounds
 
 from evo_grpo.readers.terminal.result import (
     TROUBLES_SHOWN,
@@ -234,32 +234,14 @@ def test_next_starts_the_program_as_this_shell_finds_it(activated, tmp_path, mon
     assert f"Next: {called} lineage runs/one\n" in pipe.file.getvalue()
 
 
-def result(**means):
-    """A comparison with these test results, or the given tokens."""
-    tokens = means.pop("tokens", {})
-    return {
-        "agents": 8,
-        "split": "test",
-        "arms": [
-            {
-                "name": name,
-                "folder": ".",
-                "tokens": {"training": tokens.get(name, 900), "evaluation": 100},
-                "test": {"mean": mean, "se": 0.012, "n": 256},
-            }
-            for name, mean in means.items()
-        ],
-    }
-
-
 def shown_arms(arms, width=120):
     console = Console(file=io.StringIO(), width=width)
     show_arms(console, arms)
     return [line.rstrip() for line in console.file.getvalue().splitlines() if line.strip()]
 
 
-def bars(comparison, width=120):
-    return shown_arms(comparison_arms(comparison), width)
+def bars(compared, width=120):
+    return shown_arms(comparison_arms(compared), width)
 
 
 def lines(table):
@@ -273,7 +255,7 @@ def blocks(line):
 
 
 def test_a_bar_is_as_long_as_its_result():
-    guess, random, evolved, *basis = bars(result(guess=0.25, random=0.5, evolved=1.0))
+    guess, random, evolved, *basis = bars(comparison(guess=0.25, random=0.5, evolved=1.0))
     assert guess.startswith("eight agents at your guess  ")
     assert random.startswith("eight random guesses  ")
     assert evolved.startswith("evolved  ")
@@ -286,9 +268,9 @@ def test_a_bar_is_as_long_as_its_result():
 
 
 def test_rewards_of_any_range_have_bars():
-    guess, random, evolved, *_ = bars(result(guess=-1.0, random=0.0, evolved=3.0))
+    guess, random, evolved, *_ = bars(comparison(guess=-1.0, random=0.0, evolved=3.0))
     assert [blocks(line) for line in (guess, random, evolved)] == [10, 0, 30]
-    (guess, *_) = bars(result(guess=None, evolved=0.5))
+    (guess, *_) = bars(comparison(guess=None, evolved=0.5))
     assert " - " in guess
 
 

@@ -4,8 +4,7 @@ import json
 from zipfile import ZipFile
 
 import pytest
-from tracker_contract import TrackerContract
-from tracker_packages import need
+from tracker_contract import TrackerContract, need
 
 need("comet_ml")
 pytestmark = pytest.mark.trackers

@@ -11,7 +11,7 @@ from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.readers.trackers import in_process
 from evo_grpo.readers.trackers.in_process import Tracker
 from evo_grpo.record.folder import read_rounds
-from evo_grpo.record.history import metric_rows
+from evo_grpo.record.history import WHERE, metric_rows
 from evo_grpo.record.observer import ObserverList
 from evo_grpo.settings.trackers import KINDS
 
@@ -54,16 +54,6 @@ class Blocking(Object):
         super().log(values, step)
 
 
-@pytest.fixture(scope="module")
-def plain_run(tmp_path_factory):
-    return run(CONFIG, out=tmp_path_factory.mktemp("plain") / "run")
-
-
-@pytest.fixture(scope="module")
-def plain(plain_run):
-    return outcome(plain_run)
-
-
 def test_a_tracker_of_accelerate_hears_everything_in_order(tmp_path):
     heard = Object()
     folder = run(CONFIG, out=tmp_path / "run", observer=Tracker(heard))
@@ -72,11 +62,14 @@ def test_a_tracker_of_accelerate_hears_everything_in_order(tmp_path):
     # Two steps and a round, three times, then the end.
     assert [step for step, _ in heard.logged] == [1, 2, 2, 3, 4, 4, 5, 6, 6, 6]
     rows = {(r["round"] * 2 + r["step"] + 1, r["agent"]): r for r in metric_rows(folder)}
-    for step, values in heard.logged:
-        for name, value in values.items():
-            metric, _, who = name.partition("/agent-")
-            if who and metric in rows[step, int(who)]:
-                assert value == rows[step, int(who)][metric]
+    for step, values in heard.logged[:2]:
+        shown = {name.partition("/agent-")[::2]: value for name, value in values.items()}
+        assert shown == {
+            (name, f"{agent:02d}"): value
+            for agent in range(3)
+            for name, value in rows[step, agent].items()
+            if name not in WHERE and value is not None
+        }
     last = read_rounds(folder)[-1]
     fitness = [agent.score.mean for agent in last.agents]
     (whole,) = [v for s, v in heard.logged if s == 6 and "fitness/best" in v]
@@ -86,7 +79,7 @@ def test_a_tracker_of_accelerate_hears_everything_in_order(tmp_path):
     assert set(heard.logged[-1][1]) == {"test/best", "test/base"}
 
 
-def test_accelerates_own_class_is_one(tmp_path):
+def test_accelerates_own_class_is_one():
     from accelerate.tracking import GeneralTracker
 
     heard = []
@@ -111,11 +104,13 @@ def test_accelerates_own_class_is_one(tmp_path):
 
     follower = Tracker(Own())
     assert follower.kind == "mine"
-    run(CONFIG, out=tmp_path / "run", observer=follower)
-    assert heard == ["start", 3, 1, 2, 2, 3, 4, 4, 5, 6, 6, 6, "finish"]
+    follower.started(None, 1, 0, CONFIG)
+    take_steps(follower, range(2))
+    follower.finished({"best": {"mean": 0.5}})
+    assert heard == ["start", 3, 1, 2, 2, "finish"]
 
 
-def test_one_that_fails_is_left_with_one_warning_and_the_run_goes_on(tmp_path, plain):
+def test_one_that_fails_is_left_with_one_warning_and_the_run_goes_on(tmp_path):
     broken, sound = Failing(), Object()
     with pytest.warns(UserWarning, match="tracker own") as told:
         folder = run(
@@ -127,20 +122,21 @@ def test_one_that_fails_is_left_with_one_warning_and_the_run_goes_on(tmp_path, p
     )
     assert [step for step, _ in broken.logged] == [1]
     assert len(sound.logged) == 10
-    assert outcome(folder) == plain
+    assert outcome(folder) == outcome(run(CONFIG, out=tmp_path / "plain"))
 
 
-def test_one_that_blocks_is_given_up_at_the_end(tmp_path, plain, monkeypatch):
+def test_one_that_blocks_is_given_up_at_the_end(monkeypatch):
     monkeypatch.setattr(in_process, "SECONDS_TO_FINISH", 0.3)
-    stuck = Blocking()
+    follower = Tracker(stuck := Blocking())
+    follower.started(None, 1, 0, None)
+    take_steps(follower, range(2))
     with pytest.warns(UserWarning, match="own: it has not written all entries within") as told:
-        folder = run(CONFIG, out=tmp_path / "run", observer=Tracker(stuck))
+        follower.finished({})
     stuck.go_on.set()
     assert len(told) == 1
-    assert outcome(folder) == plain
 
 
-def test_one_that_was_too_slow_says_how_much_it_misses(tmp_path, monkeypatch):
+def test_one_that_was_too_slow_says_how_much_it_misses(monkeypatch):
     monkeypatch.setattr(in_process, "WAITING", 2)
     slow = Blocking()
     follower = Tracker(slow)

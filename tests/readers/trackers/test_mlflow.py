@@ -3,8 +3,7 @@
 import warnings
 
 import pytest
-from tracker_contract import TrackerContract
-from tracker_packages import need
+from tracker_contract import TrackerContract, need
 
 need("mlflow")
 pytestmark = [

@@ -5,8 +5,7 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-from tracker_contract import TrackerContract
-from tracker_packages import need
+from tracker_contract import TrackerContract, need
 
 need("trackio")
 pytestmark = pytest.mark.trackers

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from tracker_contract import TrackerContract
+from tracker_contract import TrackerContract, need
 from tracker_files import read_wandb, runs_of_wandb
-from tracker_packages import need
 
 need("wandb")
 pytestmark = pytest.mark.trackers

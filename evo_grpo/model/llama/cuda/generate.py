@@ -225,7 +225,7 @@ def _with_room(base: JoinedLinear, modules: Sequence[Any], rows: int) -> Tensor:
 #: Columns of the cache come in multiples of this, so that kernels know that rows are aligned.
 _COLUMNS = 64
 _COMPILED = "kernels compiled"
-Turn: TypeAlias = tuple[Tensor, Tensor] | tuple[None, None]
+Rotation: TypeAlias = tuple[Tensor, Tensor] | tuple[None, None]
 
 
 class LayerParts:
@@ -242,12 +242,12 @@ class LayerParts:
         self.norms = [_norms(after_attention, before_mlp), _norms(after_mlp, following)]
 
 
-def turns_of(weights: LlamaWeights, columns: int) -> dict[str | None, Turn]:
+def rotations_of(weights: LlamaWeights, columns: int) -> dict[str | None, Rotation]:
     """Return cos and sin (columns, D / 2) of each rotary table; key None means no rotation."""
     d = weights.description
     like = weights.embed(torch.zeros(1, 1, dtype=torch.long, device=weights.base.device))
     half = d.head_dim // 2
-    rotary_tables: dict[str | None, Turn] = {None: (None, None)}
+    rotary_tables: dict[str | None, Rotation] = {None: (None, None)}
     for table in d.tables:
         cos, sin = weights.rotary(columns, like, table)
         if sin is not None:
@@ -302,7 +302,7 @@ class KernelDecoder:
         self._linears = adapted_layers(weights, fused)
         self._adapters = fused.layout.adapters
         self._layers, self._first = parts_of(weights)
-        self._turns = turns_of(weights, columns)
+        self._rotations = rotations_of(weights, columns)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._rows: RowTables | None = None
@@ -414,7 +414,7 @@ class KernelDecoder:
         for i, (layer, linears) in enumerate(zip(self._layers, self._linears, strict=True)):
             q = x.new_empty(len(x), d.heads, d.head_dim)
             operators.qkv(
-                *linears[0].of(normed), rows.tiles, positions, *self._turns[layer.table],
+                *linears[0].of(normed), rows.tiles, positions, *self._rotations[layer.table],
                 *layer.head_norms, q, self._keys[i], self._values[i],
             )  # fmt: skip
             factor = d.residual_multiplier

@@ -20,6 +20,8 @@ from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.adapter_views import JoinedAdapters, block_diagonal
 from evo_grpo.model.llama.cuda import operators
 from evo_grpo.model.llama.cuda.generate import embedded, parts_of, turns_of
+from evo_grpo.model.llama.cuda.attention import Segments, WindowSegments
+from evo_grpo.model.llama.cuda.decode import embedded, parts_of, rotations_of
 from evo_grpo.model.llama.cuda.operators import FAILED, LEARN_TILE, OUTER_COLUMNS, TILE
 from evo_grpo.model.llama.cuda.segments import Segments, WindowSegments
 from evo_grpo.model.llama.train import LlamaForward
@@ -256,7 +258,7 @@ class _Batch:
         columns: int,
     ) -> None:
         self.run, weights = run, run.weights
-        self.turns = turns_of(weights, columns)
+        self.rotations = rotations_of(weights, columns)
         order = run.base.in_order
         whole_rows = Segments(prefix, ids, in_order=order)
         #: By the windows of layers.
@@ -317,7 +319,7 @@ class _Batch:
             *_finished(joined),
             self.plain,
             self.positions,
-            *self.turns[parts.table],
+            *self.rotations[parts.table],
             *parts.head_norms,
             q,
             *kv,
@@ -381,7 +383,7 @@ class _Batch:
         )
         d_joined = operators.qkv_backward(
             dq, dk, dv, prefix_grads, self.places if prefix_grads else None, kept.joined,
-            self.positions, *self.turns[parts.table],
+            self.positions, *self.rotations[parts.table],
             *parts.head_norms,
         )  # fmt: skip
         d_normed, d_low = qkv.gradients(d_joined, tiles, of_x=number > 0)

@@ -35,6 +35,8 @@ WINNER = "the winner's line"
 HEIGHT = 420
 TOP, BOTTOM = 24, 48
 """Pixels of the margins above and below."""
+PLOT_HEIGHT = HEIGHT - TOP - BOTTOM
+"""Pixels between these margins."""
 MARGIN = 96
 """Pixels of the right margin, for the names at the ends of lines."""
 APART, SIZE = 14, 11

@@ -10,23 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evo_grpo.readers.report.figures.axes import (
-    ALONE,
-    BOTTOM,
-    COLORS,
-    MARGIN,
-    MARKERS,
-    Line,
-    Place,
-    Scale,
-    linear,
-    name_ends,
-    new_figure,
-    noise,
-    round_axis,
-    set_axis,
-)
-from evo_grpo.readers.report.figures.points import agent_name, draw_agent, ends_of, stretches
+from evo_grpo.readers.report.figures import axes
+from evo_grpo.readers.report.figures.traces import agent_name, draw_agent, ends_of, stretches
 from evo_grpo.record.history import metric_rows
 from evo_grpo.record.view import Run, RunView, view_of
 
@@ -106,12 +91,12 @@ def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
     metrics = list(names) if names is not None else metric_names(measured)
     rows = max(1, -(-len(metrics) // COLUMNS))
     plot_height = ROW * rows - BETWEEN
-    figure = new_figure(
-        height=plot_height + ABOVE + BOTTOM, rows=rows, cols=COLUMNS, shared_xaxes=False,
+    figure = axes.new_figure(
+        height=plot_height + ABOVE + axes.BOTTOM, rows=rows, cols=COLUMNS, shared_xaxes=False,
         subplot_titles=[label(name) for name in metrics],
         horizontal_spacing=0.18, vertical_spacing=BETWEEN / plot_height,
     )  # fmt: skip
-    figure.update_layout(margin={"t": ABOVE, "r": MARGIN}, legend_y=1 + 28 / plot_height)
+    figure.update_layout(margin={"t": ABOVE, "r": axes.MARGIN}, legend_y=1 + 28 / plot_height)
     in_legend: set[int] = set()
     for number, name in enumerate(metrics):
         row, column = divmod(number, COLUMNS)
@@ -123,10 +108,10 @@ def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
 
 def plot_metric(view: RunView, measured: Curves, name: str) -> go.Figure:
     """Draw one metric; see `plot_diagnostics`."""
-    figure = new_figure("step", "", height=HEIGHT)
+    figure = axes.new_figure("step", "", height=HEIGHT)
     title = {"text": label(name), "font": {"size": 13}, "x": 0, "xref": "paper"}
     figure.update_layout(title=title, showlegend=False, margin_t=TITLE)
-    _add_curves(figure, view, measured.get(name, []), name, set(), HEIGHT - TITLE - BOTTOM)
+    _add_curves(figure, view, measured.get(name, []), name, set(), HEIGHT - TITLE - axes.BOTTOM)
     return figure
 
 
@@ -140,26 +125,26 @@ def label(name: str) -> str:
 def _add_curves(
     figure: go.Figure,
     view: RunView,
-    own: Sequence[Curve],
+    metric_curves: Sequence[Curve],
     name: str,
     in_legend: set[int],
     pixels: float,
-    place: Place = ALONE,
+    place: axes.Place = axes.ALONE,
 ) -> None:
     """Draw the curves of a metric: a trace for each agent, with gaps where its weights change.
 
     Agents are added to the legend unless they are `in_legend`. `pixels` is the height of the axis.
     """
-    width = max(1, math.ceil(sum(len(curve.steps) for curve in own) / POINTS))
+    width = max(1, math.ceil(sum(len(curve.steps) for curve in metric_curves) / POINTS))
     points: dict[int, tuple[float, float]] = {}
-    for agent in sorted({curve.agent for curve in own}):
-        thin_curves = [thinned(curve, width) for curve in own if curve.agent == agent]
+    for agent in sorted({curve.agent for curve in metric_curves}):
+        thin_curves = [thinned(curve, width) for curve in metric_curves if curve.agent == agent]
         x = joined([steps for steps, _ in thin_curves])
         smooth = [values for _, values in thin_curves]
         if name.startswith("reward"):
             draw_agent(
-                figure, view, agent, Line(x, joined(smooth)), mode="markers", opacity=0.3,
-                marker_size=4, marker_maxdisplayed=4 * MARKERS, place=place,
+                figure, view, agent, axes.Line(x, joined(smooth)), mode="markers", opacity=0.3,
+                marker_size=4, marker_maxdisplayed=4 * axes.MARKERS, place=place,
             )  # fmt: skip
             smooth = [rolling(values) for values in smooth]
         lengths = [len(steps) for steps, _ in thin_curves]
@@ -167,19 +152,19 @@ def _add_curves(
         lines_only = sum(lengths) > FEW and min(lengths) > 1
         title = agent_name(agent)
         draw_agent(
-            figure, view, agent, Line(x, joined(smooth)), legend=agent not in in_legend,
+            figure, view, agent, axes.Line(x, joined(smooth)), legend=agent not in in_legend,
             mode="lines" if lines_only else "lines+markers", marker_size=6, place=place,
             hoverinfo="all",
             hovertemplate="step %{x}: %{y:.4g}<extra>" + title + "</extra>",
         )  # fmt: skip
         in_legend.add(agent)
         points[agent] = _last(thin_curves[-1][0], smooth[-1])
-    scale = scale_of_metric(name, own)
-    set_axis(figure, "y", scale, place)
-    last_step = max((curve.steps[-1] for curve in own), default=1)
+    scale = scale_of_metric(name, metric_curves)
+    axes.set_axis(figure, "y", scale, place)
+    last_step = max((curve.steps[-1] for curve in metric_curves), default=1)
     # The names behind the ends lie in the margin: the axis ends with the curves.
-    set_axis(figure, "x", Scale(0.0, last_step), place)
-    name_ends(figure, ends_of(view, points), scale, pixels, place)
+    axes.set_axis(figure, "x", axes.Scale(0.0, last_step), place)
+    axes.name_ends(figure, ends_of(view, points), scale, pixels, place)
 
 
 def _last(steps: np.ndarray, values: np.ndarray) -> tuple[float, float]:
@@ -188,12 +173,12 @@ def _last(steps: np.ndarray, values: np.ndarray) -> tuple[float, float]:
     return (float(steps[finite[-1]]), float(values[finite[-1]])) if len(finite) else (0.0, math.nan)
 
 
-def scale_of_metric(name: str, own: Sequence[Curve]) -> Scale:
+def scale_of_metric(name: str, metric_curves: Sequence[Curve]) -> axes.Scale:
     """Return the vertical axis of a metric."""
-    values = (value for curve in own for value in curve.values)
+    values = (value for curve in metric_curves for value in curve.values)
     if name in SHOWN:
-        return linear(values, include=SHOWN[name])
-    return linear(values, least=QUIET * noise(curve.values for curve in own))
+        return axes.linear(values, include=SHOWN[name])
+    return axes.linear(values, least=QUIET * axes.noise(curve.values for curve in metric_curves))
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -251,8 +236,8 @@ def metric_names(measured: Curves) -> list[str]:
     return [*ordered[:1], *functions, *ordered[1:]]
 
 
-def _differ(own: Iterable[Curve]) -> bool:
-    values = (value for curve in own for value in curve.values if math.isfinite(value))
+def _differ(metric_curves: Iterable[Curve]) -> bool:
+    values = (value for curve in metric_curves for value in curve.values if math.isfinite(value))
     first_value = next(values, None)
     return any(value != first_value for value in values)
 
@@ -305,16 +290,16 @@ def plot_tokens(run: Run) -> go.Figure:
 
 
 def _bars(values: dict[str, list[float]], title: str, shown: str) -> go.Figure:
-    figure = new_figure("round", title, height=320)
+    figure = axes.new_figure("round", title, height=320)
     count = max(map(len, values.values()), default=0)
     for index, (name, heights) in enumerate(values.items()):
         figure.add_bar(
             x=list(range(1, count + 1)), y=heights, name=name,
             hovertemplate=f"round %{{x}}, {name}: {shown}<extra></extra>",
-            marker={"color": COLORS[index % len(COLORS)],
+            marker={"color": axes.COLORS[index % len(axes.COLORS)],
                     "pattern": {"shape": PATTERNS[index % len(PATTERNS)], "solidity": 0.3}},
         )  # fmt: skip
     figure.update_layout(barmode="stack")
     figure.update_yaxes(exponentformat="none", separatethousands=True)
-    round_axis(figure, count)
+    axes.round_axis(figure, count)
     return figure

@@ -5,25 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.readers.report.figures.axes import (
-    GREY,
-    WINNER,
-    Line,
-    Look,
-    draw,
-    new_figure,
-    round_axis,
-    tick_distance,
-)
-from evo_grpo.readers.report.figures.points import (
-    add_winner,
-    agent_name,
-    described,
-    draw_agent,
-    made,
-    measure,
-    named,
-)
+from evo_grpo.readers.report.figures import axes, traces
 from evo_grpo.readers.report.page import text
 from evo_grpo.readers.terminal.result import winner_label
 from evo_grpo.record.columns import was_evaluated
@@ -62,22 +44,22 @@ def plot_lineage(run: Run) -> go.Figure:
     """
     view = view_of(run)
     slots = sorted({agent.agent for record in view.rounds for agent in record.agents})
-    figure = new_figure("round", "agent", height=max(260, 110 + LANE * len(slots)))
+    figure = axes.new_figure("round", "agent", height=max(260, 110 + LANE * len(slots)))
     lives = _lives(view)
     by_agent: dict[int, list[_Life]] = defaultdict(list)
     for life in lives.values():
         by_agent[life[0].agent].append(life)
     mean_won = view.winner is not None and view.winner.agent is None
     end = _winner_end(view) if mean_won else None
-    add_winner(figure, view, lambda agent: agent.agent, end=end, line_width=12, opacity=0.4)
+    traces.add_winner(figure, view, lambda agent: agent.agent, end=end, line_width=12, opacity=0.4)
     for agent in slots:
         _add_agent(figure, view, lives, by_agent[agent])
     _add_star(figure, view)
     rounds = max(1, len(view.rounds) + mean_won)
     _add_mutations(figure, lives, rounds)
-    round_axis(figure, rounds)
+    axes.round_axis(figure, rounds)
     if mean_won:  # a mean of agents of the last round played no round
-        ticks = range(1, rounds, tick_distance(rounds))
+        ticks = range(1, rounds, axes.tick_distance(rounds))
         names = [*map(str, ticks), "mean"]
         figure.update_xaxes(tickmode="array", tickvals=[*ticks, rounds], ticktext=names)
     figure.update_yaxes(
@@ -107,22 +89,24 @@ def _edge(lives: dict[int, _Life], child: AgentRecord) -> tuple[AgentRecord, Age
     return (earlier[-1] if earlier else parent[0], child)
 
 
-def _add_agent(figure: go.Figure, view: RunView, lives: dict[int, _Life], own: list[_Life]) -> None:
+def _add_agent(
+    figure: go.Figure, view: RunView, lives: dict[int, _Life], agent_lives: list[_Life]
+) -> None:
     """Draw the members of one agent and the edges to them."""
-    agent = own[0][0].agent
+    agent = agent_lives[0][0].agent
     crowded = len(lives) > CROWD
-    lines, nodes = Line(), Line()
-    for life in own:
+    lines, nodes = axes.Line(), axes.Line()
+    for life in agent_lives:
         for ends in (_edge(lives, life[0]), (life[0], life[-1])):
             lines.begin()
             for end in ends or ():
                 lines.add(end.round + 1, end.agent)
         nodes.add(life[0].round + 1, life[0].agent, _text(view, life))
     width, opacity = (1, 0.3) if crowded else (2, 1.0)
-    draw_agent(figure, view, agent, lines, mode="lines", line_width=width, opacity=opacity)
-    draw_agent(
-        figure, view, agent, nodes, mode="markers", legend=agent in named(view), marker_size=11,
-        marker_line={"color": "white", "width": 1},
+    traces.draw_agent(figure, view, agent, lines, mode="lines", line_width=width, opacity=opacity)
+    traces.draw_agent(
+        figure, view, agent, nodes, mode="markers", legend=agent in traces.named(view),
+        marker_size=11, marker_line={"color": "white", "width": 1},
     )  # fmt: skip
 
 
@@ -133,12 +117,13 @@ def _text(view: RunView, life: _Life) -> str:
     if len(means) > 8:
         means = [*means[:4], "…", *means[-3:]]
     until = f" to {life[-1].round + 1}" if life[-1] is not life[0] else ""
-    head, *lines = described(life[0], view.mutable).split("<br>")
+    head, *lines = traces.described(life[0], view.mutable).split("<br>")
     founder = view.founders[life[0].member]
     first = next((agent.agent for agent in view.rounds[0].agents if agent.member == founder), None)
     if life[0].parent is not None and first is not None:
         lines.append(f"descends from agent {first} of the first round")
-    return "<br>".join([f"{head}{until}", f"{measure(records[0])} {' → '.join(means)}", *lines[1:]])
+    measured = f"{traces.measure(records[0])} {' → '.join(means)}"
+    return "<br>".join([f"{head}{until}", measured, *lines[1:]])
 
 
 def _winner_end(view: RunView) -> tuple[float, float]:
@@ -152,11 +137,11 @@ def _winner_end(view: RunView) -> tuple[float, float]:
 def _add_star(figure: go.Figure, view: RunView) -> None:
     if (winner := view.winner) is None:
         return
-    star = Line()
+    star = axes.Line()
     hover_text = text(f"{winner.name}, member {winner.member}: {winner_label(view)}")
     star.add(*_winner_end(view), hover_text)
     options: dict[str, Any] = {"legendgroup": "winner", "marker_size": 16, "marker_maxdisplayed": 0}
-    draw(figure, star, Look(GREY, "star"), WINNER, "markers", **options)
+    axes.draw(figure, star, axes.Look(axes.GREY, "star"), axes.WINNER, "markers", **options)
 
 
 def _add_mutations(figure: go.Figure, lives: dict[int, _Life], rounds: int) -> None:
@@ -172,34 +157,35 @@ def _add_mutations(figure: go.Figure, lives: dict[int, _Life], rounds: int) -> N
     for parent, child in edges:
         lines = [text(part) for part in changes_text(child.mutation.changes, "→").split(", ")]
         size = (LETTER * max(map(len, lines)) + 4, LINE * len(lines))
-        free = [] if len(edges) > WRITTEN_OUT else _free_places(parent, child, size, scale, boxes)
-        x, y = free[0] if free else _along(parent, child, 0.5)
+        crowded = len(edges) > WRITTEN_OUT
+        free = None if crowded else _free_place(parent, child, size, scale, boxes)
+        x, y = free or _along(parent, child, 0.5)
         places.append((x, y))
         if free:
             boxes.append((x * scale[0], y * scale[1], *size))
             figure.add_annotation(
                 x=x, y=y, text="<br>".join(lines), showarrow=False, font={"size": 10},
                 bgcolor="rgba(255,255,255,0.9)", borderpad=1,
-                name=f"{agent_name(child.agent)} mutation",
+                name=f"{traces.agent_name(child.agent)} mutation",
             )  # fmt: skip
-    marks = Line()
+    marks = axes.Line()
     for place, (_, child) in zip(places, edges, strict=True):
-        marks.add(*place, f"agent {child.agent}, round {child.round + 1}: {made(child)}")
-    draw(figure, marks, Look(GREY, "diamond-open"), "mutation", "markers", legend=True)
+        marks.add(*place, f"agent {child.agent}, round {child.round + 1}: {traces.made(child)}")
+    look = axes.Look(axes.GREY, "diamond-open")
+    axes.draw(figure, marks, look, "mutation", "markers", legend=True)
 
 
-def _free_places(
+def _free_place(
     parent: AgentRecord,
     child: AgentRecord,
     size: tuple[float, float],
     scale: tuple[float, float],
     taken: list[_Box],
-) -> list[tuple[float, float]]:
-    """Return the places on an edge where a label of `size` pixels overlaps nothing, best first.
+) -> tuple[float, float] | None:
+    """Return the best place on an edge where a label of `size` pixels overlaps nothing, if any.
 
     `scale` has the pixels of a round and of an agent; `taken` are boxes of nodes and labels.
     """
-    free: list[tuple[float, float]] = []
     for share in (0.5, 0.4, 0.6, 0.3, 0.7):
         x, y = _along(parent, child, share)
         middle = (x * scale[0], y * scale[1])
@@ -208,8 +194,8 @@ def _free_places(
             and abs(middle[1] - other[1]) < (size[1] + other[3]) / 2
             for other in taken
         ):
-            free.append((x, y))
-    return free
+            return x, y
+    return None
 
 
 def _along(parent: AgentRecord, child: AgentRecord, share: float) -> tuple[float, float]:

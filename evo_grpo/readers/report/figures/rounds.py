@@ -10,41 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from evo_grpo.readers.report.figures.axes import (
-    BOTTOM,
-    GREY,
-    HEIGHT,
-    MARKERS,
-    TOP,
-    End,
-    Line,
-    Look,
-    Place,
-    draw,
-    error_bars,
-    linear,
-    name_ends,
-    new_figure,
-    round_axis,
-    scale_of,
-    set_axis,
-)
-from evo_grpo.readers.report.figures.points import (
-    Value,
-    add_copies,
-    add_winner,
-    brief,
-    copies,
-    described,
-    draw_agent,
-    ends_of,
-    line_of,
-    looks,
-    named,
-    quiet,
-    stretches,
-    survivors,
-)
+from evo_grpo.readers.report.figures import axes, traces
 from evo_grpo.record.arms import arm_label
 from evo_grpo.record.columns import fitness, fitness_se, was_evaluated
 from evo_grpo.record.family import front
@@ -76,31 +42,32 @@ def plot_fitness(run: Run) -> go.Figure:
         run: A run folder, a `Population`, or its rounds.
     """
     view = view_of(run)
-    figure = new_figure("round", "fitness (validation)")
+    figure = axes.new_figure("round", "fitness (validation)")
     is_crowded = len(list(view.played)) > ERROR_BARS
-    text = partial(described, names=view.mutable)
-    add_winner(figure, view, fitness, text=text, error=fitness_se if is_crowded else None)
-    for agent, parts in stretches(view).items():
-        line = line_of(parts, fitness, text, None if is_crowded else fitness_se)
-        draw_agent(figure, view, agent, line, legend=agent in named(view))
-    add_copies(figure, view, fitness)
+    text = partial(traces.described, names=view.mutable)
+    traces.add_winner(figure, view, fitness, text=text, error=fitness_se if is_crowded else None)
+    for agent, parts in traces.stretches(view).items():
+        line = traces.line_of(parts, fitness, text, None if is_crowded else fitness_se)
+        traces.draw_agent(figure, view, agent, line, legend=agent in traces.named(view))
+    traces.add_copies(figure, view, fitness)
     flat = _add_flat_lines(figure, view)
     errors = ((record, fitness_se(record)) for record in view.played)
-    ends = (
+    tips = (
         fitness(record) + (sign * error if error == error else 0.0)
         for record, error in errors
         for sign in (-1, 1)
     )
-    scale = linear(ends, include=[end.y for end in flat], least=quiet(view))
-    set_axis(figure, "y", scale)
+    scale = axes.linear(tips, include=[end.y for end in flat], least=traces.quiet(view))
+    axes.set_axis(figure, "y", scale)
     last_agents = view.rounds[-1].agents if view.rounds else ()
     points = {int(agent.agent): (agent.round + 1.0, fitness(agent)) for agent in last_agents}
-    name_ends(figure, [*ends_of(view, points), *flat], scale, HEIGHT - TOP - BOTTOM)
-    round_axis(figure, len(view.rounds), free=0.1)
+    ends = [*traces.ends_of(view, points), *flat]
+    axes.name_ends(figure, ends, scale, axes.PLOT_HEIGHT)
+    axes.round_axis(figure, len(view.rounds), free=0.1)
     return figure
 
 
-def _add_flat_lines(figure: go.Figure, view: RunView) -> list[End]:
+def _add_flat_lines(figure: go.Figure, view: RunView) -> list[axes.End]:
     """Draw results on the test split as flat lines."""
     if view.summary is None:
         return []
@@ -114,48 +81,49 @@ def _add_flat_lines(figure: go.Figure, view: RunView) -> list[End]:
                 label = arm_label(arm["name"], compared["agents"])
                 flat.append((label, short, arm["test"], dash))
     last_round = max(1, len(view.rounds))
-    ends: list[End] = []
+    ends: list[axes.End] = []
     for name, short, score, dash in flat:
         if score["mean"] is None:
             continue
         value = with_error(score["mean"], score["se"], 3)
-        line = Line()
+        line = axes.Line()
         for x in (0.6, last_round):
             line.add(x, score["mean"], f"{name}: {value} on {score['n']} test prompts")
-        draw(figure, line, Look(GREY, dash=dash), f"{name} (test)", "lines", legend=True)
-        ends.append(End(last_round, score["mean"], short))
+        look = axes.Look(axes.GREY, dash=dash)
+        axes.draw(figure, line, look, f"{name} (test)", "lines", legend=True)
+        ends.append(axes.End(last_round, score["mean"], short))
     return ends
 
 
 def plot_front(run: Run, objective: str) -> go.Figure:
     """Draw fitness against a further objective for all agents and rounds, and the Pareto front."""
     view = view_of(run)
-    best, agent_looks = front(view.rounds), looks(view)
+    best, agent_looks = front(view.rounds), traces.looks(view)
     measures = [_measure(record, objective) for record in best]
     better = f" ({'smaller' if measures[0].minimize else 'larger'} is better)" if measures else ""
-    figure = new_figure(f"{objective}{better}", "fitness")
+    figure = axes.new_figure(f"{objective}{better}", "fitness")
 
-    def add(line: Line, agent: AgentRecord, error: float = math.nan) -> None:
+    def add(line: axes.Line, agent: AgentRecord, error: float = math.nan) -> None:
         goal = _measure(agent, objective)
         value = f"{objective} {with_error(goal.mean, goal.se, 3)}"
-        text = f"{described(agent, view.mutable)}<br>{value}"
+        text = f"{traces.described(agent, view.mutable)}<br>{value}"
         line.add(goal.mean, fitness(agent), text, error)
 
     for agent in agent_looks:
-        line = Line()
+        line = axes.Line()
         for record in view.played:
             if record.agent == agent and record.score is not None:
                 add(line, record)
-        draw_agent(figure, view, agent, line, mode="markers", opacity=0.35)
-    line = Line()
+        traces.draw_agent(figure, view, agent, line, mode="markers", opacity=0.35)
+    line = axes.Line()
     for record in best:
         add(line, record, fitness_se(record))
     marks = [agent_looks[record.agent] for record in best]
     marker = {"symbol": [m.symbol for m in marks], "color": [m.color for m in marks], "size": 11}
-    errors = error_bars(np.array([record.se for record in measures]), GREY)
-    draw(
-        figure, line, Look(GREY, dash="dot"), "front", line_width=1.5, legend=True, marker=marker,
-        error_x=errors,
+    errors = axes.error_bars(np.array([record.se for record in measures]), axes.GREY)
+    axes.draw(
+        figure, line, axes.Look(axes.GREY, dash="dot"), "front", line_width=1.5, legend=True,
+        marker=marker, error_x=errors,
     )  # fmt: skip
     return figure
 
@@ -178,36 +146,35 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
     view = view_of(run)
     chosen = list(names) if names is not None else drawn_names(view)
     rows = max(1, len(chosen))
-    figure = new_figure(
+    figure = axes.new_figure(
         height=80 + ROW * rows, rows=rows, cols=1, shared_xaxes=True,
         vertical_spacing=GAP / (ROW * rows),
     )  # fmt: skip
-    parts, playing = stretches(view), set(survivors(view))
+    parts, playing = traces.stretches(view), set(traces.survivors(view))
     for row, name in enumerate(chosen, start=1):
         value = heights(view, name)
-        place: Place = {"row": row, "col": 1}
-        add_winner(figure, view, value, legend=row == 1, place=place)
+        place: axes.Place = {"row": row, "col": 1}
+        traces.add_winner(figure, view, value, legend=row == 1, place=place)
         for agent, agent_stretches in parts.items():
             strong = agent in playing
-            draw_agent(
-                figure, view, agent, line_of(agent_stretches, value, partial(brief, name=name)),
-                place=place,
-                opacity=1.0 if strong else 0.35, line_width=2.5 if strong else 1,
-                marker_size=8 if strong else 5,
+            line = traces.line_of(agent_stretches, value, partial(traces.brief, name=name))
+            traces.draw_agent(
+                figure, view, agent, line, place=place, opacity=1.0 if strong else 0.35,
+                line_width=2.5 if strong else 1, marker_size=8 if strong else 5,
             )  # fmt: skip
-        add_copies(figure, view, value, place)
+        traces.add_copies(figure, view, value, place)
         figure.update_yaxes(title_text=short_name(name), **place)
-        scale = scale_of(map(value, view.played), names_of(view, name))
-        set_axis(figure, "y", scale, place)
+        scale = axes.scale_of(map(value, view.played), names_of(view, name))
+        axes.set_axis(figure, "y", scale, place)
         points = {agent: (agent_stretches[-1][-1].round + 1.0, value(agent_stretches[-1][-1]))
                   for agent, agent_stretches in parts.items()}  # fmt: skip
-        name_ends(figure, ends_of(view, points), scale, ROW - GAP, place)
-    round_axis(figure, len(view.rounds), title="", free=0.1)
+        axes.name_ends(figure, traces.ends_of(view, points), scale, ROW - GAP, place)
+    axes.round_axis(figure, len(view.rounds), title="", free=0.1)
     figure.update_xaxes(title_text="round", row=rows, col=1)
-    for agent in filter(named(view).__contains__, parts if chosen else ()):
+    for agent in filter(traces.named(view).__contains__, parts if chosen else ()):
         # One entry of the legend for all rows.
-        draw_agent(
-            figure, view, agent, Line([math.nan], [math.nan]), legend=True, marker_size=6,
+        traces.draw_agent(
+            figure, view, agent, axes.Line([math.nan], [math.nan]), legend=True, marker_size=6,
             place={"row": 1, "col": 1},
         )  # fmt: skip
     return figure
@@ -220,13 +187,13 @@ def plot_improvement(run: Run, name: str) -> go.Figure:
     copied since. A round without an evaluation counts as part of the next round with an evaluation.
     """
     view = view_of(run)
-    figure = new_figure(short_name(name), "change of fitness between evaluations", height=320)
+    figure = axes.new_figure(short_name(name), "change of fitness between evaluations", height=320)
     pairs: dict[int, list[tuple[AgentRecord, AgentRecord]]] = {
         agent: [pair for part in agent_stretches for pair in pairwise(filter(was_evaluated, part))]
-        for agent, agent_stretches in stretches(view).items()
+        for agent, agent_stretches in traces.stretches(view).items()
     }
-    for parent, agent in copies(view):
-        series = next(part for part in stretches(view)[agent.agent] if part[0] is agent)
+    for parent, agent in traces.copies(view):
+        series = next(part for part in traces.stretches(view)[agent.agent] if part[0] is agent)
         after = next(filter(was_evaluated, series), None)
         if was_evaluated(parent) and after is not None:
             pairs[agent.agent].append((parent, after))
@@ -234,20 +201,20 @@ def plot_improvement(run: Run, name: str) -> go.Figure:
     gains: list[float] = []
     value_of = heights(view, name)
     for agent, series in pairs.items():
-        line = Line()
+        line = axes.Line()
         for before, after in series:
             gain, value = fitness(after) - fitness(before), value_of(after)
             if math.isfinite(gain) and math.isfinite(value):
-                line.add(value, gain, brief(after, name))
+                line.add(value, gain, traces.brief(after, name))
                 values.append(value)
                 gains.append(gain)
-        draw_agent(
-            figure, view, agent, line, mode="markers", legend=agent in named(view), marker_size=9,
-            marker_opacity=0.8, marker_maxdisplayed=4 * MARKERS,
+        traces.draw_agent(
+            figure, view, agent, line, mode="markers", legend=agent in traces.named(view),
+            marker_size=9, marker_opacity=0.8, marker_maxdisplayed=4 * axes.MARKERS,
         )  # fmt: skip
     if values:
-        set_axis(figure, "x", scale_of(values, names_of(view, name)))
-        set_axis(figure, "y", linear(gains, include=[0.0], least=quiet(view)))
+        axes.set_axis(figure, "x", axes.scale_of(values, names_of(view, name)))
+        axes.set_axis(figure, "y", axes.linear(gains, include=[0.0], least=traces.quiet(view)))
     return figure
 
 
@@ -263,7 +230,7 @@ def names_of(view: RunView, name: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def heights(view: RunView, name: str) -> Value:
+def heights(view: RunView, name: str) -> traces.Value:
     """Return a function that gives an agent's value, or the index of the value in `names_of`."""
     places = {value: float(place) for place, value in enumerate(names_of(view, name), start=1)}
 

@@ -23,12 +23,12 @@ from evo_grpo.readers.report.figures.diagnostics import (
     thinned,
 )
 from evo_grpo.readers.report.figures.lineage import plot_lineage
-from evo_grpo.readers.report.figures.points import copies, described, stretches
 from evo_grpo.readers.report.figures.rounds import (
     plot_fitness,
     plot_improvement,
     plot_schedules,
 )
+from evo_grpo.readers.report.figures.traces import copies, described, stretches
 from evo_grpo.record.family import ancestry, best_agent
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.types import Mutation
@@ -153,20 +153,13 @@ def test_the_winners_line_is_its_ancestry(plot):
 
 def test_a_finished_run_has_the_base_and_the_populations_without_evolution_as_flat_lines(tmp_path):
     contents = view_of(shown_run.run_folder(str(tmp_path / "run")))
-    comparison = {
-        "agents": 2,
-        "split": "test",
-        "arms": [
-            {"name": name, "folder": name, "tokens": {}, "test": {"mean": m, "se": 0.1, "n": 9}}
-            for name, m in (("guess", 0.4), ("random", 0.6), ("evolved", 0.8))
-        ],
-    }
+    comparison = shown_run.comparison(guess=0.4, random=0.6, evolved=0.8)
     figure = plot_fitness(replace(contents, comparison=comparison))
     flat = {t.name: set(t.y) for t in figure.data if t.name.endswith("(test)")}
     assert flat == {
         "base model (test)": {0.331},
-        "two agents at your guess (test)": {0.4},
-        "two random guesses (test)": {0.6},
+        "eight agents at your guess (test)": {0.4},
+        "eight random guesses (test)": {0.6},
     }
     assert len({t.line.dash for t in figure.data if t.name.endswith("(test)")}) == 3
 

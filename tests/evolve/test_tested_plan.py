@@ -1,4 +1,4 @@
-"""Plans settled by a paired test: what cannot be separated is neither copied nor lost."""
+"""Plans tested by a paired test: what cannot be separated is neither copied nor lost."""
 
 import math
 
@@ -11,7 +11,7 @@ from evo_grpo.evolve.generation import check_plan
 from evo_grpo.evolve.protocols import Offspring
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.select.truncation import TruncationSelection
-from evo_grpo.evolve.settle import settle
+from evo_grpo.evolve.tested_plan import drop_unsupported
 from evo_grpo.types import Score
 
 PROMPTS = 40
@@ -23,25 +23,25 @@ def score(right):
     return Score(right / PROMPTS, 0.05, PROMPTS, rewards)
 
 
-def parents(settled):
-    return {o.position: o.parent for o in settled.plan}
+def parents(tested):
+    return {o.position: o.parent for o in tested.plan}
 
 
 def test_a_copy_happens_where_its_parent_is_significantly_better():
     plan = [Offspring(0, 0, elite=True), Offspring(1, 0)]
-    settled = settle(plan, [score(30), score(10)], 0.1)
-    assert parents(settled) == {0: 0, 1: 0}
-    assert settled.copies[1].difference == 0.5
-    assert settled.copies[1].significant(0.001)
-    assert settled.plan[0].elite
+    tested = drop_unsupported(plan, [score(30), score(10)], 0.1)
+    assert parents(tested) == {0: 0, 1: 0}
+    assert tested.copies[1].difference == 0.5
+    assert tested.copies[1].significant(0.001)
+    assert tested.plan[0].elite
 
 
 def test_an_agent_that_cannot_be_told_from_its_parent_keeps_its_weights():
     plan = [Offspring(0, 0, elite=True), Offspring(1, 0)]
-    settled = settle(plan, [score(12), score(11)], 0.1)
-    assert parents(settled) == {0: 0, 1: 1}
-    assert settled.copies == {}
-    parent, ahead = settled.kept[1]
+    tested = drop_unsupported(plan, [score(12), score(11)], 0.1)
+    assert parents(tested) == {0: 0, 1: 1}
+    assert tested.copies == {}
+    parent, ahead = tested.kept[1]
     assert (parent, ahead.difference, ahead.prompts) == (0, 1 / PROMPTS, PROMPTS)
 
 
@@ -53,28 +53,28 @@ def test_equal_fitness_copies_nobody(selection, right):
     rng, planned = np.random.default_rng(0), 0
     for places in (6, 4):
         plan = selection.plan([[one] for one in scores], places, rng)
-        settled = settle(plan, scores, 0.1)
-        assert settled.copies == {}
-        assert all(position == parent for position, parent in parents(settled).items())
-        assert len(settled.plan) == places
+        tested = drop_unsupported(plan, scores, 0.1)
+        assert tested.copies == {}
+        assert all(position == parent for position, parent in parents(tested).items())
+        assert len(tested.plan) == places
         planned += sum(offspring.position != offspring.parent for offspring in plan)
     assert planned
 
 
 def test_without_a_level_the_plan_stays_as_it_is():
     plan = [Offspring(0, 0, elite=True), Offspring(1, 0)]
-    settled = settle(plan, [score(12), score(11)], None)
-    assert parents(settled) == {0: 0, 1: 0}
-    assert math.isclose(settled.copies[1].difference, 1 / PROMPTS)
+    tested = drop_unsupported(plan, [score(12), score(11)], None)
+    assert parents(tested) == {0: 0, 1: 0}
+    assert math.isclose(tested.copies[1].difference, 1 / PROMPTS)
 
 
 def test_a_copy_goes_to_the_best_agent_that_would_not_survive():
     # The plan puts the copy into position 1, the worst; 2 would leave and is nearly as good as 0.
     plan = [Offspring(0, 0, elite=True), Offspring(1, 0)]
-    settled = settle(plan, [score(20), score(1), score(19)], 0.1)
-    assert parents(settled) == {0: 0, 2: 2}
-    assert settled.kept[2][0] == 0
-    worst, ahead = settled.left[1]
+    tested = drop_unsupported(plan, [score(20), score(1), score(19)], 0.1)
+    assert parents(tested) == {0: 0, 2: 2}
+    assert tested.kept[2][0] == 0
+    worst, ahead = tested.left[1]
     assert worst == 2
     assert ahead.difference == 18 / PROMPTS
 
@@ -82,30 +82,30 @@ def test_a_copy_goes_to_the_best_agent_that_would_not_survive():
 def test_nobody_leaves_who_is_significantly_better_than_one_that_stays():
     # Position 2 won its place by the draw alone.
     plan = [Offspring(0, 0, elite=True), Offspring(2, 2)]
-    settled = settle(plan, [score(35), score(30), score(2), score(29)], 0.1)
-    assert parents(settled) == {0: 0, 1: 1}
-    assert set(settled.left) == {2, 3}
-    assert settled.left[3][1].difference == 1 / PROMPTS
+    tested = drop_unsupported(plan, [score(35), score(30), score(2), score(29)], 0.1)
+    assert parents(tested) == {0: 0, 1: 1}
+    assert set(tested.left) == {2, 3}
+    assert tested.left[3][1].difference == 1 / PROMPTS
 
 
 def test_the_elite_and_the_parents_of_copies_stay():
     plan = [Offspring(0, 0, elite=True), Offspring(1, 2), Offspring(2, 2)]
     scores = [score(5), score(0), score(10), score(30)]
-    settled = settle(plan, scores, 0.1)
-    assert {0, 2} <= set(parents(settled))
-    assert parents(settled)[3] == 3, "the best is not overwritten by a worse one's copy"
+    tested = drop_unsupported(plan, scores, 0.1)
+    assert {0, 2} <= set(parents(tested))
+    assert parents(tested)[3] == 3, "the best is not overwritten by a worse one's copy"
 
 
 def test_failed_agents_are_overwritten_without_a_test():
     plan = [Offspring(0, 0, elite=True), Offspring(1, 0), Offspring(2, 0)]
-    settled = settle(plan, [score(10), None, score(10)], 0.1)
-    assert parents(settled) == {0: 0, 1: 0, 2: 2}
-    assert settled.copies[1] is None
-    assert settle(plan[:1], [score(10), None], 0.1).left == {1: None}
+    tested = drop_unsupported(plan, [score(10), None, score(10)], 0.1)
+    assert parents(tested) == {0: 0, 1: 0, 2: 2}
+    assert tested.copies[1] is None
+    assert drop_unsupported(plan[:1], [score(10), None], 0.1).left == {1: None}
 
 
 @given(st.data(), st.integers(1, 7))
-def test_what_is_settled_can_be_carried_out(data, agents):
+def test_a_tested_plan_can_be_carried_out(data, agents):
     rights = data.draw(
         st.lists(st.none() | st.integers(0, PROMPTS), min_size=agents, max_size=agents)
     )
@@ -120,18 +120,18 @@ def test_what_is_settled_can_be_carried_out(data, agents):
     plan = [Offspring(p, p, p == elite) for p in survivors]
     plan += [Offspring(p, data.draw(st.sampled_from(survivors))) for p in filled]
     plan.sort(key=lambda o: o.position)
-    settled = settle(plan, scores, 0.1)
-    check_plan("settle", settled.plan, agents, agents)
-    assert len(settled.plan) == len(plan), "as many places as were planned"
-    assert parents(settled)[elite] == elite
-    assert set(settled.left) == set(range(agents)) - set(parents(settled))
-    for position, parent in parents(settled).items():
+    tested = drop_unsupported(plan, scores, 0.1)
+    check_plan("plan", tested.plan, agents, agents)
+    assert len(tested.plan) == len(plan), "as many places as were planned"
+    assert parents(tested)[elite] == elite
+    assert set(tested.left) == set(range(agents)) - set(parents(tested))
+    for position, parent in parents(tested).items():
         if position != parent and scores[position] is not None:
-            assert settled.copies[position].significant(0.1)
-    stay = [p for p, parent in parents(settled).items() if p == parent and p != elite]
-    copied = {parent for position, parent in parents(settled).items() if position != parent}
+            assert tested.copies[position].significant(0.1)
+    stay = [p for p, parent in parents(tested).items() if p == parent and p != elite]
+    copied = {parent for position, parent in parents(tested).items() if position != parent}
     movable = [p for p in stay if p not in copied and scores[p] is not None]
-    for gone in settled.left:
+    for gone in tested.left:
         for weak in movable:
             if scores[gone] is not None:
                 better = scores[gone].mean - scores[weak].mean

@@ -8,17 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.readers.report.figures.axes import (
-    ALONE,
-    GREY,
-    WINNER,
-    End,
-    Line,
-    Look,
-    Place,
-    draw,
-    look_of,
-)
+from evo_grpo.readers.report.figures import axes
 from evo_grpo.readers.report.page import text
 from evo_grpo.record.columns import fitness, fitness_se
 from evo_grpo.record.records import AgentRecord
@@ -40,9 +30,9 @@ def line_of(
     value: Value,
     text: Callable[[AgentRecord], str] | None = None,
     error: Value | None = None,
-) -> Line:
+) -> axes.Line:
     """Return a line over the rounds of an agent, with a gap between two of `parts`."""
-    line = Line()
+    line = axes.Line()
     for part in parts:
         line.begin()
         for agent in part:
@@ -55,9 +45,9 @@ def line_of(
     return line
 
 
-def draw_agent(figure: go.Figure, view: RunView, agent: int, line: Line, **more: Any) -> None:
+def draw_agent(figure: go.Figure, view: RunView, agent: int, line: axes.Line, **more: Any) -> None:
     """Draw a line in the look of an agent."""
-    draw(figure, line, looks(view)[agent], agent_name(agent), **more)
+    axes.draw(figure, line, looks(view)[agent], agent_name(agent), **more)
 
 
 def add_winner(
@@ -77,8 +67,8 @@ def add_winner(
         if end is not None:
             line.add(*end)
         options: dict[str, Any] = {"line_width": 9, "opacity": 0.35, **more}
-        draw(
-            figure, line, Look(GREY), WINNER, "lines", legend=legend and not number,
+        axes.draw(
+            figure, line, axes.Look(axes.GREY), axes.WINNER, "lines", legend=legend and not number,
             legendgroup="winner", **options,
         )  # fmt: skip
 
@@ -89,10 +79,10 @@ def quiet(view: RunView) -> float:
     return 8 * median(errors) if errors else 0.0
 
 
-def looks(view: RunView) -> dict[int, Look]:
+def looks(view: RunView) -> dict[int, axes.Look]:
     """Return the look of each agent that ever played, the same in all figures of a run."""
     agents = sorted({agent.agent for agent in view.played})
-    return {agent: look_of(index) for index, agent in enumerate(agents)}
+    return {agent: axes.look_of(index) for index, agent in enumerate(agents)}
 
 
 def stretches(view: RunView) -> dict[int, list[list[AgentRecord]]]:
@@ -132,15 +122,17 @@ def copies(view: RunView) -> Iterator[tuple[AgentRecord, AgentRecord]]:
         latest |= {agent.member: agent for agent in record.agents}
 
 
-def add_copies(figure: go.Figure, view: RunView, value: Value, place: Place = ALONE) -> None:
+def add_copies(
+    figure: go.Figure, view: RunView, value: Value, place: axes.Place = axes.ALONE
+) -> None:
     """Draw a dotted line from each parent to the agent of the next round that took its weights."""
     by_agent: dict[int, list[tuple[AgentRecord, AgentRecord]]] = defaultdict(list)
     for parent, agent in copies(view):
         by_agent[agent.agent].append((parent, agent))
     for agent, pairs in sorted(by_agent.items()):
         name = agent_name(agent)
-        draw(
-            figure, line_of(pairs, value), Look(looks(view)[agent].color, dash="dot"),
+        axes.draw(
+            figure, line_of(pairs, value), axes.Look(looks(view)[agent].color, dash="dot"),
             f"weights of {name}", "lines", legendgroup=name, line_width=1.5, place=place,
         )  # fmt: skip
 
@@ -160,11 +152,11 @@ def survivors(view: RunView) -> list[int]:
     return list(dict.fromkeys(r["agent"] for r in view.leaderboard if r["agent"] in last_agents))
 
 
-def ends_of(view: RunView, points: Mapping[int, tuple[float, float]]) -> list[End]:
+def ends_of(view: RunView, points: Mapping[int, tuple[float, float]]) -> list[axes.End]:
     """Return the line ends of the last round's agents, best first, given their last `points`."""
     agent_looks = looks(view)
     return [
-        End(*points[agent], agent_looks[agent].named(agent_name(agent)), agent)
+        axes.End(*points[agent], agent_looks[agent].named(agent_name(agent)), agent)
         for agent in survivors(view)
         if agent in points
     ]

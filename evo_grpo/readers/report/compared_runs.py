@@ -1,7 +1,6 @@
 """Compares runs: their results, paired differences to the first run, settings that differ.
 
-`evo-grpo compare` prints the tables and writes them as a page. `add_arms` adds the comparison and
-the replay of one run to its page.
+`evo-grpo compare` prints the tables and writes them as a page.
 """
 
 from __future__ import annotations
@@ -26,20 +25,12 @@ from evo_grpo.readers.report.figures.axes import (
     look_of,
     new_figure,
 )
-from evo_grpo.readers.report.page import Page, Table, sortable, text
-from evo_grpo.readers.terminal.result import difference_rows
-from evo_grpo.record.arms import (
-    Arms,
-    Difference,
-    comparison_arms,
-    summary_score,
-    tokens_by_purpose,
-)
+from evo_grpo.readers.report.page import Page, Table, known, sortable
+from evo_grpo.record.arms import Difference, summary_score, tokens_by_purpose
 from evo_grpo.record.columns import fitness
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.names import INPUTS
-from evo_grpo.record.replay import read_replay
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.wording import claim_text, number, with_error
 from evo_grpo.schema.problems import shown_value
@@ -58,7 +49,7 @@ _SAME_PROMPTS = ("seed", "env", "model.name", "evolve.fitness.test_prompts",
 """Settings that are equal where two runs are tested on the same prompts."""
 _SAME_REWARD = ("env.kind", "env.reward", "env.reward_weights", "env.args")
 """Settings that are equal where the rewards of two runs have the same unit."""
-_NAMES = ("name", "record")
+_WITHOUT_EFFECT = ("name", "record")
 """Settings that do not act on a result."""
 
 
@@ -88,7 +79,7 @@ class RunDifference(Difference):
 
 
 @dataclass(frozen=True)
-class SideBySide:
+class ComparedRuns:
     """Several runs under unique names.
 
     `differences` has the difference of each other run to the first; `settings` has the settings
@@ -110,7 +101,7 @@ class SideBySide:
         )
 
 
-def side_by_side(runs: Sequence[str | Path]) -> SideBySide:
+def compare_runs(runs: Sequence[str | Path]) -> ComparedRuns:
     """Read at least two different runs and compare each with the first."""
     if len(runs) < 2:
         raise ConfigError(
@@ -126,7 +117,7 @@ def side_by_side(runs: Sequence[str | Path]) -> SideBySide:
     named_runs = list(zip(names, views, strict=True))
     results = [_difference(*named_run, *named_runs[0]) for named_run in named_runs[1:]]
     claims = signs([d.difference for d in results], [d.p for d in results], len(runs), TEST_LEVEL)
-    return SideBySide(
+    return ComparedRuns(
         runs=views,
         names=names,
         differences=[replace(d, shown=sign) for d, sign in zip(results, claims, strict=True)],
@@ -222,7 +213,7 @@ def _differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[object]]:
     return {
         name: row
         for name, row in values.items()
-        if name.split(".")[0] not in _NAMES
+        if name.split(".")[0] not in _WITHOUT_EFFECT
         and any(value != row[0] for value in row)
         and not all(value in removed.get(name, ()) for value in row)
     }
@@ -231,7 +222,7 @@ def _differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[object]]:
 # --- tables and page -----------------------------------------------------------------------------
 
 
-def write_side_by_side(compared: SideBySide, out: str | Path) -> Path:
+def write_compared_runs(compared: ComparedRuns, out: str | Path) -> Path:
     """Write runs side by side as a page that needs no network."""
     graph_objects("compare")
     lead = f"{', '.join(compared.names)}: differences are to {compared.names[0]}"
@@ -261,37 +252,7 @@ def write_side_by_side(compared: SideBySide, out: str | Path) -> Path:
     return file
 
 
-def add_arms(page: Page, run: RunView) -> None:
-    """Add the comparison and the replay of a run, if any, to its page."""
-    if run.comparison is not None:
-        body = _arms_html(comparison_arms(run.comparison))
-        page.section("comparison", "Without evolution", body, "The same population, not evolved.")
-    replay = None if run.folder is None else read_replay(run.folder)
-    if replay is not None:
-        about = "Agents trained from scratch with the winner's schedule and with its last values."
-        page.section("replay", "Replay", _arms_html(replay.arms()), about)
-
-
-def _arms_html(compared: Arms) -> str:
-    """Return results, differences and sentences of arms as HTML."""
-    titles = ["arm", "test", "spread", "tokens"]
-    rows: list[list[tuple[str, object]]] = [
-        [
-            (compared.label(arm.name), arm.name),
-            (with_error(arm.test.mean, arm.test.se, 3), _known(arm.test.mean)),
-            (number(arm.spread), _known(arm.spread)),
-            (f"{arm.tokens:,}", arm.tokens),
-        ]
-        for arm in compared.arms
-    ]
-    tables = [sortable(Table(titles, rows))]
-    if compared.differences:
-        names, cells = difference_rows(compared)
-        tables.append(sortable(Table(names, [[(cell, cell) for cell in row] for row in cells])))
-    return "".join([*tables, *(f"<p>{text(sentence)}</p>" for sentence in compared.sentences)])
-
-
-def results_table(compared: SideBySide) -> Table:
+def results_table(compared: ComparedRuns) -> Table:
     """Return the result of each run, with its tokens for training and evaluation."""
     titles = ["run", "test", "base", "gain", "best fitness"]
     titles += ["rounds", "tokens", "seconds", "winner"]
@@ -307,8 +268,8 @@ def _result(name: str, run: RunView) -> list[tuple[str, object]]:
     winner = "" if summary is None or run.winner is None else run.winner.name
     return [
         (name, name),
-        (with_error(test.mean, test.se, 3), _known(test.mean)),
-        *((number(value), _known(value)) for value in (base, test.mean - base, best)),
+        (with_error(test.mean, test.se, 3), known(test.mean)),
+        *((number(value), known(value)) for value in (base, test.mean - base, best)),
         (f"{len(run.rounds)}{' (unfinished)' if summary is None else ''}", len(run.rounds)),
         (f"{tokens:,}", tokens),
         (number(run.seconds, 1), run.seconds),
@@ -316,16 +277,16 @@ def _result(name: str, run: RunView) -> list[tuple[str, object]]:
     ]
 
 
-def differences_table(compared: SideBySide) -> Table:
+def differences_table(compared: ComparedRuns) -> Table:
     """Return the difference of each run to the first."""
     titles = ["run", f"minus {compared.names[0]}", "95% interval", "paired", "result"]
     rows: list[list[tuple[str, object]]] = [
         [
             (pair.first, pair.first),
-            (number(pair.difference), _known(pair.difference)),
+            (number(pair.difference), known(pair.difference)),
             (
                 "-" if math.isnan(pair.low) else f"[{number(pair.low)}, {number(pair.high)}]",
-                _known(pair.low),
+                known(pair.low),
             ),
             (f"no: {pair.why}" if pair.why else "yes", not pair.why),
             (pair.verdict, pair.verdict),
@@ -335,7 +296,7 @@ def differences_table(compared: SideBySide) -> Table:
     return Table(titles, rows)
 
 
-def settings_table(compared: SideBySide) -> Table:
+def settings_table(compared: ComparedRuns) -> Table:
     """Return the settings in which the runs differ."""
     titles = ["setting", *compared.names]
     rows: list[list[tuple[str, object]]] = [
@@ -345,7 +306,7 @@ def settings_table(compared: SideBySide) -> Table:
     return Table(titles, rows or [[("none", "none")]])
 
 
-def plot_tests(compared: SideBySide) -> go.Figure:
+def plot_tests(compared: ComparedRuns) -> go.Figure:
     """Draw the test scores of winners and base models, with intervals of 95%."""
     figure = new_figure("mean reward (test)", "", height=120 + 48 * len(compared.names))
     tests, bases = (
@@ -365,7 +326,7 @@ def plot_tests(compared: SideBySide) -> go.Figure:
     return figure
 
 
-def plot_progress(compared: SideBySide) -> go.Figure:
+def plot_progress(compared: ComparedRuns) -> go.Figure:
     """Draw the best fitness so far of each run against its tokens."""
     figure = new_figure("tokens sampled", "best fitness so far (validation)")
     figure.update_xaxes(exponentformat="none", separatethousands=True)
@@ -381,10 +342,6 @@ def plot_progress(compared: SideBySide) -> go.Figure:
         options: dict[str, Any] = {"marker_size": 8, "line_shape": "hv", "hoverinfo": "all"}
         draw(figure, line, look_of(index), name, legend=True, **options)
     return figure
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _shown(value: object) -> str:

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.intervals import student
-from evo_grpo.readers.report.run_page import write_report
-from evo_grpo.readers.report.side_by_side import (
+from evo_grpo.readers.report.compared_runs import (
+    compare_runs,
     differences_table,
     plot_progress,
     results_table,
-    side_by_side,
 )
+from evo_grpo.readers.report.run_page import write_report
 from evo_grpo.record.arms import Difference, comparison_arms
 from evo_grpo.record.files import seal
 from evo_grpo.record.names import CONFIG, SUMMARY
@@ -59,7 +59,7 @@ def test_runs_on_the_same_prompts_are_compared_prompt_by_prompt(tmp_path):
     rng = np.random.default_rng(0)
     hard = rng.random(64)  # what both share
     one, two = hard + 0.01 * rng.random(64), hard + 0.1 + 0.01 * rng.random(64)
-    found = side_by_side([run(tmp_path / "one", one), run(tmp_path / "two", two)])
+    found = compare_runs([run(tmp_path / "one", one), run(tmp_path / "two", two)])
     (ahead,) = found.differences
     difference = two - one
     error = difference.std(ddof=1) / 8
@@ -93,7 +93,7 @@ def test_runs_on_the_same_prompts_are_compared_prompt_by_prompt(tmp_path):
 )  # fmt: skip
 def test_of_runs_on_other_prompts_nothing_is_claimed(tmp_path, edits, why, verdict):
     rewards = np.linspace(0, 1, 16)
-    found = side_by_side(
+    found = compare_runs(
         [run(tmp_path / "one", rewards), run(tmp_path / "two", rewards + 0.5, **edits)]
     )
     (one,) = found.differences
@@ -141,7 +141,7 @@ def test_rows_or_a_reward_that_changed_under_the_same_name_are_noticed(
     monkeypatch.chdir(tmp_path)
     same = {"test": changed["test"]} if "test" in changed else {}
     runs = [of_files("one", better=1, **same), of_files("two", better=2, **changed)]
-    (one,) = side_by_side(runs).differences
+    (one,) = compare_runs(runs).differences
     assert one.why.startswith(why)
     assert bool(one.why) == bool(why)
     assert one.verdict == verdict
@@ -151,7 +151,7 @@ def test_rows_or_a_reward_that_changed_under_the_same_name_are_noticed(
 def test_four_of_256_prompts_are_no_claim_whatever_the_interval_says(tmp_path):
     better = np.zeros(256)
     better[:4] = 1
-    (one,) = side_by_side(
+    (one,) = compare_runs(
         [run(tmp_path / "one", np.zeros(256)), run(tmp_path / "two", better)]
     ).differences
     assert one.low > 0
@@ -162,27 +162,27 @@ def test_more_runs_ask_for_more(tmp_path):
     """Six prompts, all one way, have p = 2 / 64."""
     better, zero = np.ones(6), np.zeros(6)
     runs = [run(tmp_path / name, zero if name == "a" else better) for name in "abc"]
-    assert [d.verdict for d in side_by_side(runs[:2]).differences] == [AHEAD]
-    assert [d.verdict for d in side_by_side(runs).differences] == [NONE, NONE]
+    assert [d.verdict for d in compare_runs(runs[:2]).differences] == [AHEAD]
+    assert [d.verdict for d in compare_runs(runs).differences] == [NONE, NONE]
 
 
 def test_an_environment_of_python_is_not_known_to_be_the_same(tmp_path):
     rewards, kind = np.linspace(0, 1, 16), ("kind: sums", "kind: object:Mine")
-    found = side_by_side(
+    found = compare_runs(
         [run(tmp_path / "one", rewards, env=kind), run(tmp_path / "two", rewards, env=kind)]
     )
     assert "env is an object of Python" in found.differences[0].why
 
 
 def test_of_runs_that_counted_rows_and_prompts_nothing_is_claimed(tmp_path):
-    found = side_by_side([run(tmp_path / "one"), run(tmp_path / "two", [0.0, 1.0] * 9)])
+    found = compare_runs([run(tmp_path / "one"), run(tmp_path / "two", [0.0, 1.0] * 9)])
     assert found.differences[0].why == "they counted their prompts in different ways"
     assert found.differences[0].verdict == "not tested"
 
 
 def test_an_unfinished_run_has_no_test_result(tmp_path):
     unfinished = shown_run.run_folder(str(tmp_path / "two"), rounds=1, summary=False)
-    found = side_by_side([run(tmp_path / "one"), unfinished])
+    found = compare_runs([run(tmp_path / "one"), unfinished])
     assert found.differences[0].why == "not judged yet"
     assert found.differences[0].verdict == "not known"
     assert results_table(found).rows[1][1] == ("-", None)
@@ -192,19 +192,19 @@ def test_an_unfinished_run_has_no_test_result(tmp_path):
 
 def test_a_removed_setting_that_changed_nothing_is_no_difference(tmp_path):
     old = {"off": ("\nevolve:\n", "\nevolve:\n  recombine: none\n  svd_noise: 0.1\n")}
-    found = side_by_side([run(tmp_path / "one"), run(tmp_path / "two", **old)])
+    found = compare_runs([run(tmp_path / "one"), run(tmp_path / "two", **old)])
     assert found.settings == {"evolve.svd_noise": [None, 0.1]}
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    found = side_by_side([run(tmp_path / "a" / "run"), run(tmp_path / "b" / "run")])
+    found = compare_runs([run(tmp_path / "a" / "run"), run(tmp_path / "b" / "run")])
     assert list(found.names) == ["a/run", "b/run"]
 
 
 def test_progress_is_the_best_so_far_against_all_tokens(tmp_path):
-    found = side_by_side([run(tmp_path / "one"), run(tmp_path / "two")])
+    found = compare_runs([run(tmp_path / "one"), run(tmp_path / "two")])
     first = found.runs[0]
     rounds = [replace(record, evaluation_tokens=50) for record in first.rounds]
     changed = replace(found, runs=[replace(first, rounds=rounds), found.runs[1]])
@@ -216,22 +216,8 @@ def test_progress_is_the_best_so_far_against_all_tokens(tmp_path):
 def test_the_page_of_a_run_shows_its_comparison_and_its_replay(tmp_path):
     folder, found = run(tmp_path / "one"), shown_replay.replay({"schedule-run": BETTER})
     (folder / "compare").mkdir()
-    tests = {"guess": 0.25, "evolved": 1.0}
     apart = Difference("evolved", "guess", 0.75, 0.01, 0.7, 0.8, 0.001, 64, 1)
-    result = {
-        "agents": 2,
-        "split": "test",
-        "arms": [
-            {
-                "name": name,
-                "folder": ".",
-                "tokens": {"training": 9, "evaluation": 1},
-                "test": {"mean": mean, "se": 0.01, "n": 64},
-            }
-            for name, mean in tests.items()
-        ],
-        "differences": [asdict(apart)],
-    }
+    result = shown_run.comparison(guess=0.25, evolved=1.0) | {"differences": [asdict(apart)]}
     (folder / "compare" / "compare.json").write_text(json.dumps(result))
     write_replay(folder, found)
     page = write_report(folder, tmp_path / "page.html").read_text(encoding="utf-8")
@@ -250,9 +236,9 @@ def test_the_page_of_a_run_shows_its_comparison_and_its_replay(tmp_path):
 def test_one_run_or_the_same_twice_is_refused(tmp_path):
     one = run(tmp_path / "one")
     with pytest.raises(ConfigError, match="at least two run folders, got 1"):
-        side_by_side([one])
+        compare_runs([one])
     with pytest.raises(ConfigError, match="expected different runs"):
-        side_by_side([one, tmp_path / "one" / ".." / "one"])
+        compare_runs([one, tmp_path / "one" / ".." / "one"])
 
 
 def test_the_command_prints_tables_and_writes_a_page(tmp_path):

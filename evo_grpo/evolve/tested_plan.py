@@ -1,19 +1,14 @@
-"""Revises a plan so that agents are copied or removed only if a paired test supports it."""
+"""Drops the copies and removals of a plan that a paired test does not support."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from evo_grpo.evolve.compare import Comparison
 from evo_grpo.evolve.goals import ahead, ranked
 from evo_grpo.evolve.protocols import Offspring
-from evo_grpo.types import Position
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from evo_grpo.types import Score
+from evo_grpo.types import Position, Score
 
 
 @dataclass(frozen=True)
@@ -36,10 +31,10 @@ class TestedPlan:
     left: Mapping[Position, tuple[Position, Comparison] | None]
 
 
-def settle(
+def drop_unsupported(
     plan: Sequence[Offspring], scores: Sequence[Score | None], level: float | None
 ) -> TestedPlan:
-    """Drop the copies and removals of a plan that a paired test does not support.
+    """Return a plan without the copies and removals that a paired test does not support.
 
     Each planned copy overwrites the best agent that does not survive in the plan, but only if its
     parent is significantly better. Then an agent that would leave replaces a significantly worse
