@@ -49,16 +49,10 @@ class Updates(Protocol):
         """Run the backward of this process's part of a micro-batch's loss."""
         ...
 
-    def step(
-        self,
-        agents: Sequence[AgentTraining],
-        present: Sequence[int],
-        metrics: list[dict[str, float]],
-    ) -> None:
+    def step(self, agents: Sequence[tuple[AgentTraining, dict[str, float]]]) -> None:
         """Clip gradients and step each agent separately; skip agents whose gradient is not finite.
 
-        Agents at the positions `present` have a gradient. grad_norm, updates and failed are written
-        to `metrics`.
+        The agents have a gradient. Each has its metrics, which get grad_norm, updates and failed.
         """
         ...
 
@@ -86,30 +80,24 @@ class OwnOptimizers:
         """See `Updates`."""
         self.slots.base.backward(loss)
 
-    def step(
-        self,
-        agents: Sequence[AgentTraining],
-        present: Sequence[int],
-        metrics: list[dict[str, float]],
-    ) -> None:
+    def step(self, agents: Sequence[tuple[AgentTraining, dict[str, float]]]) -> None:
         """See `Updates`."""
         grads = [
-            [p.grad for p in self.slots.parameters(agents[i].adapter) if p.grad is not None]
-            for i in present
+            [p.grad for p in self.slots.parameters(agent.adapter) if p.grad is not None]
+            for agent, _ in agents
         ]
-        norms = _norms(grads)
-        for i, agent_grads, norm in zip(present, grads, norms, strict=True):
-            entry, max_norm = metrics[i], agents[i].hparams.max_grad_norm
+        for (agent, entry), agent_grads, norm in zip(agents, grads, _norms(grads), strict=True):
+            max_norm = agent.hparams.max_grad_norm
             entry["grad_norm"] += norm
             if math.isfinite(norm):
                 if max_norm is not None and norm > max_norm:
                     torch._foreach_mul_(agent_grads, max_norm / (norm + 1e-6))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one launch; `clip_grads_with_norm_` rounds the factor to float32 and multiplies unclipped gradients too
-                agents[i].optimizer.step()
-                self.slots.mark_changed(agents[i].adapter)
+                agent.optimizer.step()
+                self.slots.mark_changed(agent.adapter)
                 entry["updates"] += 1
             else:
                 entry["failed"] = 1.0
-            agents[i].optimizer.zero_grad(set_to_none=True)
+            agent.optimizer.zero_grad(set_to_none=True)
 
     def total(self, sums: MetricSums) -> None:
         """Do nothing: there is one process."""

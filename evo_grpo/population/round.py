@@ -113,7 +113,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         while isinstance(plan, EvaluationRequest):
             fresh = dict[Slot, Evaluation]()
             if plan.fresh:
-                fresh = measure_archive(this, plan)
+                fresh = evaluate_requested(this, plan)
             else:
                 results |= evaluate_more(this, plan, tallies, results)
                 saved |= save(this, plan)  # again after a further evaluation: it has the scores
@@ -138,15 +138,10 @@ def evaluate_more(
 
     An evaluation is merged with the earlier one in `results` if both used the same prompts.
     """
-    fitness, stream = this.settings.evolve.fitness, request.stream(this.number)
     if not request.prompts:
         evaluations = {slot: measured_in_training(tallies[slot]) for slot in tallies}
     else:
-        with this.watch.phase("evaluate"):
-            prompts = this.env.prompts("validation", request.prompts)
-            evaluations = evaluate_here(
-                this.cohort, this.env, request.slots, prompts, fitness, stream=stream
-            )
+        evaluations = evaluate_requested(this, request)
         for slot in evaluations.keys() & results.keys():
             earlier, evaluation = results[slot], evaluations[slot]
             with_tokens = replace(evaluation, tokens=evaluation.tokens + earlier.tokens)
@@ -159,23 +154,19 @@ def evaluate_more(
     return evaluations
 
 
-def measure_archive(this: Round, request: EvaluationRequest) -> dict[Slot, Evaluation]:
-    """Evaluate the archive and the best agent, if they are on this rank, on new samples.
+def evaluate_requested(this: Round, request: EvaluationRequest) -> dict[Slot, Evaluation]:
+    """Evaluate the requested agents that are on this rank, on validation prompts.
 
-    The prompts are those after the prompts of fitness; if the split has too few, its last prompts.
+    The prompts of a `fresh` request are those after the prompts of fitness; if the split has too
+    few, its last prompts.
     """
-    fitness = this.settings.evolve.fitness
+    count, fitness = request.prompts, this.settings.evolve.fitness
     with this.watch.phase("evaluate"):
-        prompts = this.env.prompts("validation", 2 * request.prompts)[-request.prompts :]
-        evaluations = evaluate_here(
-            this.cohort,
-            this.env,
-            request.slots,
-            prompts,
-            fitness,
-            stream=request.stream(this.number),
-        )
-    return {slot: without_texts(evaluation) for slot, evaluation in evaluations.items()}
+        prompts = this.env.prompts("validation", 2 * count if request.fresh else count)
+        if request.fresh:
+            prompts = prompts[-count:]
+        stream = request.stream(this.number)
+        return evaluate_here(this.cohort, this.env, request.slots, prompts, fitness, stream=stream)
 
 
 def save(this: Round, request: EvaluationRequest) -> dict[Slot, str | None]:
@@ -210,9 +201,14 @@ def report_of(
         )
         for slot, tally in tallies.items()
     }
-    cost = judge_cost(this.env)
-    files, by = this.writer.hand_over(), cohort.take_decodes_by()
-    return RankReport(agents, cohort.reduced(), files, fresh, cost, by)
+    return RankReport(
+        agents,
+        cohort.reduced(),
+        this.writer.hand_over(),
+        {slot: without_texts(evaluation) for slot, evaluation in fresh.items()},
+        judge_cost(this.env),
+        cohort.take_decodes_by(),
+    )
 
 
 def plan_and_record(
@@ -312,7 +308,7 @@ def carry_out(this: Round, plan: RoundPlan) -> None:
     for agent in record.agents:
         if record.archived == (record.round, agent.member) and agent.score is not None:
             put_into_archive(cohort, agent.agent, agent.score)
-    if note := cohort.overlap.settle(record.seconds, this.env):
+    if note := cohort.overlap.decide_after(record.seconds, this.env):
         this.observer.note(note)
         if cohort.team.rank == 0:
             this.writer.note(note)

@@ -278,7 +278,7 @@ def _writer_of(
     shared = sees_folder(path, team)
     record_rewards(env, path, team, writes=folder is not None, shared=shared)
     if folder is None:
-        return RankWriter(path, shared=shared, idle=prepared.cohort.together)
+        return RankWriter(path, shared=shared, idle=prepared.cohort.trains_jointly)
     # Drop only after restoring: if restoring fails, the unfinished files may be all that is left.
     folder.drop_unfinished()
     writer = FolderWriter(folder, keep=config.record.checkpoints, keep_best=_keeps_best(config))

@@ -123,17 +123,17 @@ def nothing(learner: Learner, agents: object, batch: Any, forward: object) -> An
     return zeros.requires_grad_(), zeros
 
 
-def stepped(updates: OwnOptimizers, agents: Any, present: Any, metrics: Any) -> None:  # noqa: ANN401
+def stepped(updates: OwnOptimizers, agents: Any) -> None:  # noqa: ANN401
     """Stand for `OwnOptimizers.step`: the first makes the moments of AdamW."""
-    for i in present:
-        metrics[i] |= {"grad_norm": 0.0}
-        metrics[i]["updates"] += 1
-        if agents[i].optimizer.state:
+    for agent, metrics in agents:
+        metrics |= {"grad_norm": 0.0}
+        metrics["updates"] += 1
+        if agent.optimizer.state:
             continue
-        for parameter in updates.slots.parameters(agents[i].adapter):
+        for parameter in updates.slots.parameters(agent.adapter):
             parameter.grad = torch.zeros_like(parameter)
-        agents[i].optimizer.step()
-        agents[i].optimizer.zero_grad(set_to_none=True)
+        agent.optimizer.step()
+        agent.optimizer.zero_grad(set_to_none=True)
 
 
 #: What a device does, and what stands for it.

@@ -219,10 +219,10 @@ def test_auto_decides_once_by_the_seconds_of_a_round_whether_parts_take_turns():
         overlap = Overlap("auto", 2)
         assert not overlap.takes_turns(env)
         seconds = {"generate": 1.0, "learn": 2.0, "reward": reward, "evaluate": 9.0}
-        text = overlap.settle(seconds, env)
+        text = overlap.decide_after(seconds, env)
         assert text.startswith(f"engine.overlap auto: rewards took {reward:.3g} s")
         assert overlap.takes_turns(env) is expected
-        assert overlap.settle({"reward": 3.0 - reward, "learn": 1.0}, env) == ""
+        assert overlap.decide_after({"reward": 3.0 - reward, "learn": 1.0}, env) == ""
         assert overlap.takes_turns(env) is expected
 
 
@@ -236,10 +236,10 @@ def test_what_auto_has_decided_holds_where_an_environment_allows_it():
     gym, *others = [gym_for(population, max_environments=9), MultiTurnGym.of(wrapper),
                     gym_for(population, max_environments=3)]  # fmt: skip
     slow = {"reward": 9.0, "learn": 1.0}
-    assert [cohort.overlap.settle(slow, other) for other in others] == ["", ""]
+    assert [cohort.overlap.decide_after(slow, other) for other in others] == ["", ""]
     assert not cohort.overlap.takes_turns(gym)
     assert gym.width == 2  # as when they take turns: `auto` never changes what is in a batch
-    assert "4 parts take turns" in cohort.overlap.settle(slow, gym)
+    assert "4 parts take turns" in cohort.overlap.decide_after(slow, gym)
     found = [(cohort.overlap.takes_turns(env), env.width) for env in (gym, *others)]
     assert found == [(True, 2), (False, 1), (False, 3)]
 
