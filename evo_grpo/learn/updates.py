@@ -1,4 +1,4 @@
-"""Takes optimizer steps, by each agent's AdamW or by an engine; scales losses for float16.
+"""Takes optimizer steps, by each agent's AdamW or by an engine; scales lr, and float16 losses.
 
 The gradient of a mean over n tokens has a magnitude of 1 / n, and float16 has no number between 0
 and 6e-8. So each agent's loss is multiplied by a power of two before the backward, and the float32
@@ -22,6 +22,7 @@ from evo_grpo.learn.metrics import MetricSums
 from evo_grpo.learn.objective.losses import largest_penalty, token_weights
 from evo_grpo.learn.rows import AgentTraining, Row
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.settings.algorithm import LRSchedule
 from evo_grpo.settings.loss import LossConfig
 
 #: (position of its agent, row) pairs of a micro-batch.
@@ -109,6 +110,23 @@ def _norms(grads: Sequence[list[Tensor]]) -> list[float]:
     flat = torch._foreach_norm([g for agent_grads in grads for g in agent_grads])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one call for all agents; `get_total_norm` gives the same bits, agent by agent, in 1.6 times the time
     parts = torch.stack(flat).split([len(agent_grads) for agent_grads in grads])
     return torch.stack([torch.linalg.vector_norm(part) for part in parts]).tolist()
+
+
+def lr_factor(schedule: LRSchedule, step: int, warmup: float | None = None) -> float:
+    """Return the factor in (0, 1] on an agent's lr in a GRPO step (0-based).
+
+    `warmup` is the share of steps that warm up, in [0, 1); None takes the schedule's. Then follows
+    the cosine of Loshchilov and Hutter 2016, arXiv:1608.03983. After the end the factor keeps its
+    last value.
+    """
+    share = schedule.warmup_proportion if warmup is None else warmup
+    warm = math.ceil(share * schedule.steps)
+    if step < warm:
+        return (step + 1) / warm
+    decay_steps = max(1, schedule.steps - warm)
+    # The last step still moves: the cosine reaches zero one step after the end.
+    progress = min(step - warm, decay_steps - 1) / decay_steps
+    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 _log = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from evo_grpo.envs.rewards.weights import judge_cost
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.model.out_of_memory import naming_failed_device
+from evo_grpo.population import stats
 from evo_grpo.population.cohort.archive import put_into_archive
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.evaluate import Evaluation, evaluate_here, merged, without_texts
@@ -37,12 +38,6 @@ from evo_grpo.population.plan import (
 )
 from evo_grpo.population.ranks.team import side_by_side
 from evo_grpo.population.rules import RoundSettings
-from evo_grpo.population.stats import (
-    Tally,
-    completion_rows,
-    measured_in_training,
-    warn_without_signal,
-)
 from evo_grpo.population.steps import Limit, RunWriter, Training, report_steps, train
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
@@ -124,14 +119,14 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         plan = wait_while_paused(this, plan)
         # After the round is with the writer: once it is written, a resume carries out its plan.
         carry_out(this, plan)
-        warn_without_signal(plan.warning)
+        stats.warn_without_signal(plan.warning)
     return plan.record
 
 
 def evaluate_more(
     this: Round,
     request: EvaluationRequest,
-    tallies: Mapping[Slot, Tally],
+    tallies: Mapping[Slot, stats.Tally],
     results: Mapping[Slot, Evaluation],
 ) -> dict[Slot, Evaluation]:
     """Evaluate the requested agents that are on this rank; return their evaluations.
@@ -139,7 +134,7 @@ def evaluate_more(
     An evaluation is merged with the earlier one in `results` if both used the same prompts.
     """
     if not request.prompts:
-        evaluations = {slot: measured_in_training(tallies[slot]) for slot in tallies}
+        evaluations = {slot: stats.measured_in_training(tallies[slot]) for slot in tallies}
     else:
         evaluations = evaluate_requested(this, request)
         for slot in evaluations.keys() & results.keys():
@@ -181,7 +176,7 @@ def save(this: Round, request: EvaluationRequest) -> dict[Slot, str | None]:
 
 def report_of(
     this: Round,
-    tallies: Mapping[Slot, Tally],
+    tallies: Mapping[Slot, stats.Tally],
     results: Mapping[Slot, Evaluation],
     saved: Mapping[Slot, str | None],
     fresh: Mapping[Slot, Evaluation],
@@ -239,7 +234,7 @@ def plan_and_record(
     if not all(map(cohort.is_local, this.slots)):
         report_steps(this, range(this.settings.population.steps_per_round), tallies)
     plan = this.steering.steer(plan, next_id=next_member(cohort, plan.record))
-    rows = completion_rows(this.number, tallies, this.settings.record)
+    rows = stats.completion_rows(this.number, tallies, this.settings.record)
     this.writer.commit(plan.record, rows)
     return plan
 
@@ -323,7 +318,7 @@ def set_scores(this: Round, scores: Mapping[Slot, Score | None]) -> None:
         this.cohort.agents[slot].history = history
 
 
-def _score(tally: Tally, result: Evaluation) -> Score | None:
+def _score(tally: stats.Tally, result: Evaluation) -> Score | None:
     """Return a fitness, None if the agent's update or its evaluation was not finite."""
     return result.score if not tally.failed and result.score.is_finite else None
 

@@ -38,15 +38,8 @@ from evo_grpo.population.cohort.state import (
 )
 from evo_grpo.population.ranks.team import Team, deal, side_by_side
 from evo_grpo.population.turns import Overlap
+from evo_grpo.population.zero import together
 from evo_grpo.population.zero.engine import ZeroEngine
-from evo_grpo.population.zero.together import (
-    DividedSampling,
-    EngineSteps,
-    FirstRankPlay,
-    ZeroOptimizer,
-    learn_in_turns,
-    make_zero_engine,
-)
 from evo_grpo.rollout.engine import EngineFactory, RolloutEngine, RolloutRequest, make_engine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.schema.hparams import Hparams
@@ -121,7 +114,7 @@ class Cohort:
     ) -> Play:
         """Begin a play; if all ranks train together, only the first rank plays."""
         if self.trains_jointly and self.team.size > 1:
-            return FirstRankPlay(lambda: env.begin(starts, sizes), self.team)
+            return together.FirstRankPlay(lambda: env.begin(starts, sizes), self.team)
         return env.begin(starts, sizes)
 
     def parts_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
@@ -174,7 +167,7 @@ class Cohort:
         if self._engine is None:
             engine = self._make_engine(self.slots, self.settings)
             divided = self.trains_jointly and self.team.size > 1
-            self._engine = DividedSampling(engine, self.team) if divided else engine
+            self._engine = together.DividedSampling(engine, self.team) if divided else engine
         return self._engine
 
     def close_engine(self) -> None:
@@ -249,8 +242,10 @@ class Cohort:
             self.slots.add(f"actor_{slot}", adapter_config(self.slots, hparams))
         # The engine copies the shape of the first agent, and is made before any pass.
         if self.trains_jointly and self._zero is None:
-            self._zero = make_zero_engine(self.slots, self.settings, self.team, self.accelerator)
-            self.learner.updates = EngineSteps(self._zero, self.team)
+            self._zero = together.make_zero_engine(
+                self.slots, self.settings, self.team, self.accelerator
+            )
+            self.learner.updates = together.EngineSteps(self._zero, self.team)
         optimizer = self.fresh_optimizer(slot, hparams, rank)
         self.agents[slot] = AgentState(slot, hparams, optimizer, member, rank=rank)
         if self.settings.algorithm.separate_reference:
@@ -295,7 +290,7 @@ class Cohort:
         parameters = self.slots.parameters(f"actor_{slot}") if here else [placeholder]
         group = {"params": parameters, "initial_lr": hparams.lr, "agent": True}
         if self._zero is not None:
-            return ZeroOptimizer({**group, "lr": hparams.lr}, self._zero, f"actor_{slot}")
+            return together.ZeroOptimizer({**group, "lr": hparams.lr}, self._zero, f"actor_{slot}")
         return torch.optim.AdamW([group], lr=hparams.lr, weight_decay=0.0, fused=True)
 
     def check_hparams(self, hparams: Hparams) -> None:
@@ -473,7 +468,7 @@ class Cohort:
         if self._zero is None:
             metrics = learn(learning, batches)
         else:
-            metrics = learn_in_turns(learn, learning, batches, self.team)
+            metrics = together.learn_in_turns(learn, learning, batches, self.team)
         for state, values in zip(states, metrics, strict=True):
             state.steps += 1
             state.last = values

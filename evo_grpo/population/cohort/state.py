@@ -14,7 +14,7 @@ from torch import Tensor
 
 from evo_grpo.evolve.decide import Standing
 from evo_grpo.evolve.start import with_first_choices
-from evo_grpo.learn.objective.lr_schedule import lr_factor
+from evo_grpo.learn.updates import lr_factor
 from evo_grpo.model.forward.sending import fetch
 from evo_grpo.model.lora.configs import module_of, width_of
 from evo_grpo.model.lora.files import AdapterCopy
