@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
-from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.rewards.weights import judge_cost
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import Generation
@@ -37,9 +35,7 @@ from evo_grpo.population.plan import (
     timed,
 )
 from evo_grpo.population.ranks.team import side_by_side
-from evo_grpo.population.rules import RoundSettings
-from evo_grpo.population.steps import Limit, RunWriter, Training, report_steps, train
-from evo_grpo.record.observer import Observer
+from evo_grpo.population.steps import Training, report_steps, train
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.types import KEPT_SCORES, Member, Score, Slot
 
@@ -62,10 +58,10 @@ class Steerer:
 
 @dataclass(frozen=True)
 class Round(Training):
-    """The state of a round in progress.
+    """A round to be played, or in progress.
 
-    `began` is in seconds since 1970 (UTC), `start` is a time of `time.perf_counter`. `histories`
-    are the scores of each agent before the round.
+    `began` is in seconds since 1970 (UTC), `start` is a time of `time.perf_counter`. `play_round`
+    sets `histories`, the scores of each agent before the round.
     """
 
     steering: Steerer = field(default_factory=Steerer)
@@ -74,36 +70,22 @@ class Round(Training):
     histories: Mapping[Slot, Sequence[Score]] = field(default_factory=dict[Slot, Sequence[Score]])
 
 
-def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
-    cohort: Cohort,
-    env: Environment[Any],
-    settings: RoundSettings,
-    slots: Sequence[Slot],
-    round: int,
-    *,
-    writer: RunWriter,
-    observer: Observer,
-    limit: Limit | None = None,
-    past: Sequence[RoundRecord] = (),
-    steering: Steerer | None = None,
-) -> RoundRecord:
-    """Run a round and return its record; see `Training` for the arguments.
+def play_round(this: Round) -> RoundRecord:
+    """Play a round and return its record.
 
     The cohort then holds the next generation, whose slots are `next_slots(record)`.
     """
-    histories = {slot: tuple(cohort.agents[slot].history) for slot in slots}
-    this = Round(
-        cohort, env, settings, slots, round, writer, observer, limit, past,
-        steering=steering or Steerer(), histories=histories,
-    )  # fmt: skip
+    cohort, writer, observer = this.cohort, this.writer, this.observer
+    histories = {slot: tuple(cohort.agents[slot].history) for slot in this.slots}
+    this = replace(this, histories=histories)
     # `Population.train` does not share errors.
     with cohort.team.sharing_errors(), naming_failed_device():
         # `starts` counts the training prompts, or episode seeds, used so far.
         tallies, starts = train(this)
-        observer.stage(round, "evaluate", 0, 1)
+        observer.stage(this.number, "evaluate", 0, 1)
         results, saved = dict[Slot, Evaluation](), dict[Slot, str | None]()
         plan: RoundPlan | EvaluationRequest = EvaluationRequest(
-            tuple(slots), 0, settings.validation_prompts(round)
+            tuple(this.slots), 0, this.settings.validation_prompts(this.number)
         )
         while isinstance(plan, EvaluationRequest):
             fresh = dict[Slot, Evaluation]()

@@ -36,7 +36,7 @@ from evo_grpo import settings as configuration  # noqa: E402
 from evo_grpo.learn.learner import Learner  # noqa: E402
 from evo_grpo.learn.updates import OwnOptimizers  # noqa: E402
 from evo_grpo.model.base import SharedBase  # noqa: E402
-from evo_grpo.population.round import next_slots, play_round  # noqa: E402
+from evo_grpo.population.round import Round, next_slots, play_round  # noqa: E402
 from evo_grpo.record.observer import Observer  # noqa: E402
 from evo_grpo.record.run_dir import RunDir  # noqa: E402
 from evo_grpo.training.assemble import prepare  # noqa: E402
@@ -178,10 +178,8 @@ def played(shape: str, tokenizer: str, rounds: int, stack: ExitStack) -> list[Se
     for number in range(rounds + 1):
         clock.seconds = {}
         start = time.perf_counter()
-        record = play_round(
-            prepared.cohort, prepared.env, prepared.round_settings, slots, number,
-            writer=writer, observer=Observer(), past=past,
-        )  # fmt: skip
+        parts = prepared.cohort, prepared.env, prepared.round_settings, slots
+        record = play_round(Round(*parts, number, writer, Observer(), past=past))
         whole = time.perf_counter() - start
         writer._pending[-1].result()  # so that no round is written beside another
         past.append(record)
