@@ -25,18 +25,18 @@ from evo_grpo.model.llama.train import LlamaForward
 #: Eight unlike agents; the first two take several minibatches and epochs.
 UNLIKE = [
     PLAIN.replace(
-        lr=lr, beta=beta, clip_coef=clip, temperature=temperature, max_grad_norm=norm,
-        update_epochs=epochs, batch_size=size,
+        lr=lr, beta=beta, entropy_coef=entropy, clip_coef=clip, temperature=temperature,
+        max_grad_norm=norm, update_epochs=epochs, batch_size=size,
     )
-    for lr, beta, clip, temperature, norm, epochs, size in (
-        (1e-2, 0.0, 0.2, 1.0, 0.5, 2, 3),
-        (3e-3, 0.1, (0.8, 1.3), 0.7, 9.0, 2, None),
-        (1e-3, 0.01, 0.1, 1.3, 0.1, 1, 5),
-        (2e-2, 0.0, 0.3, 1.0, 1.0, 3, None),
-        (1e-2, 0.5, 0.2, 0.9, 1.0, 1, None),
-        (5e-3, 0.0, 0.2, 1.1, 0.3, 2, 2),
-        (1e-2, 0.2, 0.05, 1.0, 1.0, 2, 4),
-        (4e-3, 0.0, 0.2, 2.0, 0.7, 1, 64),
+    for lr, beta, entropy, clip, temperature, norm, epochs, size in (
+        (1e-2, 0.0, 0.0, 0.2, 1.0, 0.5, 2, 3),
+        (3e-3, 0.1, 0.02, (0.8, 1.3), 0.7, 9.0, 2, None),
+        (1e-3, 0.01, 0.0, 0.1, 1.3, 0.1, 1, 5),
+        (2e-2, 0.0, 0.5, 0.3, 1.0, 1.0, 3, None),
+        (1e-2, 0.5, 0.0, 0.2, 0.9, 1.0, 1, None),
+        (5e-3, 0.0, 0.0, 0.2, 1.1, 0.3, 2, 2),
+        (1e-2, 0.2, 0.1, 0.05, 1.0, 1.0, 2, 4),
+        (4e-3, 0.0, 0.0, 0.2, 2.0, 0.7, 1, 64),
     )
 ]  # fmt: skip
 

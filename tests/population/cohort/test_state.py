@@ -141,6 +141,8 @@ def test_a_reference_keeps_its_rank_and_is_put_back_after_an_interrupted_round()
     cohort.copy(0, 1)
     cohort.set_hparams(0, UNCLIPPED.replace(lora_r=8))
     step(cohort, [0, 1], seed=4)
+    cohort.freeze_reference(0)
+    assert rank(cohort, 0, reference=True) == 8
     kept.put_back()
     assert (rank(cohort, 0), rank(cohort, 0, reference=True), rank(cohort, 1)) == (2, 4, 6)
     for slot, own in enumerate(before):
