@@ -17,23 +17,12 @@ from evo_grpo.envs.rewards.weights import judge_cost
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.model.out_of_memory import naming_failed_device
+from evo_grpo.population import plan as planning
 from evo_grpo.population import stats
 from evo_grpo.population.cohort.archive import put_into_archive
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.evaluate import Evaluation, evaluate_here, merged, without_texts
-from evo_grpo.population.plan import (
-    AgentReport,
-    EvaluationRequest,
-    PlanInputs,
-    RankReport,
-    RoundPlan,
-    agents_of,
-    archive_evaluation,
-    least_reduced,
-    next_evaluation,
-    next_round,
-    timed,
-)
+from evo_grpo.population.plan import AgentReport, EvaluationRequest, RankReport, RoundPlan
 from evo_grpo.population.ranks.team import side_by_side
 from evo_grpo.population.steps import Training, report_steps, train
 from evo_grpo.record.records import RoundRecord
@@ -193,12 +182,13 @@ def plan_and_record(
 ) -> RoundPlan | EvaluationRequest:
     """Plan and record a round from the reports of all ranks; called on the first rank only."""
     this.writer.receive([report.files for report in reports])
-    agents, cohort = agents_of(reports, this.slots), this.cohort
-    if (next_request := next_evaluation(agents, this.settings, request, this.number)) is not None:
+    agents, cohort = planning.agents_of(reports, this.slots), this.cohort
+    next_request = planning.next_evaluation(agents, this.settings, request, this.number)
+    if next_request is not None:
         return next_request
     archive = None if cohort.archive is None else cohort.archive.slot
     if not request.fresh:
-        next_request = archive_evaluation(agents, archive, this.settings, this.number)
+        next_request = planning.archive_evaluation(agents, archive, this.settings, this.number)
         if next_request is not None:
             return next_request
     plan = plan_round(this, agents, starts, reports)
@@ -209,9 +199,8 @@ def plan_and_record(
             return EvaluationRequest(tuple(this.slots), 1, prompts)
         plan = replace(plan, record=replace(plan.record, between=False))
     elapsed = time.perf_counter() - this.start
-    record = timed(plan.record, this.watch.seconds, this.began, elapsed)
-    decodes_by = sorted({name for report in reports for name in report.decodes_by})
-    plan = replace(plan, record=replace(record, decodes_by=tuple(decodes_by)))
+    record = planning.timed(plan.record, this.watch.seconds, this.began, elapsed)
+    plan = replace(plan, record=record)
     tallies = {slot: agent.tally for slot, agent in agents.items()}
     if not all(map(cohort.is_local, this.slots)):
         report_steps(this, range(this.settings.population.steps_per_round), tallies)
@@ -230,29 +219,22 @@ def plan_round(
     """Plan a round from the reports of its agents; called on the first rank only."""
     cohort, scores = this.cohort, {slot: agent.score for slot, agent in agents.items()}
     set_scores(this, scores)
-    fresh = {slot: result for report in reports for slot, result in report.fresh.items()}
     with this.watch.phase("evolve"):
-        return next_round(
-            PlanInputs(
+        return planning.next_round(
+            planning.PlanInputs(
                 settings=this.settings,
                 hp_config=cohort.hp_config,
                 check=cohort.check_hparams,
                 seed=cohort.seed,
                 round=this.number,
-                agents=agents,
+                ranks=reports,
                 standings=[cohort.agents[slot].standing() for slot in this.slots],
                 past=this.past,
                 archive=None if cohort.archive is None else cohort.archive.standing(),
-                fresh={
-                    slot: result.score for slot, result in fresh.items() if result.score.is_finite
-                },
-                fresh_tokens=sum(result.tokens for result in fresh.values()),
-                judge_cost=sum(report.judge_cost for report in reports),
                 next_id=cohort.next_member,
                 task=this.env.name,
                 seconds=time.perf_counter() - this.start,
                 starts=starts,
-                reduced=least_reduced(reports),
                 limited=this.limit is not None and this.limit.ends_after(list(scores.values())),
             )
         )
