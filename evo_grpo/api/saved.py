@@ -12,8 +12,7 @@ from pydantic import Field
 from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.load import fit_slot
-from evo_grpo.population.checkpoints.manifest import read_attributes
-from evo_grpo.population.checkpoints.read import load_agent
+from evo_grpo.population.checkpoints.read import load_agent, read_attributes
 from evo_grpo.population.checkpoints.rebuild import recipe
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.record.family import next_member_id

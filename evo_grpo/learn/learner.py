@@ -77,23 +77,19 @@ class _Call:
 class Learner:
     """Trains any set of agents at once over one base.
 
-    All agents share the shaping of advantages in `algorithm`. `updates` takes the optimizer steps;
-    None uses each agent's own optimizer.
+    All agents share the shaping of advantages in `algorithm`. `updates` takes the optimizer steps,
+    at first with each agent's own optimizer.
     """
 
     def __init__(
-        self,
-        slots: AdapterSlots,
-        algorithm: AlgorithmConfig,
-        engine: EngineConfig,
-        updates: Updates | None = None,
+        self, slots: AdapterSlots, algorithm: AlgorithmConfig, engine: EngineConfig
     ) -> None:
         self.slots = slots
         self.base = slots.base
         self.algorithm = algorithm
         self.engine = engine
         self.loss = algorithm.loss(algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS)
-        self.updates = updates or OwnOptimizers(slots)
+        self.updates: Updates = OwnOptimizers(slots)
         #: Tokens of a micro-batch after the device ran out of memory; None before.
         self.reduced: int | None = None
 
@@ -201,7 +197,7 @@ class Learner:
             if scales is None or not self._overflowed(call, present, scales):
                 break
             start_anew()
-        self.updates.step(agents, present, call.metrics)
+        self.updates.step([(agents[position], call.metrics[position]) for position in present])
 
     def _loss_scales(
         self, call: _Call, pairs: list[tuple[int, Row]], minibatch: int

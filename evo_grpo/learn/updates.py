@@ -1,4 +1,4 @@
-"""Takes optimizer steps, by each agent's AdamW or by an engine; scales losses for float16.
+"""Takes optimizer steps, by each agent's AdamW or by an engine; scales lr, and float16 losses.
 
 The gradient of a mean over n tokens has a magnitude of 1 / n, and float16 has no number between 0
 and 6e-8. So each agent's loss is multiplied by a power of two before the backward, and the float32
@@ -22,6 +22,7 @@ from evo_grpo.learn.metrics import MetricSums
 from evo_grpo.learn.objective.losses import largest_penalty, token_weights
 from evo_grpo.learn.rows import AgentTraining, Row
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.settings.algorithm import LRSchedule
 from evo_grpo.settings.loss import LossConfig
 
 #: (position of its agent, row) pairs of a micro-batch.
@@ -49,16 +50,10 @@ class Updates(Protocol):
         """Run the backward of this process's part of a micro-batch's loss."""
         ...
 
-    def step(
-        self,
-        agents: Sequence[AgentTraining],
-        present: Sequence[int],
-        metrics: list[dict[str, float]],
-    ) -> None:
+    def step(self, agents: Sequence[tuple[AgentTraining, dict[str, float]]]) -> None:
         """Clip gradients and step each agent separately; skip agents whose gradient is not finite.
 
-        Agents at the positions `present` have a gradient. grad_norm, updates and failed are written
-        to `metrics`.
+        The agents have a gradient. Each has its metrics, which get grad_norm, updates and failed.
         """
         ...
 
@@ -86,30 +81,24 @@ class OwnOptimizers:
         """See `Updates`."""
         self.slots.base.backward(loss)
 
-    def step(
-        self,
-        agents: Sequence[AgentTraining],
-        present: Sequence[int],
-        metrics: list[dict[str, float]],
-    ) -> None:
+    def step(self, agents: Sequence[tuple[AgentTraining, dict[str, float]]]) -> None:
         """See `Updates`."""
         grads = [
-            [p.grad for p in self.slots.parameters(agents[i].adapter) if p.grad is not None]
-            for i in present
+            [p.grad for p in self.slots.parameters(agent.adapter) if p.grad is not None]
+            for agent, _ in agents
         ]
-        norms = _norms(grads)
-        for i, agent_grads, norm in zip(present, grads, norms, strict=True):
-            entry, max_norm = metrics[i], agents[i].hparams.max_grad_norm
+        for (agent, entry), agent_grads, norm in zip(agents, grads, _norms(grads), strict=True):
+            max_norm = agent.hparams.max_grad_norm
             entry["grad_norm"] += norm
             if math.isfinite(norm):
                 if max_norm is not None and norm > max_norm:
                     torch._foreach_mul_(agent_grads, max_norm / (norm + 1e-6))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one launch; `clip_grads_with_norm_` rounds the factor to float32 and multiplies unclipped gradients too
-                agents[i].optimizer.step()
-                self.slots.mark_changed(agents[i].adapter)
+                agent.optimizer.step()
+                self.slots.mark_changed(agent.adapter)
                 entry["updates"] += 1
             else:
                 entry["failed"] = 1.0
-            agents[i].optimizer.zero_grad(set_to_none=True)
+            agent.optimizer.zero_grad(set_to_none=True)
 
     def total(self, sums: MetricSums) -> None:
         """Do nothing: there is one process."""
@@ -121,6 +110,23 @@ def _norms(grads: Sequence[list[Tensor]]) -> list[float]:
     flat = torch._foreach_norm([g for agent_grads in grads for g in agent_grads])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one call for all agents; `get_total_norm` gives the same bits, agent by agent, in 1.6 times the time
     parts = torch.stack(flat).split([len(agent_grads) for agent_grads in grads])
     return torch.stack([torch.linalg.vector_norm(part) for part in parts]).tolist()
+
+
+def lr_factor(schedule: LRSchedule, step: int, warmup: float | None = None) -> float:
+    """Return the factor in (0, 1] on an agent's lr in a GRPO step (0-based).
+
+    `warmup` is the share of steps that warm up, in [0, 1); None takes the schedule's. Then follows
+    the cosine of Loshchilov and Hutter 2016, arXiv:1608.03983. After the end the factor keeps its
+    last value.
+    """
+    share = schedule.warmup_proportion if warmup is None else warmup
+    warm = math.ceil(share * schedule.steps)
+    if step < warm:
+        return (step + 1) / warm
+    decay_steps = max(1, schedule.steps - warm)
+    # The last step still moves: the cosine reaches zero one step after the end.
+    progress = min(step - warm, decay_steps - 1) / decay_steps
+    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 _log = logging.getLogger(__name__)

@@ -9,18 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from evo_grpo.errors import EvoGrpoError, RunFailedError
+from evo_grpo.evolve import decide
 from evo_grpo.evolve.compare import with_training
-from evo_grpo.evolve.decide import (
-    ARCHIVE_LEVEL,
-    Standing,
-    Strategy,
-    decide,
-    enters_archive,
-    keep_all,
-    why_collapsed,
-)
+from evo_grpo.evolve.decide import Standing, keep_all
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.goals import best_first
 from evo_grpo.evolve.protocols import Trial
@@ -170,38 +164,45 @@ class RoundPlan:
 class PlanInputs:
     """The inputs from which round `round` (0-based) is planned.
 
-    `agents` are the reports of the round's agents, by slot, and `standings` the same agents, whose
-    histories end with the score of the round. `past` are the records of the known earlier rounds,
-    `archive` is the best agent before this round. `fresh` are the scores on new samples of the
-    archive and of the best agent of the round, by slot. `check` raises an error for hyperparameters
-    with which no agent can train, which a user's exploration may return. `task` names the
-    environment, for errors, and `limited` says whether a limit ends training. For `reduced` and
-    `judge_cost` see `RankReport`; `seconds` and `starts` are counted up to the end of the round.
+    `ranks` are the reports of all ranks, and `standings` the round's agents, whose histories end
+    with the score of the round. `past` are the records of the known earlier rounds, `archive` is
+    the best agent before this round. `check` raises an error for hyperparameters with which no
+    agent can train, which a user's exploration may return. `task` names the environment, for
+    errors, and `limited` says whether a limit ends training. `seconds` and `starts` are counted up
+    to the end of the round.
     """
 
     settings: RoundSettings
     hp_config: HyperparameterConfig
     seed: int
     round: int
-    agents: Mapping[Slot, AgentReport]
+    ranks: Sequence[RankReport]
     standings: Sequence[Standing]
     past: Sequence[RoundRecord]
     archive: Standing | None
     next_id: int
     task: str = ""
     check: Callable[[Hparams], None] | None = None
-    fresh: Mapping[Slot, Score] = field(default_factory=dict[Slot, Score])
-    fresh_tokens: int = 0
-    judge_cost: float = 0.0
     seconds: float = 0.0
     starts: int = 0
-    reduced: Mapping[str, int] = field(default_factory=dict[str, int])
     limited: bool = False
 
-    @property
+    @cached_property
     def reports(self) -> list[AgentReport]:
-        """The reports in the order of the standings."""
-        return list(self.agents.values())
+        """The reports of the agents, in the order of the standings."""
+        slots = [standing.slot for standing in self.standings]
+        return list(agents_of(self.ranks, slots).values())
+
+    @property
+    def fresh(self) -> dict[Slot, Evaluation]:
+        """The evaluations on new samples of the archive and of the best agent of the round."""
+        return {slot: result for rank in self.ranks for slot, result in rank.fresh.items()}
+
+    @property
+    def fresh_scores(self) -> dict[Slot, Score]:
+        """The finite scores of `fresh`."""
+        scores = {slot: result.score for slot, result in self.fresh.items()}
+        return {slot: score for slot, score in scores.items() if score.is_finite}
 
     @property
     def scores(self) -> list[Score | None]:
@@ -211,7 +212,8 @@ class PlanInputs:
     @property
     def evaluation_tokens(self) -> int:
         """Tokens of all evaluations of the round."""
-        return sum(report.evaluation.tokens for report in self.reports) + self.fresh_tokens
+        evaluations = [*(report.evaluation for report in self.reports), *self.fresh.values()]
+        return sum(evaluation.tokens for evaluation in evaluations)
 
 
 def next_round(inputs: PlanInputs) -> RoundPlan:
@@ -249,7 +251,8 @@ def next_round(inputs: PlanInputs) -> RoundPlan:
         decisions=decisions,
         starts=inputs.starts,
         evaluation_tokens=inputs.evaluation_tokens,
-        reduced=inputs.reduced,
+        reduced=least_reduced(inputs.ranks),
+        decodes_by=tuple(sorted({name for rank in inputs.ranks for name in rank.decodes_by})),
         stopped=stopped,
         between=not (planned or settings.decides(round)),
         archived=archived,
@@ -257,7 +260,7 @@ def next_round(inputs: PlanInputs) -> RoundPlan:
         plan=plan,
     )
     warning = without_signal([report.tally for report in reports]) if round == 0 else ""
-    steps = {slot: report.steps for slot, report in inputs.agents.items()}
+    steps = {s.slot: report.steps for s, report in zip(inputs.standings, reports, strict=True)}
     return RoundPlan(record, steps, last, (failure,) if failure else (), warning)
 
 
@@ -270,20 +273,20 @@ def _next_generation(inputs: PlanInputs) -> tuple[Generation, tuple[Decision, ..
     outcomes = [(a.hparams, a.score, record.round) for record in inputs.past for a in record.agents]
     scores = zip(standings, inputs.scores, strict=True)
     outcomes += [(standing.hparams, score, round) for standing, score in scores]
-    generation, decisions = decide(
+    generation, decisions = decide.decide(
         _with_training(inputs, standings),
         settings.room(round + 1, len(standings)),
         inputs.archive if settings.evolve.keeps_archive else None,
-        Strategy(
+        decide.Strategy(
             settings.selector,
             settings.explorer,
             inputs.hp_config,
             settings.evolve.significance,
             settings.evolve.fitness.window,
-            archive_level=ARCHIVE_LEVEL / len(settings.population.decided),
+            archive_level=decide.ARCHIVE_LEVEL / len(settings.population.decided),
         ),
         generator(derive(inputs.seed, "evolve", round)),
-        fresh=inputs.fresh,
+        fresh=inputs.fresh_scores,
         round=round,
         next_id=inputs.next_id,
         trials=[
@@ -321,7 +324,7 @@ def _collapsed(inputs: PlanInputs, *, last: bool) -> Sequence[Standing]:
         score, dead, reason = report.score, report.dead_steps, ""
         if score is not None and best is not None:
             kl = report.tally.means().get("kl", 0.0)
-            reason = why_collapsed(score, best, kl, dead if dead >= least else 0, last=last)
+            reason = decide.why_collapsed(score, best, kl, dead if dead >= least else 0, last=last)
         standings.append(replace(standing, collapsed=reason))
     return standings
 
@@ -334,7 +337,8 @@ def _rules_that_hold(inputs: PlanInputs) -> tuple[str, ...]:
     tallies = [report.tally for report in inputs.reports]
     tokens = sum(tally.tokens for tally in tallies) + inputs.evaluation_tokens
     signal = has_signal([tally.means() for tally in tallies])
-    this_round = RoundTotals(inputs.scores, tokens, inputs.seconds, signal, inputs.judge_cost)
+    judge_cost = sum(rank.judge_cost for rank in inputs.ranks)
+    this_round = RoundTotals(inputs.scores, tokens, inputs.seconds, signal, judge_cost)
     return rules_that_hold(stop, inputs.past, this_round)
 
 
@@ -367,11 +371,12 @@ def _archived(
         decides = last or settings.decides(round)
         enters = best is not None and inputs.archive is None and decides
         return ((round, best[1].member.id) if enters and best else before), None
-    if not {inputs.archive.slot, best[1].slot} <= inputs.fresh.keys():
+    fresh = inputs.fresh_scores
+    if not {inputs.archive.slot, best[1].slot} <= fresh.keys():
         return before, None
-    old, new = inputs.fresh[inputs.archive.slot], inputs.fresh[best[1].slot]
+    old, new = fresh[inputs.archive.slot], fresh[best[1].slot]
     restored = any(member.mutation.restores for member in generation.members)
-    enters = not restored and enters_archive(new, old)
+    enters = not restored and decide.enters_archive(new, old)
     return ((round, best[1].member.id) if enters else before), (old, new)
 
 

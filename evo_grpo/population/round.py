@@ -12,39 +12,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
-from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.rewards.weights import judge_cost
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.model.out_of_memory import naming_failed_device
+from evo_grpo.population import plan as planning
+from evo_grpo.population import stats
 from evo_grpo.population.cohort.archive import put_into_archive
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.evaluate import Evaluation, evaluate_here, merged, without_texts
 from evo_grpo.population.plan import (
     AgentReport,
     EvaluationRequest,
-    PlanInputs,
     RankReport,
     RoundPlan,
-    agents_of,
-    archive_evaluation,
-    least_reduced,
-    next_evaluation,
-    next_round,
-    timed,
 )
 from evo_grpo.population.ranks.team import order_transfers
-from evo_grpo.population.rules import RoundSettings
-from evo_grpo.population.stats import (
-    Tally,
-    completion_rows,
-    measured_in_training,
-    warn_without_signal,
-)
-from evo_grpo.population.steps import Limit, RunWriter, Training, report_steps, train
-from evo_grpo.record.observer import Observer
+from evo_grpo.population.steps import Training, report_steps, train
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.types import KEPT_SCORES, Member, Score, Slot
 
@@ -67,10 +52,10 @@ class Steerer:
 
 @dataclass(frozen=True)
 class Round(Training):
-    """The state of a round in progress.
+    """A round to be played, or in progress.
 
-    `began` is in seconds since 1970 (UTC), `start` is a time of `time.perf_counter`. `histories`
-    are the scores of each agent before the round.
+    `began` is in seconds since 1970 (UTC), `start` is a time of `time.perf_counter`. `play_round`
+    sets `histories`, the scores of each agent before the round.
     """
 
     steering: Steerer = field(default_factory=Steerer)
@@ -79,41 +64,27 @@ class Round(Training):
     histories: Mapping[Slot, Sequence[Score]] = field(default_factory=dict[Slot, Sequence[Score]])
 
 
-def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
-    cohort: Cohort,
-    env: Environment[Any],
-    settings: RoundSettings,
-    slots: Sequence[Slot],
-    round: int,
-    *,
-    writer: RunWriter,
-    observer: Observer,
-    limit: Limit | None = None,
-    past: Sequence[RoundRecord] = (),
-    steering: Steerer | None = None,
-) -> RoundRecord:
-    """Run a round and return its record; see `Training` for the arguments.
+def play_round(this: Round) -> RoundRecord:
+    """Play a round and return its record.
 
     The cohort then holds the next generation, whose slots are `next_slots(record)`.
     """
-    histories = {slot: tuple(cohort.agents[slot].history) for slot in slots}
-    this = Round(
-        cohort, env, settings, slots, round, writer, observer, limit, past,
-        steering=steering or Steerer(), histories=histories,
-    )  # fmt: skip
+    cohort, writer, observer = this.cohort, this.writer, this.observer
+    histories = {slot: tuple(cohort.agents[slot].history) for slot in this.slots}
+    this = replace(this, histories=histories)
     # `Population.train` does not share errors.
     with cohort.team.sharing_errors(), naming_failed_device():
         # `starts` counts the training prompts, or episode seeds, used so far.
         tallies, starts = train(this)
-        observer.stage(round, "evaluate", 0, 1)
+        observer.stage(this.number, "evaluate", 0, 1)
         results, saved = dict[Slot, Evaluation](), dict[Slot, str | None]()
         plan: RoundPlan | EvaluationRequest = EvaluationRequest(
-            tuple(slots), 0, settings.validation_prompts(round)
+            tuple(this.slots), 0, this.settings.validation_prompts(this.number)
         )
         while isinstance(plan, EvaluationRequest):
             fresh = dict[Slot, Evaluation]()
             if plan.fresh:
-                fresh = measure_archive(this, plan)
+                fresh = evaluate_requested(this, plan)
             else:
                 results |= evaluate_more(this, plan, tallies, results)
                 saved |= save(this, plan)  # again after a further evaluation: it has the scores
@@ -124,29 +95,24 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         plan = wait_while_paused(this, plan)
         # After the round is with the writer: once it is written, a resume carries out its plan.
         carry_out(this, plan)
-        warn_without_signal(plan.warning)
+        stats.warn_without_signal(plan.warning)
     return plan.record
 
 
 def evaluate_more(
     this: Round,
     request: EvaluationRequest,
-    tallies: Mapping[Slot, Tally],
+    tallies: Mapping[Slot, stats.Tally],
     results: Mapping[Slot, Evaluation],
 ) -> dict[Slot, Evaluation]:
     """Evaluate the requested agents that are on this rank; return their evaluations.
 
     An evaluation is merged with the earlier one in `results` if both used the same prompts.
     """
-    fitness, stream = this.settings.evolve.fitness, request.stream(this.number)
     if not request.prompts:
-        evaluations = {slot: measured_in_training(tallies[slot]) for slot in tallies}
+        evaluations = {slot: stats.measured_in_training(tallies[slot]) for slot in tallies}
     else:
-        with this.watch.phase("evaluate"):
-            prompts = this.env.prompts("validation", request.prompts)
-            evaluations = evaluate_here(
-                this.cohort, this.env, request.slots, prompts, fitness, stream=stream
-            )
+        evaluations = evaluate_requested(this, request)
         for slot in evaluations.keys() & results.keys():
             earlier, evaluation = results[slot], evaluations[slot]
             with_tokens = replace(evaluation, tokens=evaluation.tokens + earlier.tokens)
@@ -159,23 +125,19 @@ def evaluate_more(
     return evaluations
 
 
-def measure_archive(this: Round, request: EvaluationRequest) -> dict[Slot, Evaluation]:
-    """Evaluate the archive and the best agent, if they are on this rank, on new samples.
+def evaluate_requested(this: Round, request: EvaluationRequest) -> dict[Slot, Evaluation]:
+    """Evaluate the requested agents that are on this rank, on validation prompts.
 
-    The prompts are those after the prompts of fitness; if the split has too few, its last prompts.
+    The prompts of a `fresh` request are those after the prompts of fitness; if the split has too
+    few, its last prompts.
     """
-    fitness = this.settings.evolve.fitness
+    count, fitness = request.prompts, this.settings.evolve.fitness
     with this.watch.phase("evaluate"):
-        prompts = this.env.prompts("validation", 2 * request.prompts)[-request.prompts :]
-        evaluations = evaluate_here(
-            this.cohort,
-            this.env,
-            request.slots,
-            prompts,
-            fitness,
-            stream=request.stream(this.number),
-        )
-    return {slot: without_texts(evaluation) for slot, evaluation in evaluations.items()}
+        prompts = this.env.prompts("validation", 2 * count if request.fresh else count)
+        if request.fresh:
+            prompts = prompts[-count:]
+        stream = request.stream(this.number)
+        return evaluate_here(this.cohort, this.env, request.slots, prompts, fitness, stream=stream)
 
 
 def save(this: Round, request: EvaluationRequest) -> dict[Slot, str | None]:
@@ -190,7 +152,7 @@ def save(this: Round, request: EvaluationRequest) -> dict[Slot, str | None]:
 
 def report_of(
     this: Round,
-    tallies: Mapping[Slot, Tally],
+    tallies: Mapping[Slot, stats.Tally],
     results: Mapping[Slot, Evaluation],
     saved: Mapping[Slot, str | None],
     fresh: Mapping[Slot, Evaluation],
@@ -210,9 +172,14 @@ def report_of(
         )
         for slot, tally in tallies.items()
     }
-    cost = judge_cost(this.env)
-    files, by = this.writer.hand_over(), cohort.take_decodes_by()
-    return RankReport(agents, cohort.reduced(), files, fresh, cost, by)
+    return RankReport(
+        agents,
+        cohort.reduced(),
+        this.writer.hand_over(),
+        {slot: without_texts(evaluation) for slot, evaluation in fresh.items()},
+        judge_cost(this.env),
+        cohort.take_decodes_by(),
+    )
 
 
 def plan_and_record(
@@ -220,12 +187,13 @@ def plan_and_record(
 ) -> RoundPlan | EvaluationRequest:
     """Plan and record a round from the reports of all ranks; called on the first rank only."""
     this.writer.receive([report.files for report in reports])
-    agents, cohort = agents_of(reports, this.slots), this.cohort
-    if (next_request := next_evaluation(agents, this.settings, request, this.number)) is not None:
+    agents, cohort = planning.agents_of(reports, this.slots), this.cohort
+    next_request = planning.next_evaluation(agents, this.settings, request, this.number)
+    if next_request is not None:
         return next_request
     archive = None if cohort.archive is None else cohort.archive.slot
     if not request.fresh:
-        next_request = archive_evaluation(agents, archive, this.settings, this.number)
+        next_request = planning.archive_evaluation(agents, archive, this.settings, this.number)
         if next_request is not None:
             return next_request
     plan = plan_round(this, agents, starts, reports)
@@ -236,14 +204,13 @@ def plan_and_record(
             return EvaluationRequest(tuple(this.slots), 1, prompts)
         plan = replace(plan, record=replace(plan.record, between=False))
     elapsed = time.perf_counter() - this.start
-    record = timed(plan.record, this.watch.seconds, this.began, elapsed)
-    decodes_by = sorted({name for report in reports for name in report.decodes_by})
-    plan = replace(plan, record=replace(record, decodes_by=tuple(decodes_by)))
+    record = planning.timed(plan.record, this.watch.seconds, this.began, elapsed)
+    plan = replace(plan, record=record)
     tallies = {slot: agent.tally for slot, agent in agents.items()}
     if not all(map(cohort.is_local, this.slots)):
         report_steps(this, range(this.settings.population.steps_per_round), tallies)
     plan = this.steering.steer(plan, next_id=next_member(cohort, plan.record))
-    rows = completion_rows(this.number, tallies, this.settings.record)
+    rows = stats.completion_rows(this.number, tallies, this.settings.record)
     this.writer.commit(plan.record, rows)
     return plan
 
@@ -257,29 +224,22 @@ def plan_round(
     """Plan a round from the reports of its agents; called on the first rank only."""
     cohort, scores = this.cohort, {slot: agent.score for slot, agent in agents.items()}
     set_scores(this, scores)
-    fresh = {slot: result for report in reports for slot, result in report.fresh.items()}
     with this.watch.phase("evolve"):
-        return next_round(
-            PlanInputs(
+        return planning.next_round(
+            planning.PlanInputs(
                 settings=this.settings,
                 hp_config=cohort.hp_config,
                 check=cohort.check_hparams,
                 seed=cohort.seed,
                 round=this.number,
-                agents=agents,
+                ranks=reports,
                 standings=[cohort.agents[slot].standing() for slot in this.slots],
                 past=this.past,
                 archive=None if cohort.archive is None else cohort.archive.standing(),
-                fresh={
-                    slot: result.score for slot, result in fresh.items() if result.score.is_finite
-                },
-                fresh_tokens=sum(result.tokens for result in fresh.values()),
-                judge_cost=sum(report.judge_cost for report in reports),
                 next_id=cohort.next_member,
                 task=this.env.name,
                 seconds=time.perf_counter() - this.start,
                 starts=starts,
-                reduced=least_reduced(reports),
                 limited=this.limit is not None and this.limit.ends_after(list(scores.values())),
             )
         )
@@ -312,7 +272,7 @@ def carry_out(this: Round, plan: RoundPlan) -> None:
     for agent in record.agents:
         if record.archived == (record.round, agent.member) and agent.score is not None:
             put_into_archive(cohort, agent.agent, agent.score)
-    if note := cohort.overlap.settle(record.seconds, this.env):
+    if note := cohort.overlap.decide_after(record.seconds, this.env):
         this.observer.note(note)
         if cohort.team.rank == 0:
             this.writer.note(note)
@@ -327,7 +287,7 @@ def set_scores(this: Round, scores: Mapping[Slot, Score | None]) -> None:
         this.cohort.agents[slot].history = history
 
 
-def _score(tally: Tally, result: Evaluation) -> Score | None:
+def _score(tally: stats.Tally, result: Evaluation) -> Score | None:
     """Return a fitness, None if the agent's update or its evaluation was not finite."""
     return result.score if not tally.failed and result.score.is_finite else None
 

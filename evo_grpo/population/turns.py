@@ -134,7 +134,7 @@ class Overlap:
             env.plays = self._parts if self._setting and able else 1
         return able and (self._setting is True or self._decided is True)
 
-    def settle(self, seconds: Mapping[str, float], env: Environment[Any]) -> str:
+    def decide_after(self, seconds: Mapping[str, float], env: Environment[Any]) -> str:
         """Decide once for setting "auto", by the seconds per phase of a round without overlap.
 
         Returns a sentence about the decision, "" if none is made.

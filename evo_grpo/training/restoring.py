@@ -9,8 +9,7 @@ from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.model.digest import base_digest, comparable_digests
 from evo_grpo.model.lora.configs import read_config as read_adapter_config
 from evo_grpo.model.lora.load import fit_slot
-from evo_grpo.population.checkpoints.manifest import read_attributes
-from evo_grpo.population.checkpoints.read import load_agent
+from evo_grpo.population.checkpoints.read import load_agent, read_attributes
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.round import apply, recorded_generation
 from evo_grpo.record.family import archived_agent, next_member_id
@@ -37,7 +36,7 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     slots = tuple(record.agent for record in final.agents)
     # If some rank does not see the checkpoints, the first rank loads and sends them.
     unshared = not sees_folder(folder, cohort.team)
-    if unshared and cohort.together:
+    if unshared and cohort.trains_jointly:
         raise RunDirError(
             f"run {folder}: expected all {cohort.team.size} processes to see it, which train each "
             "agent together (engine.zero), got one that does not; put it on a common disk"
@@ -95,7 +94,7 @@ def _checkpoint(
 def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
     """Give an agent the LoRA configuration and the reference of its checkpoint."""
     state = cohort.agents[slot]
-    if cohort.together:  # such a run starts from new agents, and all have one configuration
+    if cohort.trains_jointly:  # such a run starts from new agents, and all have one configuration
         return
     if cohort.team.size == 1 and read_attributes(place).get("reference") == "own":
         cohort.add_reference(slot)

@@ -20,7 +20,7 @@ from typing import Any
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.places import expanded
 from evo_grpo.population.ranks.ranks import find_team, sharing_early_errors
-from evo_grpo.population.round import Steerer, next_slots, play_round
+from evo_grpo.population.round import Round, Steerer, next_slots, play_round
 from evo_grpo.population.steps import Limit, RunWriter
 from evo_grpo.record.files import many_objects, reading
 from evo_grpo.record.folder import read_config, with_objects
@@ -196,10 +196,11 @@ def play_rounds(
     """
     prepared.between_rounds(slots, len(rounds))  # `Population.train` returns here after Ctrl-C
     while prepared.is_unfinished(rounds):
-        record = play_round(
-            prepared.cohort, prepared.env, prepared.round_settings, slots, len(rounds),
-            writer=writer, observer=observer, limit=limit, past=rounds, steering=steering,
+        round = Round(
+            prepared.cohort, prepared.env, prepared.round_settings, slots, len(rounds), writer,
+            observer, limit, rounds, steering=steering or Steerer(),
         )  # fmt: skip
+        record = play_round(round)
         if outlines and rounds:
             rounds[-1] = outline(rounds[-1])
         rounds.append(record)
@@ -278,7 +279,7 @@ def _writer_of(
     shared = sees_folder(path, team)
     record_rewards(env, path, team, writes=folder is not None, shared=shared)
     if folder is None:
-        return RankWriter(path, shared=shared, idle=prepared.cohort.together)
+        return RankWriter(path, shared=shared, idle=prepared.cohort.trains_jointly)
     # Drop only after restoring: if restoring fails, the unfinished files may be all that is left.
     folder.drop_unfinished()
     writer = FolderWriter(folder, keep=config.record.checkpoints, keep_best=_keeps_best(config))

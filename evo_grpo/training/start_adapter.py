@@ -19,7 +19,7 @@ from evo_grpo.model.lora.configs import (
 )
 from evo_grpo.model.lora.files import WEIGHTS, AdapterCopy, read_adapter
 from evo_grpo.places import find
-from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
+from evo_grpo.population.checkpoints.read import refuse_foreign_files
 from evo_grpo.settings import LoraSettings, ModelConfig
 from evo_grpo.training.sizing.model_size import ModelSize, adapted_layers, rank_in
 

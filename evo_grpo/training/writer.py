@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any, final
 from uuid import uuid4
 
-from evo_grpo.population.checkpoints.manifest import OPTIMIZER
-from evo_grpo.population.checkpoints.write import ACTOR_WEIGHTS, Snapshot, snapshot_again
+from evo_grpo.population.checkpoints.write import (
+    ACTOR_WEIGHTS,
+    OPTIMIZER,
+    Snapshot,
+    snapshot_again,
+)
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.steps import CheckpointFiles, RunWriter

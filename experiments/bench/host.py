@@ -36,7 +36,7 @@ from evo_grpo import settings as configuration  # noqa: E402
 from evo_grpo.learn.learner import Learner  # noqa: E402
 from evo_grpo.learn.updates import OwnOptimizers  # noqa: E402
 from evo_grpo.model.base import SharedBase  # noqa: E402
-from evo_grpo.population.round import next_slots, play_round  # noqa: E402
+from evo_grpo.population.round import Round, next_slots, play_round  # noqa: E402
 from evo_grpo.record.observer import Observer  # noqa: E402
 from evo_grpo.record.run_dir import RunDir  # noqa: E402
 from evo_grpo.training.assemble import prepare  # noqa: E402
@@ -123,17 +123,17 @@ def nothing(learner: Learner, agents: object, batch: Any, forward: object) -> An
     return zeros.requires_grad_(), zeros
 
 
-def stepped(updates: OwnOptimizers, agents: Any, present: Any, metrics: Any) -> None:  # noqa: ANN401
+def stepped(updates: OwnOptimizers, agents: Any) -> None:  # noqa: ANN401
     """Stand for `OwnOptimizers.step`: the first makes the moments of AdamW."""
-    for i in present:
-        metrics[i] |= {"grad_norm": 0.0}
-        metrics[i]["updates"] += 1
-        if agents[i].optimizer.state:
+    for agent, metrics in agents:
+        metrics |= {"grad_norm": 0.0}
+        metrics["updates"] += 1
+        if agent.optimizer.state:
             continue
-        for parameter in updates.slots.parameters(agents[i].adapter):
+        for parameter in updates.slots.parameters(agent.adapter):
             parameter.grad = torch.zeros_like(parameter)
-        agents[i].optimizer.step()
-        agents[i].optimizer.zero_grad(set_to_none=True)
+        agent.optimizer.step()
+        agent.optimizer.zero_grad(set_to_none=True)
 
 
 #: What a device does, and what stands for it.
@@ -178,10 +178,8 @@ def played(shape: str, tokenizer: str, rounds: int, stack: ExitStack) -> list[Se
     for number in range(rounds + 1):
         clock.seconds = {}
         start = time.perf_counter()
-        record = play_round(
-            prepared.cohort, prepared.env, prepared.round_settings, slots, number,
-            writer=writer, observer=Observer(), past=past,
-        )  # fmt: skip
+        parts = prepared.cohort, prepared.env, prepared.round_settings, slots
+        record = play_round(Round(*parts, number, writer, Observer(), past=past))
         whole = time.perf_counter() - start
         writer._pending[-1].result()  # so that no round is written beside another
         past.append(record)

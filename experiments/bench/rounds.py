@@ -10,7 +10,7 @@ from common import ROOT
 
 from evo_grpo import settings as configuration
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.round import next_slots, play_round
+from evo_grpo.population.round import Round, next_slots, play_round
 from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
@@ -88,15 +88,8 @@ def play(
             writer.seconds = dict.fromkeys(writer.seconds, 0.0)
             start = time.perf_counter()
             with around(number):
-                record = play_round(
-                    prepared.cohort,
-                    prepared.env,
-                    prepared.round_settings,
-                    slots,
-                    number,
-                    writer=writer,
-                    observer=Observer(),
-                )
+                parts = prepared.cohort, prepared.env, prepared.round_settings, slots
+                record = play_round(Round(*parts, number, writer, Observer()))
             slots = next_slots(record)
             whole = time.perf_counter() - start
             lines.append({"round": number, **record.seconds, **writer.seconds, "whole": whole})

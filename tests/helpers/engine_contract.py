@@ -53,6 +53,21 @@ def logprobs_of(slots, request, prompt, completion):
     return [table[start + i, token].item() for i, token in enumerate(completion.token_ids)]
 
 
+def greedy_by_transformers(slots, adapter, prompt, tokens=8, **given):
+    """What `generate` gives for one prompt alone."""
+    slots.activate(adapter)
+    ids = torch.tensor([prompt.token_ids])
+    whole = slots.base.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=tokens,
+        pad_token_id=0,
+        **given,
+    )
+    return tuple(whole[0, ids.shape[1] :].tolist())
+
+
 def ids_of(groups):
     return [[c.token_ids for c in group.completions] for group in groups]
 

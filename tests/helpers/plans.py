@@ -10,7 +10,7 @@ from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.select.truncation import TruncationSelection
 from evo_grpo.population.evaluate import Evaluation, summarise
-from evo_grpo.population.plan import AgentReport, PlanInputs, next_round
+from evo_grpo.population.plan import AgentReport, PlanInputs, RankReport, next_round
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Tally
 from evo_grpo.schema.hparams import Hparams
@@ -48,21 +48,20 @@ def report(right, tokens=10, kl=0.0, checkpoint=None, equal=0.0):
     )
 
 
-def planned(reports, number=0, made=None, past=(), archive=None, fresh=None, **given):
+def planned(reports, number=0, made=None, past=(), archive=None, of_rank=None, **given):
     standings = [
         Standing(slot, Member(slot, slot), Hparams(), [r.score] if r.score else [])
         for slot, r in enumerate(reports)
     ]
     inputs = PlanInputs(
         round=number,
-        agents=dict(enumerate(reports)),
+        ranks=[RankReport(dict(enumerate(reports)), **(of_rank or {}))],
         standings=standings,
         settings=made or settings(),
         hp_config=HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-2)),
         seed=1,
         past=past,
         archive=archive,
-        fresh=fresh or {},
         next_id=len(reports),
         task="sums",
         **given,

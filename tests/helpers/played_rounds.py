@@ -5,7 +5,7 @@ from hashlib import sha256
 
 import torch
 
-from evo_grpo.population.round import play_round
+from evo_grpo.population.round import Round, play_round
 from evo_grpo.population.steps import RunWriter, Training, train
 from evo_grpo.record.observer import Observer
 
@@ -61,16 +61,9 @@ def settings_of(made, window=None, sizes=None, **changes):
 
 
 def play(prepared, number=0, writer=None, past=(), **changes):
-    return play_round(
-        prepared.cohort,
-        prepared.env,
-        settings_of(prepared.round_settings, **changes),
-        prepared.slots,
-        number,
-        writer=writer or Memory(),
-        observer=Observer(),
-        past=past,
-    )
+    settings = settings_of(prepared.round_settings, **changes)
+    parts = prepared.cohort, prepared.env, settings, prepared.slots, number
+    return play_round(Round(*parts, writer or Memory(), Observer(), past=past))
 
 
 def train_round(prepared, observer=None):

@@ -1,16 +1,26 @@
-"""A double of vLLM in place of the package, in this process or in the child of an engine."""
+"""A double of vLLM in place of the package, in this process or in the child of an engine.
+
+As a program, it calls an engine for every line that it reads.
+"""
 
 import os
+import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import tiny
+from engine_contract import prompts_of
+
 from evo_grpo.errors import RunFailedError
+from evo_grpo.rollout.engine import RolloutRequest
+from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.rollout.vllm.engine import VLLMEngine
 from evo_grpo.rollout.vllm.server import Session
 from evo_grpo.settings import AgentSettings
 
 FOLDER = Path(__file__).parent / "vllm_double"
+REQUEST = RolloutRequest(0, "a0", prompts_of(3, 5), 2, Sampling(max_output_tokens=4), 7)
 
 
 def _forget():
@@ -60,3 +70,25 @@ def settings_of(*, engine=None, algorithm=None, **vllm):
     return AgentSettings(
         engine={"rollout": "vllm", "vllm": vllm, **(engine or {})}, algorithm=algorithm or {}
     )
+
+
+def build(slots, **options):
+    return VLLMEngine(slots, settings_of(**options))
+
+
+def main():
+    # Whoever starts tests in the background has them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    engine = build(tiny.population(tiny.llama()))
+    print(engine._link.pid, *engine._folders, flush=True)
+    for _ in sys.stdin:
+        try:
+            engine.rollout([REQUEST])
+        except KeyboardInterrupt:
+            print("interrupted", engine._link._process.poll(), flush=True)
+            sys.exit(7)
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

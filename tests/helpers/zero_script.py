@@ -12,7 +12,7 @@ from accelerate.utils import InitProcessGroupKwargs
 import evo_grpo
 from evo_grpo.agilerl import GRPO, Mutations, ReasoningGym, finetune_llm_reasoning
 from evo_grpo.errors import ConfigError, RunFailedError
-from evo_grpo.population.zero.setup import import_deepspeed
+from evo_grpo.population.zero.engine import import_deepspeed
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 SMALL = {"group_size": 3, "max_output_tokens": 3, "batch_size": None, "lr": 1e-3, "beta": 0.0}

@@ -24,8 +24,8 @@ ROUNDING = 0.01
 class Kept(OwnOptimizers):
     """Takes no step, and keeps the gradients of all agents."""
 
-    def step(self, agents, present, metrics):
-        grads = [self.slots.parameters(agents[i].adapter) for i in present]
+    def step(self, agents):
+        grads = [self.slots.parameters(agent.adapter) for agent, _ in agents]
         self.kept = [torch.cat([p.grad.flatten().double() for p in mine]) for mine in grads]
 
 

@@ -26,7 +26,7 @@ def test_the_worst_agent_is_overwritten_by_the_best():
 
 def test_the_record_holds_what_the_ranks_reported():
     plan = planned([report(10, checkpoint="checkpoints/a"), report(None), report(20)], starts=12,
-                   reduced={"max_decode_rows": 8})  # fmt: skip
+                   of_rank={"reduced": {"max_decode_rows": 8}})  # fmt: skip
     first, failed, _ = plan.record.agents
     assert first.checkpoint == "checkpoints/a"
     assert first.score.mean == pytest.approx(0.25)
@@ -139,7 +139,7 @@ def archived(own, best, number=2, right=(10, 30, 20), made=None):
         made=with_archive(made or between()),
         archive=ARCHIVE,
         past=[earlier],
-        fresh={9: report(own).score, 1: report(best).score},
+        of_rank={"fresh": {9: report(own).evaluation, 1: report(best).evaluation}},
     ).record
 
 

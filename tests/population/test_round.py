@@ -19,6 +19,7 @@ from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.learn.objective.advantages import group_advantages
 from evo_grpo.population.evaluate import weighted
 from evo_grpo.population.round import (
+    Round,
     apply,
     copies_in_order,
     next_slots,
@@ -46,15 +47,8 @@ def experience(*lengths, ended=None):
 def test_a_round_trains_evaluates_keeps_and_evolves():
     prepared, writer, told = prepare(small(population__steps_per_round=2)), Memory(), Told()
     before = adapters(prepared.cohort)
-    record = play_round(
-        prepared.cohort,
-        prepared.env,
-        prepared.round_settings,
-        prepared.slots,
-        0,
-        writer=writer,
-        observer=told,
-    )
+    parts = prepared.cohort, prepared.env, prepared.round_settings, prepared.slots
+    record = play_round(Round(*parts, 0, writer, told))
     assert told.calls == [("learn", 0), ("learn", 0), ("evaluate", 0), ("done", 0)]
     assert writer.steps == [(0, 0, [0, 1, 2]), (0, 1, [0, 1, 2])]
     assert writer.checkpoints == [(0, 0), (0, 1), (0, 2)]

@@ -91,7 +91,7 @@ def result(config, out):
     return found
 
 
-STEPS = {"population__steps_per_round": 3, "population__rounds": 2, "engine__overlap": True}
+STEPS = {"population__steps_per_round": 2, "population__rounds": 2, "engine__overlap": True}
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_rewards_of_two_parts_are_under_way_at_once_and_each_step_is_told(monkey
     prepared, told = prepare(small(**STEPS | {"population__size": 2})), Told()
     assert prepared.cohort.shards == 2
     tallies, _ = train_round(prepared, told)
-    assert len(met) == 2 * 3
-    assert told.calls == [("learn", 0)] * 3
-    assert [len(tally.metrics) for tally in tallies.values()] == [3, 3]
+    assert len(met) == 2 * 2
+    assert told.calls == [("learn", 0)] * 2
+    assert [len(tally.metrics) for tally in tallies.values()] == [2, 2]
 
 
 def test_parts_meet_the_prompts_that_all_agents_would_meet():
@@ -146,13 +146,14 @@ def test_parts_meet_the_prompts_that_all_agents_would_meet():
         last = [[t.prompt for t, _ in tally.samples] for tally in tallies.values()]
         found.append((last, starts, asked))
     assert found[0] == found[1] == found[2]
-    assert found[0][1] >= 6
+    assert found[0][1] >= 4
 
 
 GAME = {
     "env": {"kind": "python:text_games:Longer", "max_turns": 3},
     "model": "tiny-sums",
     "algorithm__max_output_tokens": 3,
+    "population__rounds": 1,
 }
 
 
@@ -163,7 +164,7 @@ def test_games_step_while_others_decode_as_if_all_waited(tmp_path):
         for on in (True, False)
     )  # fmt: skip
     assert overlapping == waiting
-    assert sum(row["tokens"] for row in overlapping["leaderboard"]) > 100
+    assert sum(row["tokens"] for row in overlapping["leaderboard"]) > 50
 
 
 def gym_for(population, factory=Longer, **settings):
@@ -219,10 +220,10 @@ def test_auto_decides_once_by_the_seconds_of_a_round_whether_parts_take_turns():
         overlap = Overlap("auto", 2)
         assert not overlap.takes_turns(env)
         seconds = {"generate": 1.0, "learn": 2.0, "reward": reward, "evaluate": 9.0}
-        text = overlap.settle(seconds, env)
+        text = overlap.decide_after(seconds, env)
         assert text.startswith(f"engine.overlap auto: rewards took {reward:.3g} s")
         assert overlap.takes_turns(env) is expected
-        assert overlap.settle({"reward": 3.0 - reward, "learn": 1.0}, env) == ""
+        assert overlap.decide_after({"reward": 3.0 - reward, "learn": 1.0}, env) == ""
         assert overlap.takes_turns(env) is expected
 
 
@@ -236,10 +237,10 @@ def test_what_auto_has_decided_holds_where_an_environment_allows_it():
     gym, *others = [gym_for(population, max_environments=9), MultiTurnGym.of(wrapper),
                     gym_for(population, max_environments=3)]  # fmt: skip
     slow = {"reward": 9.0, "learn": 1.0}
-    assert [cohort.overlap.settle(slow, other) for other in others] == ["", ""]
+    assert [cohort.overlap.decide_after(slow, other) for other in others] == ["", ""]
     assert not cohort.overlap.takes_turns(gym)
     assert gym.width == 2  # as when they take turns: `auto` never changes what is in a batch
-    assert "4 parts take turns" in cohort.overlap.settle(slow, gym)
+    assert "4 parts take turns" in cohort.overlap.decide_after(slow, gym)
     found = [(cohort.overlap.takes_turns(env), env.width) for env in (gym, *others)]
     assert found == [(True, 2), (False, 1), (False, 3)]
 

@@ -31,7 +31,7 @@ from evo_grpo.errors import (
     RunFailedError,
 )
 from evo_grpo.places import searching
-from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
+from evo_grpo.population.checkpoints.read import refuse_foreign_files
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted

@@ -27,7 +27,7 @@ from evo_grpo.evolve.intervals import LEVEL, interval
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import CONFIG as ADAPTER_CONFIG
 from evo_grpo.places import searching
-from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
+from evo_grpo.population.checkpoints.read import refuse_foreign_files
 from evo_grpo.population.evaluate import Evaluation, evaluate
 from evo_grpo.population.evaluate import pass_at as pass_at_k
 from evo_grpo.readers.terminal.console import safe, say

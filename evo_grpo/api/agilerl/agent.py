@@ -26,7 +26,7 @@ from evo_grpo.api.agilerl.arguments import (
 from evo_grpo.api.population import Population
 from evo_grpo.api.saved import load_one
 from evo_grpo.errors import ConfigError
-from evo_grpo.population.zero.setup import stage_of
+from evo_grpo.population.zero.engine import stage_of
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.validation import whole
 from evo_grpo.settings.keywords import AGENT_KEYWORDS

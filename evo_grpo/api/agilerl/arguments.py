@@ -14,9 +14,9 @@ from peft import LoraConfig, PeftModel
 
 from evo_grpo.api.objects import separated
 from evo_grpo.errors import ConfigError
-from evo_grpo.learn.objective.lr_schedule import lr_factor
+from evo_grpo.learn.updates import lr_factor
 from evo_grpo.model.loading import merge_dtype_keywords
-from evo_grpo.population.zero.setup import stage_of
+from evo_grpo.population.zero.engine import stage_of
 from evo_grpo.schema.problems import Path, Problem, Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import flag, is_number, whole

@@ -26,7 +26,7 @@ from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.round import next_slots, play_round
+from evo_grpo.population.round import Round, next_slots, play_round
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Tally
 from evo_grpo.population.steps import RunWriter
@@ -297,16 +297,10 @@ def train(
         while not budget.over:
             planned = _round_settings(population, env, settings, number, budget.taken)
             due = planned.population.rounds > number + 1
-            record = play_round(
-                cohort,
-                env,
-                planned,
-                population.slots,
-                number,
-                writer=writer,
-                observer=observer,
-                limit=budget,
+            round = Round(
+                cohort, env, planned, population.slots, number, writer, observer, limit=budget
             )
+            record = play_round(round)
             population.rounds.append(record)
             population.keep(next_slots(record))
             number += 1

@@ -14,7 +14,7 @@ from peft import LoraConfig
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.loading import DTYPES, from_pretrained, pick_dtype
 from evo_grpo.model.lora.configs import read_config
-from evo_grpo.population.checkpoints.manifest import ATTRIBUTES
+from evo_grpo.record.names import ATTRIBUTES
 from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.validation import Rule, flag, shown
 from evo_grpo.settings import AgentSettings, ModelConfig

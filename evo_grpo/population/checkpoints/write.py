@@ -18,29 +18,26 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from evo_grpo.model.digest import base_digest
 from evo_grpo.model.lora.files import CONFIG, WEIGHTS, AdapterCopy, write_tensors
-from evo_grpo.population.checkpoints.manifest import ATTRIBUTES, FORMAT, OPTIMIZER, copy_moments
 from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.state import AgentTensors, copy_tensors
+from evo_grpo.record.names import ATTRIBUTES
 from evo_grpo.types import Score
 
+FORMAT = 3
+"""Version of attributes.json."""
+OPTIMIZER = "optimizer.safetensors"
 ACTOR_WEIGHTS = f"actor/{WEIGHTS}"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of an agent at one moment, copied to the CPU so that training can continue.
+    """The state of an agent at one moment; `attributes` is attributes.json without the digests."""
 
-    `reference` is the frozen reference slot, if the checkpoint contains one. `optimizer` has
-    AdamW's moments by file key; it is empty to omit them. `attributes` is attributes.json without
-    the digests.
-    """
-
-    actor: AdapterCopy
-    reference: AdapterCopy | None
-    optimizer: dict[str, torch.Tensor]
+    tensors: AgentTensors
     attributes: dict[str, Any]
 
     def with_history(self, history: Sequence[Score]) -> Snapshot:
@@ -51,18 +48,20 @@ class Snapshot:
     def to_send(self) -> Snapshot:
         """Return a copy for pickling, since pickled views would each contain the whole buffer."""
 
-        def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: tensor.clone() for name, tensor in tensors.items()}
 
-        reference = self.reference
-        return replace(
-            self,
-            actor=replace(self.actor, state=apart(self.actor.state)),
-            reference=None
-            if reference is None
-            else replace(reference, state=apart(reference.state)),
-            optimizer=apart(self.optimizer),
+        def adapter(copied: AdapterCopy) -> AdapterCopy:
+            return replace(copied, state=apart(copied.state))
+
+        tensors = self.tensors
+        tensors = replace(
+            tensors,
+            actor=adapter(tensors.actor),
+            reference=None if tensors.reference is None else adapter(tensors.reference),
+            moments={place: apart(values) for place, values in tensors.moments.items()},
         )
+        return replace(self, tensors=tensors)
 
     def write(self, path: str | Path) -> dict[str, str]:
         """Write the files over an earlier checkpoint; return the SHA-256 of each by its path."""
@@ -72,21 +71,30 @@ class Snapshot:
         for part in ("reference", "base"):
             shutil.rmtree(folder / part, ignore_errors=True)
         (folder / OPTIMIZER).unlink(missing_ok=True)
-        adapters = {"actor": self.actor, "reference": self.reference}
+        adapters = {"actor": self.tensors.actor, "reference": self.tensors.reference}
         names: list[str] = []
         for name, adapter in adapters.items():
             if adapter is not None:
                 (folder / name).mkdir(parents=True, exist_ok=True)
                 adapter.write(folder / name)
                 names += f"{name}/{WEIGHTS}", f"{name}/{CONFIG}"
-        if self.optimizer:
-            write_tensors(self.optimizer, folder / OPTIMIZER)
+        if self.tensors.moments:
+            write_tensors(self._moments(), folder / OPTIMIZER)
             names.append(OPTIMIZER)
         files = {name: _sha256(folder / name) for name in sorted(names)}
         attributes = json.dumps({**self.attributes, "files": files}, indent=1)
         # Written last, since it has the digests of the other files.
         (folder / ATTRIBUTES).write_text(f"{attributes}\n", encoding="utf-8")
         return {**files, ATTRIBUTES: _sha256(folder / ATTRIBUTES)}
+
+    def _moments(self) -> dict[str, Tensor]:
+        """Return AdamW's moments by PEFT's file keys."""
+        keys = list(self.tensors.actor.state)
+        return {
+            f"{keys[place]}.{name}": value
+            for place, values in self.tensors.moments.items()
+            for name, value in values.items()
+        }
 
 
 def _sha256(file: Path) -> str:
@@ -119,7 +127,7 @@ def save_agent(
             cohort.base.save(Path(path) / "base", weights)
         return files
 
-    return cohort.team.agree(None, write) if cohort.together else write(None)
+    return cohort.team.agree(None, write) if cohort.trains_jointly else write(None)
 
 
 def snapshot_again(cohort: Cohort, slot: int, earlier: Snapshot | None) -> Snapshot:
@@ -142,8 +150,12 @@ def snapshot_agent(
     `start` includes the reference even if all agents started from it; a run omits it.
     """
     state = cohort.check_slot(slot)
-    names = cohort.slots.shapes(state.adapter)
-    moments = copy_moments(state.optimizer, names) if save_optimizer else {}
+    tensors = copy_tensors(
+        cohort.slots,
+        state,
+        moments=save_optimizer,
+        reference=cohort.references.of(state) if start else None,
+    )
     attributes = {
         "format": FORMAT,
         "settings": cohort.settings.model_dump(mode="json"),
@@ -162,10 +174,4 @@ def snapshot_agent(
         "objects": list(cohort.objects),
         "padding": cohort.base.padding,
     }
-    reference = cohort.references.of(state) if state.has_reference or start else None
-    return Snapshot(
-        actor=cohort.slots.snapshot(state.adapter),
-        reference=None if reference is None else cohort.slots.snapshot(reference),
-        optimizer=moments,
-        attributes=attributes,
-    )
+    return Snapshot(tensors, attributes)

@@ -9,7 +9,7 @@ from typing import final
 
 from evo_grpo.model.lora.resize import mix_products, mix_slots
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.cohort.state import AgentState, Packed, packed, unpack
+from evo_grpo.population.cohort.state import AgentState, AgentTensors, copy_tensors, put_tensors
 from evo_grpo.schema.hparams import LORA, Hparams, of_mean
 from evo_grpo.types import Score, Slot
 
@@ -28,7 +28,7 @@ class LastWholeRound:
         self.slots: tuple[Slot, ...] = ()
         self.rounds = 0
         self._cohort = cohort
-        self._agents: list[tuple[AgentState, Hparams, Packed]] = []
+        self._agents: list[tuple[AgentState, Hparams, AgentTensors]] = []
         self._archive: Slot | None = None
         self._known: frozenset[int] = frozenset()
 
@@ -36,15 +36,15 @@ class LastWholeRound:
         """Keep the agents of these slots and the archive, after `rounds` finished rounds."""
         cohort = self._cohort
         self._agents = []  # free their memory first
-        if cohort.team.size > 1 or cohort.together:
+        if cohort.team.size > 1 or cohort.trains_jointly:
             return
         self.slots, self.rounds, self._known = tuple(slots), rounds, frozenset(cohort.agents)
         self._archive = None if cohort.archive is None else cohort.archive.slot
-        agents: list[tuple[AgentState, Hparams, Packed]] = []
+        agents: list[tuple[AgentState, Hparams, AgentTensors]] = []
         for slot in (*slots, *(() if self._archive is None else (self._archive,))):
             state = cohort.agents[slot]
             copy = replace(state, history=list(state.history))
-            tensors = packed(cohort.slots, state, moments=True)
+            tensors = copy_tensors(cohort.slots, state, moments=True)
             agents.append((copy, state.hparams, tensors))
         self._agents = agents  # all of them, or none after Ctrl-C
 
@@ -66,7 +66,7 @@ class LastWholeRound:
         return True
 
 
-def _restore(cohort: Cohort, before: AgentState, hparams: Hparams, tensors: Packed) -> None:
+def _restore(cohort: Cohort, before: AgentState, hparams: Hparams, tensors: AgentTensors) -> None:
     slots = cohort.slots
     if before.adapter not in slots.names:  # the agent has left
         slots.add(before.adapter)
@@ -76,7 +76,7 @@ def _restore(cohort: Cohort, before: AgentState, hparams: Hparams, tensors: Pack
         slots.remove(before.reference)
     state = replace(before, history=list(before.history))
     cohort.agents[before.slot] = state
-    unpack(slots, state, tensors, partial(cohort.fresh_optimizer, before.slot, hparams))
+    put_tensors(slots, state, tensors, partial(cohort.fresh_optimizer, before.slot, hparams))
     state.hparams = hparams
     state.optimizer.zero_grad(set_to_none=True)
 

@@ -30,21 +30,16 @@ from evo_grpo.population.cohort.state import (
     References,
     adapter_config,
     check_rank,
+    copy_tensors,
     inherit,
-    packed,
+    put_tensors,
     resize,
-    unpack,
     with_choices,
 )
 from evo_grpo.population.ranks.team import Team, deal, order_transfers
 from evo_grpo.population.turns import Overlap
-from evo_grpo.population.zero.together import (
-    DividedSampling,
-    FirstRankPlay,
-    ZeroOptimizer,
-    ZeroTraining,
-    make_zero_training,
-)
+from evo_grpo.population.zero import together
+from evo_grpo.population.zero.engine import ZeroEngine
 from evo_grpo.rollout.engine import EngineFactory, RolloutEngine, RolloutRequest, make_engine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.schema.hparams import Hparams
@@ -85,7 +80,7 @@ class Cohort:
         self.team = team or Team()
         self.overlap = Overlap(settings.engine.overlap, self.shards)
         self.accelerator = accelerator
-        self._zero: ZeroTraining | None = None
+        self._zero: ZeroEngine | None = None
         self.agents: dict[int, AgentState] = {}
         offloads = settings.engine.offload_adapters and base.device.type not in ("cpu", "mps")
         self.offload = Offload(self.slots, self.references, self.agents) if offloads else None
@@ -107,10 +102,10 @@ class Cohort:
     @property
     def shards(self) -> int:
         """Number of shards; the agents of a shard generate and learn in one batch."""
-        return 1 if self.together else self.settings.engine.parts()
+        return 1 if self.trains_jointly else self.settings.engine.parts()
 
     @property
-    def together(self) -> bool:
+    def trains_jointly(self) -> bool:
         """Whether every rank has all agents, and all ranks train each agent together."""
         return self.settings.engine.zero is not None
 
@@ -118,8 +113,8 @@ class Cohort:
         self, env: Environment[StartT], starts: Sequence[Sequence[StartT]], sizes: Sequence[int]
     ) -> Play:
         """Begin a play; if all ranks train together, only the first rank plays."""
-        if self.together and self.team.size > 1:
-            return FirstRankPlay(lambda: env.begin(starts, sizes), self.team)
+        if self.trains_jointly and self.team.size > 1:
+            return together.FirstRankPlay(lambda: env.begin(starts, sizes), self.team)
         return env.begin(starts, sizes)
 
     def parts_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
@@ -148,7 +143,7 @@ class Cohort:
         return self._has(self.agents[slot].rank)
 
     def _has(self, rank: int) -> bool:
-        return self.together or rank == self.team.rank
+        return self.trains_jointly or rank == self.team.rank
 
     @property
     def max_output_tokens(self) -> int:
@@ -171,8 +166,8 @@ class Cohort:
         """Create the rollout engine if there is none."""
         if self._engine is None:
             engine = self._make_engine(self.slots, self.settings)
-            divided = self.together and self.team.size > 1
-            self._engine = DividedSampling(engine, self.team) if divided else engine
+            divided = self.trains_jointly and self.team.size > 1
+            self._engine = together.DividedSampling(engine, self.team) if divided else engine
         return self._engine
 
     def close_engine(self) -> None:
@@ -218,8 +213,7 @@ class Cohort:
         if self.base.tokenizer is None:
             self.base.tokenizer = env.tokenizer
         self._hint = env.max_output_tokens
-        for learner in (self.learner, *([self._zero.learner] if self._zero else ())):
-            learner.limit_output(self.max_output_tokens)
+        self.learner.limit_output(self.max_output_tokens)
         if self.context_length is not None:
             limit = (self.max_output_tokens,) if isinstance(env, ReasoningGym) else ()
             env.limit_context(self.context_length, *limit)
@@ -246,9 +240,12 @@ class Cohort:
         hparams = hparams.with_weights(self._reward_weights)
         if self._has(rank):
             self.slots.add(f"actor_{slot}", adapter_config(self.slots, hparams))
-        if self.together and self._zero is None:  # copies the first agent's shape; before any pass
-            self._zero = make_zero_training(self.slots, self.settings, self.team, self.accelerator)
-            self._zero.learner.loss = self.learner.loss
+        # The engine copies the shape of the first agent, and is made before any pass.
+        if self.trains_jointly and self._zero is None:
+            self._zero = together.make_zero_engine(
+                self.slots, self.settings, self.team, self.accelerator
+            )
+            self.learner.updates = together.EngineSteps(self._zero, self.team)
         optimizer = self.fresh_optimizer(slot, hparams, rank)
         self.agents[slot] = AgentState(slot, hparams, optimizer, member, rank=rank)
         if self.settings.algorithm.separate_reference:
@@ -293,7 +290,7 @@ class Cohort:
         parameters = self.slots.parameters(f"actor_{slot}") if here else [placeholder]
         group = {"params": parameters, "initial_lr": hparams.lr, "agent": True}
         if self._zero is not None:
-            return ZeroOptimizer({**group, "lr": hparams.lr}, self._zero.engine, f"actor_{slot}")
+            return together.ZeroOptimizer({**group, "lr": hparams.lr}, self._zero, f"actor_{slot}")
         return torch.optim.AdamW([group], lr=hparams.lr, weight_decay=0.0, fused=True)
 
     def check_hparams(self, hparams: Hparams) -> None:
@@ -346,10 +343,10 @@ class Cohort:
 
     def _send(self, source: AgentState, target: AgentState, *, moments: bool) -> None:
         if source.rank == self.team.rank:
-            self.team.send(packed(self.slots, source, moments=moments), target.rank)
+            self.team.send(copy_tensors(self.slots, source, moments=moments), target.rank)
         elif target.rank == self.team.rank:
             fresh = partial(self.fresh_optimizer, target.slot, target.hparams)
-            unpack(self.slots, target, self.team.receive(source.rank), fresh)
+            put_tensors(self.slots, target, self.team.receive(source.rank), fresh)
 
     def move(self, ranks: Mapping[Slot, int], *, weights: bool = True) -> None:
         """Move agents to their new ranks, with weights and moments; all ranks make the same call.
@@ -462,13 +459,16 @@ class Cohort:
         self.slots.together = tuple(s.adapter for s in states) if self.shards > 1 else ()
         if self._engine is not None:
             self._engine.sleep()
-        metrics = (self._zero or self.learner).learn(
-            learning,
-            batches,
+        learn = partial(
+            self.learner.learn,
             seed=derive(self.seed, *stream),
             # Rows that came without an engine have no sampler to correct for.
             exact_sampler=self._engine is None or self._engine.exact,
         )
+        if self._zero is None:
+            metrics = learn(learning, batches)
+        else:
+            metrics = together.learn_in_turns(learn, learning, batches, self.team)
         for state, values in zip(states, metrics, strict=True):
             state.steps += 1
             state.last = values

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from evo_grpo.evolve.decide import Standing
 from evo_grpo.evolve.start import with_first_choices
-from evo_grpo.learn.objective.lr_schedule import lr_factor
+from evo_grpo.learn.updates import lr_factor
+from evo_grpo.model.forward.sending import fetch
 from evo_grpo.model.lora.configs import module_of, width_of
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.load import fit_slot, padded
@@ -35,11 +36,11 @@ COUNTERS = ("steps", "dead_steps", "reference_updates")
 
 
 @dataclass(frozen=True)
-class Packed:
-    """The parts of an agent that are sent between ranks; fields are as in `AgentState`.
+class AgentTensors:
+    """The tensors of an agent at one moment, copied to the CPU so that training can continue.
 
-    `reference` is None for an agent without its own reference. The keys of `moments` are parameter
-    positions.
+    `reference` is None if it is not copied. The keys of `moments` are parameter positions; it is
+    empty without AdamW's state. For `rank_error` see `AgentState`.
     """
 
     actor: AdapterCopy
@@ -175,27 +176,32 @@ def inherit(parent: torch.optim.Optimizer, child: torch.optim.Optimizer) -> None
     child.load_state_dict(copy.deepcopy(parent.state_dict()))
 
 
-def packed(slots: AdapterSlots, state: AgentState, *, moments: bool) -> Packed:
-    """Copy an agent's tensors to the CPU, with or without AdamW's moments.
+def copy_tensors(
+    slots: AdapterSlots, state: AgentState, *, moments: bool, reference: str | None = None
+) -> AgentTensors:
+    """Copy an agent's tensors, with or without AdamW's moments.
 
     The copies take 4 bytes per parameter, 12 with moments, 16 with moments and a reference.
+    `reference` is a slot to copy for an agent without its own reference.
     """
-    reference = slots.snapshot(state.reference) if state.has_reference else None
+    reference = state.reference if state.has_reference else reference
     states = state.optimizer.state_dict()["state"] if moments else {}
-    on_cpu = {
-        place: {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
-        for place, values in states.items()
-    }
-    return Packed(slots.snapshot(state.adapter), reference, on_cpu, state.rank_error)
+    values = iter(fetch([value for of_one in states.values() for value in of_one.values()]))
+    return AgentTensors(
+        slots.snapshot(state.adapter),
+        None if reference is None else slots.snapshot(reference),
+        {place: {name: next(values) for name in of_one} for place, of_one in states.items()},
+        state.rank_error,
+    )
 
 
-def unpack(
+def put_tensors(
     slots: AdapterSlots,
     state: AgentState,
-    values: Packed,
+    values: AgentTensors,
     fresh_optimizer: Callable[[], torch.optim.Optimizer],
 ) -> None:
-    """Load tensors made by `packed` into a slot, and give it their configuration."""
+    """Load copied tensors into a slot, and give it their configuration."""
     for name, adapter in ((state.adapter, values.actor), (state.reference, values.reference)):
         if adapter is not None:
             fit_slot(slots, name, adapter.config)

@@ -31,13 +31,7 @@ from torch.distributed import distributed_c10d
 from evo_grpo.envs.rewards.scorer import Board
 from evo_grpo.errors import ConfigError, EvoGrpoError, LostRankError, OtherRankError
 from evo_grpo.escaping import error_text
-from evo_grpo.population.ranks.heartbeat import (
-    SECONDS,
-    THREAD,
-    VARIABLE,
-    Heartbeat,
-    positive_from_environment,
-)
+from evo_grpo.population.ranks import heartbeat
 from evo_grpo.population.ranks.team import STORE, Lockstep, Team, is_one_of_several
 
 #: Ranks wait for each other without a practical limit; the heartbeat reports a lost rank.
@@ -54,7 +48,7 @@ R = TypeVar("R")
 
 _THREAD = "exchange between ranks"
 #: One per process, like the process group of torch.distributed.
-_heartbeat: Heartbeat | None = None
+_heartbeat: heartbeat.Heartbeat | None = None
 #: Boards of this process; each is a part of the store.
 _boards = 0
 _AT_ONCE = 1000
@@ -65,7 +59,7 @@ _AT_ONCE = 1000
 class Ranks(Team):
     """The ranks of a run with several processes, connected by a gloo group; see `Team`."""
 
-    def __init__(self, rank: int, size: int, group: Any, heartbeat: Heartbeat) -> None:  # noqa: ANN401 -- torch's group
+    def __init__(self, rank: int, size: int, group: Any, heartbeat: heartbeat.Heartbeat) -> None:  # noqa: ANN401 -- torch's group
         self.rank = rank
         self.size = size
         self._group = group
@@ -345,7 +339,7 @@ def _end_failed() -> None:
 
 
 def _is_waiting() -> bool:
-    return any(thread.name in (_THREAD, THREAD) for thread in threading.enumerate())
+    return any(thread.name in (_THREAD, heartbeat.THREAD) for thread in threading.enumerate())
 
 
 def _flush_and_exit(code: int) -> NoReturn:
@@ -384,7 +378,7 @@ def find_team(to_meet: timedelta | None = None) -> Team:
     """
     if not is_one_of_several():
         return Team()
-    minutes = positive_from_environment(START_VARIABLE, START_MINUTES, "minutes")
+    minutes = heartbeat.positive_from_environment(START_VARIABLE, START_MINUTES, "minutes")
     to_meet = to_meet or timedelta(minutes=minutes)
     if not dist.is_initialized():
         try:
@@ -406,8 +400,10 @@ def find_team(to_meet: timedelta | None = None) -> Team:
         store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] -- no public one
         store = distributed_c10d.PrefixStore("evo-grpo", store.clone())
         rank, size = dist.get_rank(), dist.get_world_size()
-        limit = positive_from_environment(VARIABLE, SECONDS, "seconds")
-        _heartbeat = Heartbeat(rank, size, store, limit)
+        limit = heartbeat.positive_from_environment(
+            heartbeat.VARIABLE, heartbeat.SECONDS, "seconds"
+        )
+        _heartbeat = heartbeat.Heartbeat(rank, size, store, limit)
     # Every rank has written its first sign before it can create this group.
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     if begins:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from evo_grpo.envs.protocol import Ask, Experience, Play
 from evo_grpo.errors import ConfigError, RunFailedError
-from evo_grpo.learn.learner import Learner
 from evo_grpo.learn.metrics import MetricSums
 from evo_grpo.learn.rows import AgentBatch, AgentTraining
 from evo_grpo.learn.updates import Bucket
@@ -28,14 +27,18 @@ from evo_grpo.model.loading import pick_device
 from evo_grpo.model.lora.configs import with_targets
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.population.ranks.team import Team
-from evo_grpo.population.zero.engine import TURN, LocalMoments, ZeroEngine, fill, part_of
-from evo_grpo.population.zero.setup import own_accelerator
+from evo_grpo.population.zero.engine import (
+    TURN,
+    LocalMoments,
+    ZeroEngine,
+    fill,
+    own_accelerator,
+    part_of,
+)
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
 from evo_grpo.schema.hparams import LORA
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import AgentSettings
-from evo_grpo.settings.algorithm import AlgorithmConfig
-from evo_grpo.settings.engine import EngineConfig
 from evo_grpo.types import CompletionGroup
 
 
@@ -108,56 +111,39 @@ def widest(slots: AdapterSlots, space: HyperparameterConfig) -> LoraConfig:
     return config
 
 
-@final
-class ZeroTraining:
-    """Trains agents on one engine, one after the other."""
+def learn_in_turns(
+    learn: Callable[[list[AgentTraining], list[AgentBatch]], list[dict[str, float]]],
+    agents: Sequence[AgentTraining],
+    batches: Sequence[AgentBatch],
+    team: Team,
+) -> list[dict[str, float]]:
+    """Call a learner with `EngineSteps` for one agent after the other; return all metrics.
 
-    def __init__(
-        self, engine: ZeroEngine, algorithm: AlgorithmConfig, settings: EngineConfig, team: Team
-    ) -> None:
-        self.engine, self.team = engine, team
-        self.learner = Learner(engine.slots, algorithm, settings, _EngineSteps(engine, team))
-
-    def learn(
-        self,
-        agents: Sequence[AgentTraining],
-        batches: Sequence[AgentBatch],
-        *,
-        seed: int,
-        exact_sampler: bool = True,
-    ) -> list[dict[str, float]]:
-        """Take every agent's optimizer steps on its rows; see `Learner.learn`.
-
-        All processes call this with equal arguments.
-        """
-        self._check_equal(batches)
-        metrics: list[dict[str, float]] = []
-        with self.team.exchange():
-            for agent, batch in zip(agents, batches, strict=True):
-                optimizer = agent.optimizer
-                assert isinstance(optimizer, ZeroOptimizer), "the cohort makes them"
-                self.engine.begin(agent.adapter, optimizer.moments, optimizer.param_groups[0])
-                turn = replace(agent, adapter=TURN, stream=agent.adapter)
-                metrics += self.learner.learn(
-                    [turn], [batch], seed=seed, exact_sampler=exact_sampler
-                )
-                optimizer.moments = self.engine.end(agent.adapter)
-        return metrics
-
-    def _check_equal(self, batches: Sequence[AgentBatch]) -> None:
-        digest = hashlib.sha256()
-        for row in (row for batch in batches for row in batch.rows):
-            parts = (row.token_ids.tobytes(), row.mask.tobytes(), str(row.advantage).encode())
-            digest.update(b"".join(parts))
-        check_equal(self.team, digest.hexdigest(), "learn")
+    All processes call this with equal agents and batches.
+    """
+    digest = hashlib.sha256()
+    for row in (row for batch in batches for row in batch.rows):
+        parts = (row.token_ids.tobytes(), row.mask.tobytes(), str(row.advantage).encode())
+        digest.update(b"".join(parts))
+    check_equal(team, digest.hexdigest(), "learn")
+    metrics: list[dict[str, float]] = []
+    with team.exchange():
+        for agent, batch in zip(agents, batches, strict=True):
+            optimizer = agent.optimizer
+            assert isinstance(optimizer, ZeroOptimizer), "the cohort makes them"
+            engine = optimizer.engine
+            engine.begin(agent.adapter, optimizer.moments, optimizer.param_groups[0])
+            metrics += learn([replace(agent, adapter=TURN, stream=agent.adapter)], [batch])
+            optimizer.moments = engine.end(agent.adapter)
+    return metrics
 
 
-def make_zero_training(
+def make_zero_engine(
     slots: AdapterSlots,
     settings: AgentSettings,
     team: Team,
     accelerator: Any = None,  # noqa: ANN401 -- accelerate is untyped
-) -> ZeroTraining:
+) -> ZeroEngine:
     """Build the engine of a cohort that has an agent; all processes call this.
 
     `accelerator` is the user's Accelerator, with DeepSpeed's plugin for the stage; None creates
@@ -184,7 +170,7 @@ def make_zero_training(
     if stage == 3 and team.size > 1:
         # Completions differ in length, so one process may decode when another has finished.
         slots.base.passes = team.in_lockstep(engine.idle_forward, _never)
-    return ZeroTraining(engine, settings.algorithm, settings.engine, team)
+    return engine
 
 
 def check_equal(team: Team, digest: str, call: str) -> None:
@@ -198,7 +184,7 @@ def check_equal(team: Team, digest: str, call: str) -> None:
 
 
 @final
-class _EngineSteps:
+class EngineSteps:
     """Takes optimizer steps on the engine's adapter; see `Updates`."""
 
     def __init__(self, engine: ZeroEngine, team: Team) -> None:
@@ -216,16 +202,10 @@ class _EngineSteps:
         """See `Updates`."""
         self.engine.backward(loss)
 
-    def step(
-        self,
-        agents: Sequence[AgentTraining],
-        present: Sequence[int],
-        metrics: list[dict[str, float]],
-    ) -> None:
+    def step(self, agents: Sequence[tuple[AgentTraining, dict[str, float]]]) -> None:
         """See `Updates`."""
-        (position,) = present
-        entry = metrics[position]
-        self.engine.step(agents[position].hparams.max_grad_norm)
+        ((agent, entry),) = agents
+        self.engine.step(agent.hparams.max_grad_norm)
         entry["grad_norm"] += self.engine.grad_norm
         if self.engine.stepped:
             entry["updates"] += 1

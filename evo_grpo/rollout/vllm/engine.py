@@ -24,17 +24,8 @@ from evo_grpo.model.lora.files import CONFIG, WEIGHTS, write_tensors
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
 from evo_grpo.rollout.sampling import Sampling
-from evo_grpo.rollout.vllm.links import Child
-from evo_grpo.rollout.vllm.start import (
-    base_folder,
-    can_sleep,
-    environment,
-    find_vllm,
-    largest_rank,
-    llm_keywords,
-    rank_of,
-    tokenizer_folder,
-)
+from evo_grpo.rollout.vllm import process
+from evo_grpo.rollout.vllm.process import Child, can_sleep, largest_rank, rank_of
 from evo_grpo.settings import AgentSettings, EngineConfig, VLLMSettings
 from evo_grpo.types import Completion, CompletionGroup, Prompt
 
@@ -80,7 +71,7 @@ class VLLMEngine(RolloutEngine):
     @classmethod
     def check(cls, engine: EngineConfig) -> None:
         """Check that vLLM is installed; see `RolloutEngine`."""
-        find_vllm(engine.vllm)
+        process.find_vllm(engine.vllm)
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample the completions of all requests; see `RolloutEngine`."""
@@ -123,15 +114,15 @@ class VLLMEngine(RolloutEngine):
             self._link.close()
         self._adapters.forget()
         self._rank = largest_rank(self.slots, self._settings)
-        keywords = llm_keywords(
+        keywords = process.llm_keywords(
             self.slots,
             self._settings,
-            folder=base_folder(self.base, self._settings, self._scratch),
+            folder=process.base_folder(self.base, self._settings, self._scratch),
             context=self._context,
             rank=self._rank,
         )
         if self.ends.strings:
-            keywords["tokenizer"] = tokenizer_folder(self.base, self._scratch)
+            keywords["tokenizer"] = process.tokenizer_folder(self.base, self._scratch)
             keywords["skip_tokenizer_init"] = False
         self._link = self._opened()
         trained = [name for name in self.slots.names if self.slots.is_trainable(name)]
@@ -145,8 +136,8 @@ class VLLMEngine(RolloutEngine):
         self._ask("start", {"llm": keywords, "level": level, **question})
 
     def _opened(self) -> Child:
-        python, variables = find_vllm(self._vllm), environment(self.base, self._settings)
-        return Child(python, variables, self._folders, self._vllm.timeout)
+        variables = process.environment(self.base, self._settings)
+        return Child(process.find_vllm(self._vllm), variables, self._folders, self._vllm.timeout)
 
     def _ask(self, operation: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._link is not None, "a closed engine is not used again"

@@ -20,7 +20,7 @@ from evo_grpo.agilerl import (
 )
 from evo_grpo.api.agilerl.arguments import ARGUMENTS, KEYWORDS, Arguments, without_spaces
 from evo_grpo.errors import ConfigError, EngineUnavailable, ModelError
-from evo_grpo.learn.objective.lr_schedule import lr_factor
+from evo_grpo.learn.updates import lr_factor
 from evo_grpo.settings import LRSchedule
 from evo_grpo.settings.keywords import AGENT_KEYWORDS
 

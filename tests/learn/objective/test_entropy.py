@@ -239,42 +239,16 @@ MIXED = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_tokens_per_microbatch": 24},
-        {"gradient_checkpointing": True},
-        {"dropout": 0.3},
-        {"kl_shaping": True},
-    ],
-    ids=str,
-)
-def test_agents_with_and_without_a_bonus_share_a_batch(options):
-    mixed, none, apart = (build_cohort(3, MIXED, **options) for _ in range(3))
+def test_a_bonus_of_other_agents_in_the_batch_changes_no_bit_of_an_agent():
+    mixed, none = build_cohort(3, MIXED), build_cohort(3, MIXED)
     for slot in (1, 2):
         none.set_hparams(slot, MIXED[slot].replace(entropy_coef=0.0))
     rows = [make_rows(20 + slot, groups=1 + slot) for slot in range(3)]
-    learn(mixed, [0, 1, 2], rows)
-    learn(none, [0, 1, 2], rows)
+    for cohort in (mixed, none):
+        learn(cohort, [0, 1, 2], rows)
     assert same(weights(mixed, 0), weights(none, 0))
     for slot in (1, 2):
         assert distance(weights(mixed, slot), weights(none, slot)) > 1e-4
-        learn(apart, [slot], [rows[slot]])
-        # AdamW divides a gradient by its own size: rounding moves a weight that hardly has one.
-        assert distance(weights(mixed, slot), weights(apart, slot)) < 3e-5
-
-
-def test_a_nan_of_an_agent_with_a_bonus_leaves_the_others_bit_identical():
-    clean, dirty = build_cohort(3, MIXED), build_cohort(3, MIXED)
-    with torch.no_grad():
-        dirty.slots.parameters(dirty.agents[1].adapter)[0][0, 0] = math.nan
-    rows = [make_rows(20 + slot) for slot in range(3)]
-    learn(clean, [0, 1, 2], rows)
-    metrics = learn(dirty, [0, 1, 2], rows)
-    assert [entry["failed"] for entry in metrics] == [0, 1, 0]
-    for slot in (0, 2):
-        assert same(weights(clean, slot), weights(dirty, slot))
 
 
 def test_a_larger_coefficient_leaves_a_policy_of_more_entropy():

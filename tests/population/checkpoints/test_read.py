@@ -25,8 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from evo_grpo.errors import CheckpointError
 from evo_grpo.learn.rows import AgentBatch
-from evo_grpo.population.checkpoints.manifest import read_attributes
-from evo_grpo.population.checkpoints.read import load_agent
+from evo_grpo.population.checkpoints.read import load_agent, read_attributes
 from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.types import Member, Mutation, Score
 
@@ -249,6 +248,11 @@ def moved_to_pickle(folder):
         (attributes(format=99), r"expected format 3, got 99: another version of .*\(.*actor"),
         (text(lose_a_key), "attributes.json: settings: field required, got .*; put the file back"),
         (attributes(vocabulary=77), "vocabulary of 77.*load it over its own base model"),
+        (attributes(vocabulary="many"), "attributes.json: vocabulary: .*got 'many'"),
+        (attributes(padding=[1]), "attributes.json: padding"),
+        (attributes(files={"../x": "0"}), "files.*: expected a path below the folder, got '../x'"),
+        (attributes(steps=10**20), "not JSON.*expected an integer of at most 20 digits"),
+        (attributes(hparams={"lr": "x"}), "attributes.json: hparams or history .* lr"),
         (lost(ACTOR), "adapter_model.safetensors is missing"),
         (lost("actor/adapter_config.json"), "adapter_config.json is missing"),
         (cut(ACTOR, -20), "adapter_model.safetensors: not a whole safetensors file"),
@@ -345,6 +349,15 @@ def test_moments_follow_their_parameters_into_a_merge(tmp_path, theirs, ours):
     load_agent(other, 0, tmp_path / "b", load_optimizer=True)
     assert all(torch.equal(value, again[key]) for key, value in named_moments(other, 0).items())
     assert named_moments(other, 0).keys() == again.keys()
+
+
+def test_moments_are_read_in_the_order_in_which_all_ranks_exchange_them(tmp_path):
+    """DeepSpeed's ranks gather moment by moment; a set's order differs between processes."""
+    save_agent(trained(), 0, tmp_path / "a")
+    other = build_cohort()
+    load_agent(other, 0, tmp_path / "a", load_optimizer=True)
+    state = other.agents[0].optimizer.state_dict()["state"]
+    assert {tuple(values) for values in state.values()} == {("exp_avg", "exp_avg_sq", "step")}
 
 
 def test_the_digests_are_those_of_the_files(tmp_path):

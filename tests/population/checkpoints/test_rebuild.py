@@ -10,7 +10,7 @@ from tiny_cohort import build_model, same, weights
 
 from evo_grpo import CISPO, GRPO, GSPO, HyperparameterConfig, RLParameter, agilerl
 from evo_grpo.errors import CheckpointError, ConfigError
-from evo_grpo.population.checkpoints.manifest import read_attributes
+from evo_grpo.population.checkpoints.read import read_attributes
 
 LORA = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"])
 OBS = [{"input_ids": torch.tensor([[3, 4, 5]])}]

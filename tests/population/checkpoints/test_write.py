@@ -49,11 +49,10 @@ def test_an_agent_of_a_run_comes_back_with_all_its_settings(tmp_path, algorithm)
     assert loaded.cohort.base.dtype is cohort.base.dtype
 
 
-@pytest.mark.parametrize(("loss", "others"), [("luspo", (GRPO, CISPO)), ("grpo", (GRPO, CISPO))])
-def test_the_kind_of_a_run_is_the_class_of_its_agents(tmp_path, loss, others):
-    folder = run(one_round(kind="gspo", loss_type=loss), out=tmp_path / "r") / FIRST
-    assert GSPO.load(folder).cohort.learner.loss.loss_type == loss
-    for cls in others:
+def test_the_kind_of_a_run_is_the_class_of_its_agents(tmp_path):
+    folder = run(one_round(kind="gspo", loss_type="luspo"), out=tmp_path / "r") / FIRST
+    assert GSPO.load(folder).cohort.learner.loss.loss_type == "luspo"
+    for cls in (GRPO, CISPO):
         with pytest.raises(ConfigError, match=f"{cls.__name__}.load: .* is of GSPO"):
             cls.load(folder)
 
@@ -80,10 +79,20 @@ def test_what_json_cannot_hold_is_refused_before_a_file_is_touched(tmp_path):
     assert files() == before
 
 
+def test_the_checkpoint_of_a_run_has_the_reference_that_is_the_agents_own():
+    for own in (True, False):
+        cohort = prepare(one_round(separate_reference=own, beta=0.1)).cohort
+        saved = snapshot_agent(cohort, 0).tensors.reference
+        assert (saved is not None) is own
+        if saved is not None:
+            assert saved.state.keys() == cohort.slots.state("reference_0").keys()
+
+
 def test_an_agent_that_is_sent_is_pickled_once():
     """Its tensors are views of one buffer, each of which would be pickled with all of it."""
     cohort = prepare(one_round()).cohort
     snapshot = snapshot_agent(cohort, 0)
-    size = sum(tensor.nbytes for tensor in snapshot.actor.state.values())
-    assert len(pickle.dumps(snapshot.to_send().actor.state)) < 2 * size + 10_000
-    assert len(pickle.dumps(snapshot.actor.state)) > 4 * size
+    state = snapshot.tensors.actor.state
+    size = sum(tensor.nbytes for tensor in state.values())
+    assert len(pickle.dumps(snapshot.to_send().tensors.actor.state)) < 2 * size + 10_000
+    assert len(pickle.dumps(state)) > 4 * size

@@ -132,7 +132,8 @@ def test_agilerl_has_the_same_reference(start):
 
 def started(start, **changes):
     model = {"name": "tiny-sums", "adapter": str(start)}
-    return small(**{"model": model, "algorithm__beta": 0.05, **changes})
+    given = {"model": model, "algorithm__beta": 0.05, "population__rounds": 2}
+    return small(**given, **changes)
 
 
 def digests(folder):
@@ -141,7 +142,7 @@ def digests(folder):
 
 def stopped(config, folder):
     with pytest.raises(KeyboardInterrupt):
-        run(config, out=folder, observer=Told(("done", 1)))
+        run(config, out=folder, observer=Told(("done", 0)))
 
 
 def test_a_run_is_held_to_its_start_adapter_and_so_is_its_resume(start, tmp_path):

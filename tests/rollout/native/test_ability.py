@@ -6,7 +6,13 @@ import architectures
 import pytest
 import tiny
 import torch
-from engine_contract import RolloutContract, ids_of, logprobs_of, prompts_of
+from engine_contract import (
+    RolloutContract,
+    greedy_by_transformers,
+    ids_of,
+    logprobs_of,
+    prompts_of,
+)
 from transformers import (
     Mamba2Config,
     Mamba2ForCausalLM,
@@ -75,16 +81,8 @@ class TestUnequalPrompts:
         slots = tiny.population(build(**changes), (4, 2))
         requests = asked_of(slots, samples=1, temperature=0.0)
         for request, prompt, done in pairs(requests, NativeEngine(slots).rollout(requests)):
-            slots.activate(request.adapter)
-            ids = torch.tensor([prompt.token_ids])
-            expected = slots.base.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=OUTPUT,
-                pad_token_id=0,
-            )[0, ids.shape[1] :]
-            assert list(done.token_ids) == expected.tolist()
+            expected = greedy_by_transformers(slots, request.adapter, prompt, OUTPUT)
+            assert done.token_ids == expected
 
 
 def one_length_at_a_time(slots):

@@ -6,7 +6,7 @@ import architectures
 import pytest
 import tiny
 import torch
-from engine_contract import RolloutContract, ids_of, logprobs_of
+from engine_contract import RolloutContract, greedy_by_transformers, ids_of, logprobs_of
 
 from evo_grpo.errors import ModelError
 from evo_grpo.model.forward.fused import RowLayout, population_forward
@@ -133,18 +133,9 @@ class TestAgainstTransformers:
         requests = requests_for(slots, samples=2, temperature=0.0)
         out = engine_of(slots, specialized=specialized).rollout(requests)
         for request, groups in zip(requests, out, strict=True):
-            slots.activate(request.adapter)
             for group in groups:
-                ids = torch.tensor([group.prompt.token_ids])
-                expected = slots.base.model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    do_sample=False,
-                    max_new_tokens=8,
-                    pad_token_id=0,
-                )[0, ids.shape[1] :].tolist()
-                for completion in group.completions:
-                    assert list(completion.token_ids) == expected
+                expected = greedy_by_transformers(slots, request.adapter, group.prompt)
+                assert {completion.token_ids for completion in group.completions} == {expected}
         assert_logprobs(slots, requests, out)
 
     @pytest.mark.parametrize(
@@ -205,20 +196,10 @@ class TestAgainstTransformers:
         slots = tiny.population(tiny.llama(), (4,))
         settings = {"repetition_penalty": 1.8, "min_output_tokens": 5, "max_output_tokens": 12}
         requests = requests_for(slots, samples=1, temperature=0.0, **settings)
-        out = NativeEngine(slots).rollout(requests)[0]
-        slots.activate("a0")
-        for group in out:
-            ids = torch.tensor([group.prompt.token_ids])
-            expected = slots.base.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=12,
-                min_new_tokens=5,
-                repetition_penalty=1.8,
-                pad_token_id=0,
-            )[0, ids.shape[1] :].tolist()
-            assert list(group.completions[0].token_ids) == expected
+        given = {"min_new_tokens": 5, "repetition_penalty": 1.8}
+        for group in NativeEngine(slots).rollout(requests)[0]:
+            expected = greedy_by_transformers(slots, "a0", group.prompt, 12, **given)
+            assert group.completions[0].token_ids == expected
 
 
 SETTINGS = (

@@ -7,7 +7,7 @@ import pytest
 import tiny
 from engine_contract import RolloutContract, ids_of, logprobs_of, prompts, prompts_of
 from peft import LoraConfig
-from vllm_doubles import settings_of
+from vllm_doubles import build, settings_of
 
 from evo_grpo.errors import ConfigError, RunFailedError
 from evo_grpo.model.base import SharedBase
@@ -17,10 +17,6 @@ from evo_grpo.rollout.vllm import engine as module
 from evo_grpo.rollout.vllm.engine import VLLMEngine
 
 TEXTS = ("12+07=", "3+4=")
-
-
-def build(slots, **options):
-    return VLLMEngine(slots, settings_of(**options))
 
 
 def calls(double, *names):
@@ -259,7 +255,7 @@ def test_a_completion_ends_with_the_context(own, double):
 def asleep(own, double, monkeypatch):
     """An engine on a device that can sleep, after its first rollout."""
     monkeypatch.setattr(module, "can_sleep", lambda base: True)
-    monkeypatch.setattr("evo_grpo.rollout.vllm.start.can_sleep", lambda base: True)
+    monkeypatch.setattr("evo_grpo.rollout.vllm.process.can_sleep", lambda base: True)
 
     def make(level):
         engine = build(own, sleep_level=level)

@@ -70,7 +70,7 @@ def test_what_has_no_effect_is_said():
 
 
 def test_every_keyword_that_follows_from_settings_is_refused_as_an_option(pair, tmp_path):
-    from evo_grpo.rollout.vllm.start import llm_keywords
+    from evo_grpo.rollout.vllm.process import llm_keywords
 
     settings = AgentSettings(
         engine={

@@ -19,9 +19,7 @@ from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.forward.sending import send
 from evo_grpo.model.llama.adapter_views import JoinedAdapters, block_diagonal
 from evo_grpo.model.llama.cuda import operators
-from evo_grpo.model.llama.cuda.generate import embedded, parts_of, turns_of
-from evo_grpo.model.llama.cuda.attention import Segments, WindowSegments
-from evo_grpo.model.llama.cuda.decode import embedded, parts_of, rotations_of
+from evo_grpo.model.llama.cuda.generate import embedded, parts_of, rotations_of
 from evo_grpo.model.llama.cuda.operators import FAILED, LEARN_TILE, OUTER_COLUMNS, TILE
 from evo_grpo.model.llama.cuda.segments import Segments, WindowSegments
 from evo_grpo.model.llama.train import LlamaForward

@@ -7,8 +7,8 @@ import torch
 from tiny_cohort import PLAIN, build_cohort, learn, make_rows
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.learn.objective.lr_schedule import lr_factor
 from evo_grpo.learn.rows import AgentBatch
+from evo_grpo.learn.updates import lr_factor
 from evo_grpo.settings import LRSchedule
 
 TWENTY = LRSchedule(steps=20, warmup_proportion=0.2)
