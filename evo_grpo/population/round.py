@@ -22,12 +22,7 @@ from evo_grpo.population import stats
 from evo_grpo.population.cohort.archive import put_into_archive
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.evaluate import Evaluation, evaluate_here, merged, without_texts
-from evo_grpo.population.plan import (
-    AgentReport,
-    EvaluationRequest,
-    RankReport,
-    RoundPlan,
-)
+from evo_grpo.population.plan import AgentReport, EvaluationRequest, RankReport, RoundPlan
 from evo_grpo.population.ranks.team import order_transfers
 from evo_grpo.population.steps import Training, report_steps, train
 from evo_grpo.record.records import RoundRecord
