@@ -302,9 +302,9 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
     try:
         config = RunConfig(**settings)
         refuse(removed)
-    except Problems as problems:
+    except Problems as error:
         heading = f"{source} with --set" if overrides else source
-        raise Problems(*removed, *problems.found, source=heading) from None
+        raise Problems(*removed, *error.problems, source=heading) from None
     return config
 
 

@@ -101,4 +101,4 @@ def test_problems_are_the_same_in_another_process():
     problems = Problems(Problem(("a", 0), "no"), Problem((), "nothing"), source="run.yaml")
     there = pickle.loads(pickle.dumps(problems))
     assert str(there) == str(problems)
-    assert there.found == problems.found
+    assert there.problems == problems.problems
