@@ -82,10 +82,10 @@ def test_json_has_null_for_what_is_not_finite(loop, monkeypatch):
     rounds = two_rounds()
     metrics = rounds[0].agents[0].metrics
     monkeypatch.setitem(metrics, "loss", float("nan"))
-    from evo_grpo.cli.events import Events
+    from evo_grpo.cli.showing import Events
 
     seen = []
-    monkeypatch.setattr("evo_grpo.cli.events.write", seen.append)
+    monkeypatch.setattr("evo_grpo.cli.showing.write", seen.append)
     Events().round_done(rounds[0])
     assert json.loads(seen[0])["agents"][0]["loss"] is None
     assert "NaN" not in seen[0]
