@@ -10,7 +10,6 @@ import textwrap
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -58,17 +57,6 @@ def write(text: str) -> None:
     # Do not use typer here: it removes colour codes in a pipe.
     sys.stdout.write(printable_lines(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a text file; if that fails, remove an incomplete new file and raise an OSError."""
-    new = not path.exists()
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        if new:
-            path.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def flush_standard_output() -> OSError | None:

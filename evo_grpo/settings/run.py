@@ -15,7 +15,7 @@ from evo_grpo.schema.hparams import REWARD_WEIGHT, Hparams
 from evo_grpo.schema.problems import refuse
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
-from evo_grpo.settings.cross_checks import agent_problems, doubtful_settings, run_problems
+from evo_grpo.settings.cross_checks import agent_problems, divides_quantized, run_problems
 from evo_grpo.settings.engine import EngineConfig
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evaluations import affordable
@@ -258,11 +258,13 @@ def warnings(config: RunConfig) -> list[str]:
 
 def doubts_of_run(config: RunConfig) -> list[str]:
     """Return a sentence for each doubtful setting, or combination of settings, of a run."""
-    return [
-        *doubts_of_agents(config.agents(), config.population.init),
-        *doubtful_settings(config.population, config.algorithm, config.evolve, config.engine),
-        *_unsearched(config),
-    ]
+    population = config.population
+    doubts = doubts_of_agents(config.agents(), population.init)
+    if population.size > 1 and isinstance(population.init, str) and not config.search_space():
+        doubts.append("evolve.hyperparameters is empty, so all agents train alike; leave it out")
+    if why := divides_quantized(config.engine):
+        doubts.append(why)
+    return [*doubts, *_unsearched(config)]
 
 
 def _unsearched(config: RunConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ import typer
 
 from evo_grpo.cli.commands import options
 from evo_grpo.cli.commands.options import app
-from evo_grpo.cli.output import say, warn, write, write_file
+from evo_grpo.cli.output import say, warn, write
 from evo_grpo.errors import ConfigError
 from evo_grpo.places import expanded, searching
 
@@ -46,12 +46,12 @@ def init(
                 f"{file}: already exists; choose another name or folder, or replace it with --force"
             )
     for file, text in files.items():
-        write_file(file, text)
-    write_file(path, read_template(template, path.name))
+        file.write_text(text, encoding="utf-8")
+    path.write_text(read_template(template, path.name), encoding="utf-8")
     # The first line of the template names this file, for editors.
     beside = path.parent / "population.schema.json"
     if force or not beside.exists():
-        write_file(beside, _schema_text())
+        beside.write_text(_schema_text(), encoding="utf-8")
     paths = ", ".join(map(str, [path, *files]))
     say(f"wrote {paths}; next: evo-grpo check {path}, then evo-grpo run {path}")
 
@@ -177,7 +177,7 @@ def schema(
     if out is None:
         write(_schema_text())
         return
-    write_file(out, _schema_text())
+    out.write_text(_schema_text(), encoding="utf-8")
     say(f"wrote {out}; name it in a YAML file: # yaml-language-server: $schema={out}")
 
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from evo_grpo import run
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.sizes import planned_rows
+from evo_grpo.evolve.sizes import prompts_of_agents
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.settings import from_dict
 from evo_grpo.sources import embedded_models
@@ -81,7 +81,11 @@ def test_no_mutation_of_the_group_size_makes_more_rows_than_planned(largest):
     assert plan.rows_per_step == 4 * 2 * 4
     bound = plan.tokens_per_round // plan.max_output_tokens
     rows = [
-        planned_rows(plan.rows_per_step, 5, sizes)
+        sum(
+            n * size
+            for step in prompts_of_agents(plan.rows_per_step, 5, sizes)
+            for n, size in zip(step, sizes, strict=True)
+        )
         for agents in (2, 4)
         for sizes in product((4, (4 + largest) // 2, largest), repeat=agents)
     ]
@@ -184,7 +188,7 @@ def test_bytes_are_those_of_adapter_gradient_and_adam():
     # Three agents, then two, the best ever and a mean: weights and two moments, without gradients.
     assert plan.checkpoint_bytes == (3 + 2 + 1 + 1) * 58_368 * 12
     last = from_dict(MINIMAL, ["record.checkpoints=last", "engine.dtype=float16"])
-    assert make_plan(last).checkpoint_bytes == (8 + 1) * 58_368 * 12
+    assert make_plan(last).checkpoint_bytes == (8 + 1 + 1) * 58_368 * 12
     assert make_plan(last).base_bytes == {"float16": 453_216 * 2}
     overrides = ["population.sizes=constant", "population.rounds=3"]
     plain = make_plan(from_dict(MINIMAL, overrides))
