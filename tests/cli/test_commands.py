@@ -3,7 +3,6 @@ import io
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import sys
@@ -127,14 +126,6 @@ def test_bad_input_is_one_message_and_nothing_is_trained_or_written(line, messag
     assert message in refused(*shlex.split(line))
     assert loop.seen == []
     assert sorted(os.listdir()) == before
-
-
-def test_python_m_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    monkeypatch.setattr(sys, "argv", ["evo-grpo", "--version"])
-    with pytest.raises(SystemExit) as leaving:
-        runpy.run_module("evo_grpo", run_name="__main__")
-    assert not leaving.value.code
-    assert capsys.readouterr().out.startswith("evo-grpo ")
 
 
 def test_debug_adds_the_traceback_and_keeps_the_code():
