@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import evo
 from shown_run import SUMMARY, run_folder, small_config, two_rounds
-from typer.testing import CliRunner
 
-from evo_grpo.cli.commands import app
 from evo_grpo.cli.output import warn, wrapped
 from evo_grpo.errors import RunFailedError
 from evo_grpo.settings import to_yaml
@@ -18,10 +17,6 @@ from evo_grpo.settings import to_yaml
 @pytest.fixture(autouse=True)
 def _configuration():
     Path("a.yaml").write_text(to_yaml(small_config()))
-
-
-def evo(*arguments):
-    return CliRunner().invoke(app, list(arguments))
 
 
 def events(result):

@@ -10,12 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import evo, refused
 from forked import Forked
 from small_run import SETTINGS
 from steered_runs import steered_outcome, tensors
-from typer.testing import CliRunner, Result
 
-from evo_grpo.cli.commands import app
 from evo_grpo.record.folder import read_rounds
 
 REWARD = """
@@ -49,21 +48,8 @@ def ended(process: Forked, code: int = 0) -> str:
     return out + said
 
 
-def evo(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
-
-
 def told(*arguments: str) -> str:
-    result = evo(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def refused(*arguments: str) -> str:
-    result = evo(*arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    return result.stderr
+    return evo(*arguments, expected=0).stdout
 
 
 def wait(true, process: Forked | None = None):
