@@ -33,7 +33,7 @@ READER = "reader-"
 @app.command(rich_help_panel=PANEL)
 def leaderboard(
     folder: options.Run,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.AsDocument = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     debug: options.Debug = False,

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 
 PANEL = "The winner"
 Base = Annotated[bool, typer.Option("--base/--no-base", help="Sample the base model too.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        help="0 is greedy, with one answer; default: the temperature of the evaluations.",
+    ),
+]
 
 
 @app.command(rich_help_panel=PANEL)
@@ -232,13 +239,7 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
     best_ever: options.BestEver = False,
     prefer: options.Prefer = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to each prompt.")] = 4,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature",
-            help="0 is greedy, with one answer; default: the temperature of the evaluations.",
-        ),
-    ] = None,
+    temperature: Temperature = None,
     base: Base = True,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the draws.")] = 0,
     raw: Annotated[
@@ -313,12 +314,7 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
             "--samples", metavar="N", min=1, help="Of each prompt; default: as in the run."
         ),
     ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature", help="0 is greedy; default: the temperature of the evaluations."
-        ),
-    ] = None,
+    temperature: Temperature = None,
     pass_at: Annotated[
         list[int] | None,
         typer.Option("--pass-at", metavar="K", min=1, help="Print pass@K too. May be repeated."),
@@ -332,7 +328,7 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
         ),
     ] = None,
     base: Base = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.AsDocument = False,
     allow: options.Allow = None,
     code: options.Code = None,
     debug: options.Debug = False,
