@@ -13,7 +13,7 @@ from evo_grpo.schema.group import contradictions
 from evo_grpo.schema.hparams import REWARD_WEIGHT, WARMUP
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem, below, dotted
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter, outside
-from evo_grpo.settings.algorithm import AlgorithmConfig
+from evo_grpo.settings.algorithm import AlgorithmConfig, level_problems
 from evo_grpo.settings.engine import ENGINES, EngineConfig
 from evo_grpo.settings.env import EnvConfig, prompt_problems
 from evo_grpo.settings.evolve import (
@@ -23,7 +23,6 @@ from evo_grpo.settings.evolve import (
     FitnessConfig,
     search_space,
 )
-from evo_grpo.settings.loss import level_problems
 from evo_grpo.settings.model import ModelConfig, adapter_problems, begins_outside
 from evo_grpo.settings.objects import OBJECT
 from evo_grpo.settings.population import PopulationConfig
