@@ -27,8 +27,9 @@ from evo_grpo.settings import (
     RecordConfig,
     RunConfig,
 )
+from evo_grpo.settings.evaluations import settled
 from evo_grpo.settings.keywords import TRAIN_KEYWORDS
-from evo_grpo.settings.run import settled, without_effect_of_agents
+from evo_grpo.settings.run import without_effect_of_agents
 from evo_grpo.settings.without_effect import KnownSettings, WithoutEffect, without_effect
 from evo_grpo.training.assemble import Objects, Prepared
 from evo_grpo.training.from_python import STRATEGIES, FromPython

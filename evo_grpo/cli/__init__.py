@@ -45,7 +45,7 @@ def main() -> None:
         sys.exit(2)
     try:
         from evo_grpo.cli.commands import app
-        from evo_grpo.cli.failures import bugs_to_exit_codes
+        from evo_grpo.cli.output import bugs_to_exit_codes
 
         with bugs_to_exit_codes():
             app(prog_name="evo-grpo")

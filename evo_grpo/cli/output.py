@@ -1,4 +1,4 @@
-"""Prints lines for people, and writes files and text for programs."""
+"""Prints lines and errors for people, and writes files and text for programs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 import shutil
 import sys
 import textwrap
-from pathlib import Path
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import NoReturn
 
 import typer
 
+from evo_grpo.cli.stopping import INTERRUPTED
+from evo_grpo.errors import EvoGrpoError, LostRankError, OtherRankError
 from evo_grpo.escaping import printable, printable_lines
-
-
-def prepare_standard_output() -> None:
-    """Escape characters that the encoding of standard output lacks."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # not closed (`>&-`), nor replaced by the caller
-        sys.stdout.reconfigure(errors="backslashreplace")
+from evo_grpo.population.ranks.team import is_silent_rank
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -59,17 +59,6 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a text file; if that fails, remove an incomplete new file and raise an OSError."""
-    new = not path.exists()
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        if new:
-            path.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
 def flush_standard_output() -> OSError | None:
     """Flush the buffered output; return the error if this fails.
 
@@ -83,3 +72,58 @@ def flush_standard_output() -> OSError | None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return error
     return None
+
+
+@contextmanager
+def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
+    """Print an expected error, with its traceback if `debug()`, and exit with its code."""
+    try:
+        yield
+    except OtherRankError as error:
+        # Only the first rank prints an error of another rank; each rank prints a lost rank.
+        if is_silent_rank() and not isinstance(error, LostRankError):
+            sys.exit(error.exit_code)
+        _fail(error, str(error), error.exit_code, debug())
+    except EvoGrpoError as error:
+        _fail(error, str(error), error.exit_code, debug())  # the message is escaped already
+    except BrokenPipeError:
+        # `evo-grpo leaderboard RUN | head`: exit quietly.
+        flush_standard_output()
+        sys.exit(1)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(error, printable(f"{where}{error.strerror or error}"), 1, debug())
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        # Messages of Click about arguments quote them, so escape them.
+        message = getattr(error, "message", None)
+        if isinstance(message, str):
+            error.__dict__["message"] = printable(message)
+        raise
+
+
+@contextmanager
+def bugs_to_exit_codes() -> Generator[None]:
+    """Print the traceback of an unexpected exception, escaped; report output that was lost."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not closed (`>&-`), nor replaced by the caller
+        sys.stdout.reconfigure(errors="backslashreplace")  # characters that its encoding lacks
+    try:
+        yield
+    except Exception:  # a bug of any kind
+        sys.stderr.write(printable_lines(traceback.format_exc()))
+        sys.exit(1)
+    finally:
+        error = flush_standard_output()
+        if error is not None and not isinstance(error, BrokenPipeError):
+            _fail(error, f"standard output: {error.strerror}", 1, debug=False)
+
+
+def _fail(error: Exception, message: str, code: int, debug: bool) -> NoReturn:
+    if debug:
+        typer.echo(printable_lines("".join(traceback.format_exception(error))), err=True)
+    notes = map(printable, getattr(error, "__notes__", []))
+    lines = "\n".join([f"error: {message}", *notes]).split("\n")
+    text = "\n".join(wrapped(line, err=True) for line in lines).removeprefix("error: ")
+    typer.echo(f"{coloured('error:', typer.colors.RED)} {text}", err=True)
+    sys.exit(code)

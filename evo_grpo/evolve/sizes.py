@@ -107,12 +107,6 @@ def prompts_of_agents(
     )
 
 
-def planned_rows(rows: int, steps: int, group_sizes: Sequence[int]) -> int:
-    """Return the rows of a round that `prompts_of_agents` gives; the arguments are the same."""
-    counts = _groups_of_agents(rows * steps, steps, group_sizes)
-    return sum(count * size for count, size in zip(counts, group_sizes, strict=True))
-
-
 def _groups_of_agents(rows: int, steps: int, group_sizes: Sequence[int]) -> list[int]:
     """Return the number of groups that each agent samples in a round, at least one per step."""
     agents = len(group_sizes)

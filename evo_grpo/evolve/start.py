@@ -74,8 +74,8 @@ def start_problems(
     for index, values in enumerate(init[:size]):
         try:
             hparams = with_values(first, values, hp_config.names())
-        except Problems as problems:
-            yield from problems.below(index).found
+        except Problems as error:
+            yield from error.below(index).problems
             continue
         for violation in outside(hparams, hp_config):
             if violation not in tolerated:
@@ -227,8 +227,8 @@ def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[st
     pair = dict(zip(CLIP_ENDS, hparams.clip_bounds, strict=True)) | ends
     try:
         return hparams.replace(clip_coef=(pair["clip_low"], pair["clip_high"]))
-    except Problems as problems:
-        raise Problems(*(Problem((next(iter(ends)),), p.text) for p in problems.found)) from None
+    except Problems as error:
+        raise Problems(*(Problem((next(iter(ends)),), p.text) for p in error.problems)) from None
 
 
 def starts_with(

@@ -44,9 +44,8 @@ from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
-from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, AlgorithmConfig
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, AlgorithmConfig, LossConfig
 from evo_grpo.settings.engine import EngineConfig
-from evo_grpo.settings.loss import LossConfig
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from evo_grpo.learn.metrics import MetricSums
 from evo_grpo.learn.objective.losses import largest_penalty, token_weights
 from evo_grpo.learn.rows import AgentTraining, Row
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.settings.algorithm import LRSchedule
-from evo_grpo.settings.loss import LossConfig
+from evo_grpo.settings.algorithm import LossConfig, LRSchedule
 
 #: (position of its agent, row) pairs of a micro-batch.
 Bucket = list[tuple[int, Row]]

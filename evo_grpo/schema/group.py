@@ -16,10 +16,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticUndefined
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticUndefined
 
 from evo_grpo.schema.messages import REMEDY, describe, shown
 from evo_grpo.schema.problems import Path, Problem, Problems, refuse
@@ -65,6 +67,17 @@ class Group(BaseModel):
         if isinstance(data, dict):
             return _plain_values(cast("dict[str, object]", data))
         return data
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        mapping = handler(core_schema)
+        if cls.shorthand is None:
+            return mapping
+        field = handler.resolve_ref_schema(mapping)["properties"][cls.shorthand]
+        about = ("title", "description", "default")
+        return {"anyOf": [{key: field[key] for key in field if key not in about}, mapping]}
 
     def replace(self, **changes: Any) -> Self:
         """Return a validated copy with some settings changed."""

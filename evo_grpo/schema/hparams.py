@@ -359,8 +359,8 @@ class Hparams(AgentFields):
             return self.replace(clip_coef=(value, high) if name == "clip_low" else (low, value))
         try:
             return self.replace(**{_field(name): value})
-        except Problems as problems:
-            renamed = (p._replace(path=(name, *p.path[1:])) for p in problems.found)
+        except Problems as error:
+            renamed = (p._replace(path=(name, *p.path[1:])) for p in error.problems)
             raise Problems(*renamed) from None
 
     def with_scale(self, space: Collection[str], adapter: RankAlpha) -> "Hparams":

@@ -177,7 +177,7 @@ def _problems(details: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]
     path, group = _resolved(root, tuple(part for part in details["loc"] if part != "[key]"))
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, Problems):
-        yield from cause.below(*path).found
+        yield from cause.below(*path).problems
     elif kind == "extra_forbidden":
         yield Problem(path, unknown_key(root, group, path))
     elif kind == "missing":

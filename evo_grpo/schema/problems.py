@@ -45,14 +45,14 @@ class Problems(ConfigError):
     Problems of a group inside another group get the path of the inner group.
 
     Args:
-        *found: The problems.
+        *problems: The problems.
         source: Source of the settings for the heading: a file, or None for a Python call.
     """
 
-    def __init__(self, *found: Problem, source: str | None = None) -> None:
-        self.found = tuple(dict.fromkeys(found))[: MOST_PROBLEMS + 1]
+    def __init__(self, *problems: Problem, source: str | None = None) -> None:
+        self.problems = tuple(dict.fromkeys(problems))[: MOST_PROBLEMS + 1]
         self.source = source
-        lines = [line(problem) for problem in self.found]
+        lines = [line(problem) for problem in self.problems]
         head = "" if source is None else f"{source}: "
         if len(lines) == 1:
             lines[0] = f"{head}{lines[0]}"
@@ -67,32 +67,28 @@ class Problems(ConfigError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions are rebuilt from their message, in another process for instance.
-        return partial(Problems, source=self.source), self.found
+        return partial(Problems, source=self.source), self.problems
 
     def below(self, *path: str | int) -> Problems:
         """Return the same problems with `path` in front of their paths."""
-        return Problems(*below(self.found, *path))
+        return Problems(*below(self.problems, *path))
 
     @classmethod
     def one(cls, text: str, *path: str | int) -> Problems:
         """Return the error with one problem."""
         return cls(Problem(path, text))
 
-    def of(self, source: str) -> Problems:
-        """Return the same problems with a heading that names their source."""
-        return Problems(*self.found, source=source)
 
-
-def below(found: Iterable[Problem], *path: str | int) -> Iterator[Problem]:
+def below(problems: Iterable[Problem], *path: str | int) -> Iterator[Problem]:
     """Yield problems with `path` in front of their paths."""
-    for problem in found:
+    for problem in problems:
         yield problem._replace(path=(*path, *problem.path))
 
 
-def refuse(found: Iterable[Problem]) -> None:
+def refuse(problems: Iterable[Problem]) -> None:
     """Raise the problems, if there are any."""
-    if problems := tuple(found):
-        raise Problems(*problems)
+    if listed := tuple(problems):
+        raise Problems(*listed)
 
 
 def line(problem: Problem) -> str:

@@ -276,8 +276,8 @@ class HyperparameterConfig:
                 break
             try:
                 ranges[name] = _typed(name, parameter)
-            except Problems as problems:
-                wrong += problems.below(name).found
+            except Problems as error:
+                wrong += error.below(name).problems
         if "clip_coef" in parameters and set(CLIP_ENDS) & set(parameters):
             text = "expected clip_coef alone, or clip_low and clip_high, got both; remove one"
             wrong.append(Problem(("clip_coef",), text))
@@ -380,8 +380,8 @@ def _misfits(name: str, parameter: RLParameter) -> Iterator[Problem]:
     for key, value in values:  # refused here, before a mutation in a run reaches it
         try:
             Hparams().with_value(name, value)
-        except Problems as problems:
-            yield from (Problem((key,), problem.text) for problem in problems.found)
+        except Problems as error:
+            yield from (Problem((key,), problem.text) for problem in error.problems)
 
 
 def _choice_misfits(name: str, parameter: RLParameter, choices: Choices) -> Iterator[Problem]:

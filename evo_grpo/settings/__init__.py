@@ -1,12 +1,11 @@
 """The schema of population.yaml and the Python classes, as frozen groups of settings; no torch."""
 
-from evo_grpo.settings.algorithm import AlgorithmConfig, LRSchedule
+from evo_grpo.settings.algorithm import AlgorithmConfig, LossConfig, LRSchedule
 from evo_grpo.settings.cross_checks import DoubtfulSetting
 from evo_grpo.settings.engine import EngineConfig
 from evo_grpo.settings.engines.vllm import VLLMSettings
 from evo_grpo.settings.env import EnvConfig, Message
 from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig
-from evo_grpo.settings.loss import LossConfig
 from evo_grpo.settings.model import LoraSettings, ModelConfig
 from evo_grpo.settings.population import PopulationConfig, StopConfig
 from evo_grpo.settings.record import RecordConfig

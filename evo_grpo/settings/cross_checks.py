@@ -7,13 +7,13 @@ from itertools import islice, product
 from typing import Any
 
 from evo_grpo.evolve.kinds import UserStrategy
-from evo_grpo.evolve.sizes import planned_rows, wrong_sizes
+from evo_grpo.evolve.sizes import wrong_sizes
 from evo_grpo.evolve.start import start_problems, with_first_choices
 from evo_grpo.schema.group import contradictions
 from evo_grpo.schema.hparams import REWARD_WEIGHT, WARMUP
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem, below, dotted
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter, outside
-from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
+from evo_grpo.settings.algorithm import AlgorithmConfig, level_problems
 from evo_grpo.settings.engine import ENGINES, EngineConfig
 from evo_grpo.settings.env import EnvConfig, prompt_problems
 from evo_grpo.settings.evolve import (
@@ -23,7 +23,6 @@ from evo_grpo.settings.evolve import (
     FitnessConfig,
     search_space,
 )
-from evo_grpo.settings.loss import level_problems
 from evo_grpo.settings.model import ModelConfig, adapter_problems, begins_outside
 from evo_grpo.settings.objects import OBJECT
 from evo_grpo.settings.population import PopulationConfig
@@ -38,8 +37,6 @@ MOST_AGENTS = 10_000
 MOST_ROUNDS = 100_000
 MOST_STEPS = 1_000_000
 """Limits far beyond use: a plan lists agents and rounds, and a typo must not exhaust memory."""
-ROWS_TOLERANCE = 0.02
-"""Largest relative difference between the rows of a round and its plan."""
 LEAST_PARTS = 3
 """Fewest parts of a population of which `offload_adapters` keeps some in host memory."""
 
@@ -204,39 +201,6 @@ def _engine(engine: EngineConfig) -> Iterator[Problem]:
         ("compile", engine.compile is not None, f"null {zero}", remedy),
         ("offload_adapters", offload, f"false {zero}", remedy),
     )
-
-
-def doubtful_settings(
-    population: PopulationConfig,
-    algorithm: AlgorithmConfig,
-    evolve: EvolveConfig,
-    engine: EngineConfig,
-) -> Iterator[str]:
-    """Yield a sentence for each valid but doubtful combination of settings."""
-    space = search_space(evolve.hyperparameters, algorithm.hparams())
-    if population.size > 1 and isinstance(population.init, str) and not space:
-        yield "evolve.hyperparameters is empty, so all agents train alike; leave it out"
-    yield from _uneven_rows(population, algorithm, space)
-    if why := divides_quantized(engine):
-        yield why
-
-
-def _uneven_rows(
-    population: PopulationConfig, algorithm: AlgorithmConfig, space: HyperparameterConfig
-) -> Iterator[str]:
-    """Yield a sentence if the rows of a round are not divisible into whole groups."""
-    if "group_size" not in space.names():
-        return
-    largest, steps = int(space["group_size"].max), population.steps_per_round
-    rows = (algorithm.prompts_per_step or DEFAULT_PROMPTS) * algorithm.group_size
-    all_rows = population.size * rows
-    planned = planned_rows(all_rows, steps, [largest] * population.size)
-    if abs(planned - all_rows * steps) > ROWS_TOLERANCE * all_rows * steps:
-        yield (
-            f"hyperparameters.group_size goes up to {largest}: agents with such groups would "
-            f"sample {planned} completions in a round instead of {all_rows * steps}; raise "
-            f"algorithm.prompts_per_step, or lower its max to {rows}"
-        )
 
 
 def divides_quantized(engine: EngineConfig) -> str:

@@ -1,15 +1,20 @@
-"""Counts the evaluations of a run from its settings, and the validation prompts for them."""
+"""Fills in what depends on the length of a run: its decisions, agents and evaluations."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from evo_grpo.evolve.sizes import decides_after
+from evo_grpo.schema.hparams import REWARD_WEIGHT
+from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig
 from evo_grpo.settings.population import PopulationConfig
 
 LEAST_PROMPTS = 8
 """Validation prompts that `fitness.share` leaves; fewer hardly tell agents apart."""
+_SAMPLED_BY = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Hyperparameters that act on sampling in training, and on no evaluation."""
 
 
 class Evaluations(NamedTuple):
@@ -60,7 +65,7 @@ def count_evaluations(population: PopulationConfig, evolve: EvolveConfig) -> Eva
     )
 
 
-def affordable(population: PopulationConfig, evolve: EvolveConfig, rows: float) -> FitnessConfig:
+def _affordable(population: PopulationConfig, evolve: EvolveConfig, rows: float) -> FitnessConfig:
     """Return the fitness settings with as many prompts as `rows` evaluated completions allow."""
     fitness, counts = evolve.fitness, count_evaluations(population, evolve)
     samples = fitness.per_prompt(fitness.samples)
@@ -79,3 +84,71 @@ def _finalists(population: PopulationConfig, evolve: EvolveConfig, places: tuple
         return 0
     finalists = 1 + int(evolve.keeps_archive) + int(places[-1] > 1)
     return finalists if finalists > 1 else 0
+
+
+def settled(
+    population: PopulationConfig,
+    evolve: EvolveConfig,
+    algorithm: AlgorithmConfig,
+    space: HyperparameterConfig,
+    tokens: int | None = None,
+) -> tuple[PopulationConfig, EvolveConfig]:
+    """Return settings with decisions, numbers of agents and evaluations of each round filled in.
+
+    If `population.stop.tokens` may end a run early, shares refer to the rounds that are certain to
+    be played.
+
+    Args:
+        population: The agents, and the length of their training.
+        evolve: What happens between two rounds.
+        algorithm: The initial settings of the agents.
+        space: The hyperparameters that may mutate.
+        tokens: Most tokens that a round trains on; None if they are not known.
+    """
+    rounds, limit = population.rounds, population.stop.tokens
+    if limit is not None and tokens:
+        population = population.replace(rounds=max(1, min(rounds, int(limit / tokens))))
+    sure_rounds = population.rounds
+    selects = evolve.selects
+    places = list(population.places(selects=selects))
+    sizes = "constant" if len(set(places)) == 1 else places
+    decided = population.decided
+    population = population.replace(rounds=rounds, decisions=decided, sizes=sizes)
+    fitness = evolve.fitness
+    if fitness.between is None:
+        stop = population.stop
+        stops_by_fitness = stop.fitness is not None or stop.rewards or stop.patience is not None
+        alike = _trains_as_fitness(population, evolve, algorithm, space)
+        between = fitness.prompts if stops_by_fitness else 0 if alike else fitness.in_between
+        evolve = evolve.replace(fitness=fitness.replace(between=between))
+    if evolve.fitness.share is not None:
+        rows = population.size * (algorithm.prompts_per_step or DEFAULT_PROMPTS)
+        rows *= algorithm.group_size * population.steps_per_round * sure_rounds
+        shortened = population.replace(rounds=sure_rounds)
+        evolve = evolve.replace(fitness=_affordable(shortened, evolve, evolve.fitness.share * rows))
+    return population, evolve
+
+
+def _trains_as_fitness(
+    population: PopulationConfig,
+    evolve: EvolveConfig,
+    algorithm: AlgorithmConfig,
+    space: HyperparameterConfig,
+) -> bool:
+    """Return whether a completion in training is sampled and scored as one in an evaluation."""
+    fitness, defaults = evolve.fitness, AlgorithmConfig()
+    sampling = {"prompt", "max_output_tokens", *_SAMPLED_BY}
+    names = set(space.names())
+    if isinstance(population.init, list):
+        names |= {name for values in population.init for name in values}
+    differs = bool(names & sampling) or any(name.startswith(REWARD_WEIGHT) for name in names)
+    as_sampled = all(
+        getattr(algorithm, name) == getattr(defaults, name) for name in _SAMPLED_BY[1:]
+    )
+    return (
+        not differs
+        and as_sampled
+        and algorithm.temperature == fitness.temperature
+        and fitness.reward is None
+        and not fitness.objectives
+    )

@@ -5,9 +5,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BeforeValidator, GetJsonSchemaHandler
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import BeforeValidator
 
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.kinds import Exploration, Selection
@@ -63,12 +61,6 @@ class ObjectiveConfig(Group):
     direction: Literal["maximize", "minimize"] | None = setting(
         None, "Whether larger or smaller values are better. null: `maximize`; `tokens` needs one."
     )
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {"anyOf": [{"type": "string", "minLength": 1}, handler(core_schema)]}
 
     @property
     def minimize(self) -> bool:

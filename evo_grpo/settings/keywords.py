@@ -67,8 +67,8 @@ def agent_settings(given: Mapping[str, Any], *, kind: str) -> AgentSettings:
         groups.pop("model", None)
     try:
         return AgentSettings(**groups)
-    except Problems as problems:
-        raise Problems(*(p._replace(path=_flat(p.path)) for p in problems.found)) from None
+    except Problems as error:
+        raise Problems(*(p._replace(path=_flat(p.path)) for p in error.problems)) from None
 
 
 def unknown_keyword(call: str, name: str, known: Mapping[str, object]) -> ConfigError:

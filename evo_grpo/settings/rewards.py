@@ -265,8 +265,8 @@ def _reward(item: object, path: Path) -> Reward:
         raise Problems.one(f"{text}{hint}", *path, "kind")
     try:
         return KINDS[kind](**settings)
-    except Problems as problems:
-        raise problems.below(*path) from None
+    except Problems as error:
+        raise error.below(*path) from None
 
 
 # The validator puts a single mapping into a list; the union is for the JSON Schema.

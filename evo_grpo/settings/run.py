@@ -11,14 +11,14 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.kinds import UserStrategy
 from evo_grpo.evolve.start import Start, with_values
 from evo_grpo.schema.group import Group, setting
-from evo_grpo.schema.hparams import REWARD_WEIGHT, Hparams
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import refuse
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
-from evo_grpo.settings.cross_checks import agent_problems, doubtful_settings, run_problems
+from evo_grpo.settings.cross_checks import agent_problems, divides_quantized, run_problems
 from evo_grpo.settings.engine import EngineConfig
 from evo_grpo.settings.env import EnvConfig
-from evo_grpo.settings.evaluations import affordable
+from evo_grpo.settings.evaluations import settled
 from evo_grpo.settings.evolve import EvolveConfig, Ranges, search_space
 from evo_grpo.settings.learning_rate import unusual_lr, with_default_lr
 from evo_grpo.settings.model import LoraSettings, ModelConfig, TargetSets
@@ -179,78 +179,6 @@ class RunConfig(Group):
         )
 
 
-_SAMPLED_BY = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Hyperparameters that act on sampling in training, and on no evaluation."""
-
-
-def settled(
-    population: PopulationConfig,
-    evolve: EvolveConfig,
-    algorithm: AlgorithmConfig,
-    space: HyperparameterConfig,
-    tokens: int | None = None,
-) -> tuple[PopulationConfig, EvolveConfig]:
-    """Return settings with decisions, numbers of agents and evaluations of each round filled in.
-
-    If `population.stop.tokens` may end a run early, shares refer to the rounds that are certain to
-    be played.
-
-    Args:
-        population: The agents, and the length of their training.
-        evolve: What happens between two rounds.
-        algorithm: The initial settings of the agents.
-        space: The hyperparameters that may mutate.
-        tokens: Most tokens that a round trains on; None if they are not known.
-    """
-    rounds, limit = population.rounds, population.stop.tokens
-    if limit is not None and tokens:
-        population = population.replace(rounds=max(1, min(rounds, int(limit / tokens))))
-    sure_rounds = population.rounds
-    selects = evolve.selects
-    places = list(population.places(selects=selects))
-    sizes = "constant" if len(set(places)) == 1 else places
-    decided = population.decided
-    population = population.replace(rounds=rounds, decisions=decided, sizes=sizes)
-    fitness = evolve.fitness
-    if fitness.between is None:
-        stop = population.stop
-        stops_by_fitness = stop.fitness is not None or stop.rewards or stop.patience is not None
-        alike = _trains_as_fitness(population, evolve, algorithm, space)
-        between = fitness.prompts if stops_by_fitness else 0 if alike else fitness.in_between
-        evolve = evolve.replace(fitness=fitness.replace(between=between))
-    if evolve.fitness.share is not None:
-        rows = population.size * (algorithm.prompts_per_step or DEFAULT_PROMPTS)
-        rows *= algorithm.group_size * population.steps_per_round * sure_rounds
-        shortened = population.replace(rounds=sure_rounds)
-        evolve = evolve.replace(fitness=affordable(shortened, evolve, evolve.fitness.share * rows))
-    return population, evolve
-
-
-def _trains_as_fitness(
-    population: PopulationConfig,
-    evolve: EvolveConfig,
-    algorithm: AlgorithmConfig,
-    space: HyperparameterConfig,
-) -> bool:
-    """Return whether a completion in training is sampled and scored as one in an evaluation."""
-    fitness, defaults = evolve.fitness, AlgorithmConfig()
-    sampling = {"prompt", "max_output_tokens", *_SAMPLED_BY}
-    names = set(space.names())
-    if isinstance(population.init, list):
-        names |= {name for values in population.init for name in values}
-    differs = bool(names & sampling) or any(name.startswith(REWARD_WEIGHT) for name in names)
-    as_sampled = all(
-        getattr(algorithm, name) == getattr(defaults, name) for name in _SAMPLED_BY[1:]
-    )
-    return (
-        not differs
-        and as_sampled
-        and algorithm.temperature == fitness.temperature
-        and fitness.reward is None
-        and not fitness.objectives
-    )
-
-
 def warnings(config: RunConfig) -> list[str]:
     """Return a sentence for each valid setting that has no effect or is doubtful."""
     return [*map(str, without_effect_of_run(config)), *doubts_of_run(config)]
@@ -258,11 +186,13 @@ def warnings(config: RunConfig) -> list[str]:
 
 def doubts_of_run(config: RunConfig) -> list[str]:
     """Return a sentence for each doubtful setting, or combination of settings, of a run."""
-    return [
-        *doubts_of_agents(config.agents(), config.population.init),
-        *doubtful_settings(config.population, config.algorithm, config.evolve, config.engine),
-        *_unsearched(config),
-    ]
+    population = config.population
+    doubts = doubts_of_agents(config.agents(), population.init)
+    if population.size > 1 and isinstance(population.init, str) and not config.search_space():
+        doubts.append("evolve.hyperparameters is empty, so all agents train alike; leave it out")
+    if why := divides_quantized(config.engine):
+        doubts.append(why)
+    return [*doubts, *_unsearched(config)]
 
 
 def _unsearched(config: RunConfig) -> Iterator[str]:

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, GetJsonSchemaHandler, model_validator
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import BeforeValidator, model_validator
 
 from evo_grpo.errors import EngineUnavailable
 from evo_grpo.schema.group import Group, as_list, setting
@@ -75,12 +73,6 @@ class TrackerConfig(Group):
         "null writes to the folder.",
         min_length=1,
     )
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {"anyOf": [{"enum": list(KINDS)}, handler(core_schema)]}
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from evo_grpo.schema.group import Group
 from evo_grpo.schema.hparams import LOSS_USES, LossUse
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig
-from evo_grpo.settings.loss import LossFields
+from evo_grpo.settings.algorithm import LossFields
 
 if TYPE_CHECKING:
     from evo_grpo.schema.hparams import Hparams, LossType

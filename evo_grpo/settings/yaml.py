@@ -265,22 +265,9 @@ def to_yaml(config: RunConfig) -> str:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of population.yaml, for completion and checks in editors."""
-    schema = RunConfig.model_json_schema()
-    prompts = schema["$defs"]["EnvConfig"]["properties"]["prompts"]["anyOf"][0]
-    prompts["additionalProperties"] = {
-        "anyOf": [{"type": "string"}, prompts["additionalProperties"]]
-    }
-    # A group with a shorthand may also be given by one string: `model: tiny-sums`.
-    for name, field in RunConfig.model_fields.items():
-        if getattr(field.annotation, "shorthand", None) is not None:
-            group = schema["properties"][name]
-            schema["properties"][name] = {
-                "anyOf": [{"type": "string", "minLength": 1}, {"$ref": group["$ref"]}],
-                "description": group["description"],
-            }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **schema,
+        **RunConfig.model_json_schema(),
         "title": "population.yaml of evo-grpo",
         "description": "A run of evo-grpo: `model` and `env` are required, the rest has defaults.",
     }
@@ -302,9 +289,9 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
     try:
         config = RunConfig(**settings)
         refuse(removed)
-    except Problems as problems:
+    except Problems as error:
         heading = f"{source} with --set" if overrides else source
-        raise Problems(*removed, *problems.found, source=heading) from None
+        raise Problems(*removed, *error.problems, source=heading) from None
     return config
 
 

@@ -150,7 +150,8 @@ def marked(arguments: Sequence[str]) -> None:
         name = "a launcher" if rank is None and "--nproc" in arguments else f"rank {rank or 0}"
         (Path(os.environ[MARKS]) / f"{name}.json").write_text(json.dumps(found))
 
-    from evo_grpo.cli import launching, main, showing
+    from evo_grpo.cli import main, showing
+    from evo_grpo.cli.commands import train as launching
 
     start, load = launching._run_ranks, showing.import_module
     atexit.register(write)

@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from shown_run import SUMMARY, run_folder, small_config, two_rounds
-from typer.testing import CliRunner
+from commands import evo
+from shown_run import SUMMARY, run_folder, small_config
 
-from evo_grpo.cli.commands import app
 from evo_grpo.cli.output import warn, wrapped
 from evo_grpo.errors import RunFailedError
 from evo_grpo.settings import to_yaml
@@ -18,10 +17,6 @@ from evo_grpo.settings import to_yaml
 @pytest.fixture(autouse=True)
 def _configuration():
     Path("a.yaml").write_text(to_yaml(small_config()))
-
-
-def evo(*arguments):
-    return CliRunner().invoke(app, list(arguments))
 
 
 def events(result):
@@ -76,19 +71,6 @@ def test_json_is_one_event_per_line(loop):
     assert finished["summary"] == SUMMARY
     assert finished["story"][0]["kind"] == "result"
     assert finished["warnings"] == []
-
-
-def test_json_has_null_for_what_is_not_finite(loop, monkeypatch):
-    rounds = two_rounds()
-    metrics = rounds[0].agents[0].metrics
-    monkeypatch.setitem(metrics, "loss", float("nan"))
-    from evo_grpo.cli.events import Events
-
-    seen = []
-    monkeypatch.setattr("evo_grpo.cli.events.write", seen.append)
-    Events().round_done(rounds[0])
-    assert json.loads(seen[0])["agents"][0]["loss"] is None
-    assert "NaN" not in seen[0]
 
 
 def test_json_tells_a_comparison(loop):

@@ -5,7 +5,7 @@ from pathlib import Path
 from shown_run import run_folder
 from typer.testing import CliRunner
 
-from evo_grpo.cli.commands.app import app, complete_run, complete_setting
+from evo_grpo.cli.commands.options import app, complete_run, complete_setting
 from evo_grpo.settings import from_dict
 
 

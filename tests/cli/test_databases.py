@@ -5,11 +5,10 @@ from pathlib import Path
 
 import optuna
 import pytest
+from commands import evo
 from small_run import SETTINGS, small
-from typer.testing import CliRunner
 
 from evo_grpo import run, study_of
-from evo_grpo.cli.commands import app
 
 SERVER = "postgresql+psycopg://evo@127.0.0.1:1/evo"
 
@@ -18,10 +17,6 @@ SERVER = "postgresql+psycopg://evo@127.0.0.1:1/evo"
 def made(tmp_path_factory):
     """A run whose trials are in its journal."""
     return run(small(population__rounds=2), out=tmp_path_factory.mktemp("made") / "run")
-
-
-def evo(*arguments):
-    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 def written(**record):

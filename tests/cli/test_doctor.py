@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from commands import evo
 
-from evo_grpo.cli.commands import app, install
+from evo_grpo.cli.commands import install
 from evo_grpo.training.sizing import cards
 from evo_grpo.training.sizing.cards import Gpu
 
@@ -18,9 +18,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 def described(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["doctor", *arguments])
-    assert result.exit_code == 0
-    return result.stdout
+    return evo("doctor", *arguments, expected=0).stdout
 
 
 @pytest.mark.usefixtures("no_gpu")

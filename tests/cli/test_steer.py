@@ -10,12 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import evo, refused
 from forked import Forked
 from small_run import SETTINGS
-from steered_runs import steered_outcome, tensors
-from typer.testing import CliRunner, Result
 
-from evo_grpo.cli.commands import app
 from evo_grpo.record.folder import read_rounds
 
 REWARD = """
@@ -49,21 +47,8 @@ def ended(process: Forked, code: int = 0) -> str:
     return out + said
 
 
-def evo(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
-
-
 def told(*arguments: str) -> str:
-    result = evo(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def refused(*arguments: str) -> str:
-    result = evo(*arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    return result.stderr
+    return evo(*arguments, expected=0).stdout
 
 
 def wait(true, process: Forked | None = None):
@@ -77,45 +62,6 @@ def wait(true, process: Forked | None = None):
 def rounds_of(folder: str) -> int:
     file = Path(folder, "rounds.jsonl")
     return file.read_text().count("\n") if file.exists() else 0
-
-
-def play(folder: str, kill: bool) -> None:
-    """Steer a run after its first round; kill it after its second one, and resume, or do not."""
-    process = started("run", "population.yaml", "--out", folder)
-    wait(lambda: rounds_of(folder) == 1, process)
-    for request in (["set", "0", "lr=2e-3"], ["clone", "0", "2"], ["stop-agent", "1"]):
-        assert "carried out after round 2" in told("steer", folder, *request)
-    if kill:
-        wait(lambda: rounds_of(folder) == 2, process)
-        process.send_signal(signal.SIGKILL)
-        ended(process, -signal.SIGKILL)
-        process = started("resume", folder)
-    shown = ended(process)
-    if not kill:
-        assert "agent 1 was stopped by hand" in shown
-        assert "agent 2 took agent 0's weights by hand, at lr 0.002" in shown
-
-
-@pytest.mark.slow
-def test_a_kill_after_steering_changes_nothing():
-    # Rounds so long that all is asked for within the second one, on a slow machine too.
-    Path("my_reward.py").write_text(REWARD.replace("0.1", "0.35"))
-    for name, kill in (("whole", False), ("killed", True)):
-        play(name, kill)
-    whole, killed = Path("whole"), Path("killed")
-    assert [one.after for one in asked(whole)] == [one.after for one in asked(killed)] == [1] * 3
-    assert steered_outcome(whole) == steered_outcome(killed)
-    assert tensors(whole) == tensors(killed)
-    shown = told("steer", "whole")
-    assert "whole: finished after round 4" in shown
-    assert "  after round 2: set 0 lr=0.002: done" in shown
-    assert "set by hand" in told("lineage", "whole")
-    assert "cloned by hand" in told("lineage", "whole")
-    assert "all as they were written" in told("verify", "whole")
-
-
-def asked(folder: Path):
-    return [one.request for record in read_rounds(folder) for one in record.steering]
 
 
 @pytest.mark.slow
@@ -144,23 +90,20 @@ def test_a_run_is_paused_looked_at_and_ended():
     assert f"the process ends after round {last}, as asked for" in said
     assert f"stopped after round {last}; continue with: evo-grpo resume run" in said
     assert "no process trains it" in told("steer", "run")
+    assert "set by hand" in told("lineage", "run")
     assert not Path("run/summary.json").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
-)
-def test_a_paused_run_is_interrupted_at_once(number: int, code: int):
+def test_a_paused_run_is_interrupted_at_once():
     process = started("run", "population.yaml", "--out", "run")
     wait(lambda: Path("run/inputs.json").exists(), process)
     told("steer", "run", "pause")
     wait(lambda: "paused after round" in told("steer", "run"), process)
     played = len(read_rounds(Path("run")))
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     assert f"stopped after round {played}; continue with: evo-grpo resume run" in ended(
-        process, code
+        process, 130
     )
 
 

@@ -9,7 +9,7 @@ import typer
 from shown_run import SUMMARY, two_rounds
 
 from evo_grpo.cli.commands import app
-from evo_grpo.cli.events import Events
+from evo_grpo.cli.showing import Events
 from evo_grpo.errors import ConfigError
 from evo_grpo.record.view import RunView
 
@@ -34,7 +34,7 @@ def test_every_command_has_its_options_and_an_example(name):
 
 def test_every_event_has_its_keys_in_the_table(monkeypatch):
     told = []
-    monkeypatch.setattr("evo_grpo.cli.events.write", lambda line: told.append(json.loads(line)))
+    monkeypatch.setattr("evo_grpo.cli.showing.write", lambda line: told.append(json.loads(line)))
     events = Events(ends=True)
     events.write("loading", what="tiny-sums")
     events.started(Path("here"), 2, 0, None)

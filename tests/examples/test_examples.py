@@ -55,7 +55,7 @@ def test_a_selection_of_ones_own_plans(main, capsys):
 @pytest.mark.slow
 def test_the_winner_is_served(main, capsys):
     with main("export_and_serve.py")(rounds=1, port=0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/?prompt=12%2B07%3D"
         with urllib.request.urlopen(url, timeout=60) as answer:
             served = answer.read().decode()

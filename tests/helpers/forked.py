@@ -17,7 +17,11 @@ import types
 import weakref
 from pathlib import Path
 
-LOADED = ["evo_grpo.cli.commands.app", "evo_grpo.training.run", "evo_grpo.population.ranks.ranks"]
+LOADED = [
+    "evo_grpo.cli.commands.options",
+    "evo_grpo.training.run",
+    "evo_grpo.population.ranks.ranks",
+]
 """What the process has imported before it forks."""
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(LOADED)

@@ -102,7 +102,7 @@ def loopback_hub(repositories, patience=30.0):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.daemon_threads = True
     server.repositories, server.patience, server.asked = repositories, patience, []
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield server, f"http://127.0.0.1:{server.server_address[1]}"

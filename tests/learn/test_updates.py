@@ -13,7 +13,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.learn import learner as learners
 from evo_grpo.learn.rows import AgentTraining, Row
 from evo_grpo.learn.updates import TYPICAL, LossScales, OwnOptimizers, first_scale
-from evo_grpo.settings.loss import LossConfig
+from evo_grpo.settings.algorithm import LossConfig
 
 HALF = torch.float16
 ROWS = make_rows(5, groups=3, answer=(4, 12))

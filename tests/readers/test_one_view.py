@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from evo_grpo.analysis.export.contents import BaseModel, Contents
 from evo_grpo.analysis.export.export import ExampleCode, card
-from evo_grpo.cli import events
+from evo_grpo.cli import showing
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import CheckpointError
 from evo_grpo.readers.dashboard import study_note
@@ -131,11 +131,11 @@ def plain_text(page: str) -> str:
 def finished_event(view: RunView) -> str:
     """The sentences of the event that ends a run, as one text."""
     written: list[str] = []
-    before, events.write = events.write, written.append
+    before, showing.write = showing.write, written.append
     try:
-        events.Events().ended(Path("run"), view)
+        showing.Events().ended(Path("run"), view)
     finally:
-        events.write = before
+        showing.write = before
     return "\n".join(one["text"] for one in json.loads(written[0])["story"])
 
 

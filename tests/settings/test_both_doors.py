@@ -16,13 +16,13 @@ from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.schema.hparams import MUTABLE, PATHS, AgentFields
 from evo_grpo.settings import AgentSettings, LossConfig, RunConfig, from_dict
+from evo_grpo.settings.algorithm import LossFields
 from evo_grpo.settings.keywords import (
     AGENT_KEYWORDS,
     POPULATION_KEYWORDS,
     TRAIN_KEYWORDS,
     agent_settings,
 )
-from evo_grpo.settings.loss import LossFields
 from evo_grpo.training.assemble import build_cohort, round_settings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -125,10 +125,6 @@ record.trackers=[{kind: mlflow, server: "http://me:secret@host"}]
 """
 # float32 turns these numbers into nothing or everything.
 NUMBERS = """
-algorithm.lr=1e308
-    algorithm.lr: expected a number from 1e-30 to 1e+06, which float
-algorithm.temperature=1e-40
-    algorithm.temperature: expected a number from 1e-06 to
 algorithm.adv_clip_range=1e-40
     adv_clip_range: expected a number from 1e-06 to
 algorithm.adv_clip_range=1e300

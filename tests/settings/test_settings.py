@@ -39,6 +39,7 @@ def write(folder: Path, text: str) -> Path:
 
 def test_model_and_env_suffice_and_all_else_has_defaults():
     config = from_dict(MINIMAL)
+    assert config == from_dict({"model": {"name": "tiny-sums"}, "env": {"kind": "sums"}})
     assert config.model == ModelConfig(name="tiny-sums")
     assert config.env == EnvConfig(kind="sums")
     assert (config.name, config.seed) == ("population", 0)
@@ -70,11 +71,6 @@ def test_removed_settings_that_were_on_are_refused_beside_other_problems():
     assert "2 problems" in text
     assert "evolve.svd_noise: expected 0, got 0.1: it was removed" in text
     assert "evolve.archive: " in text
-
-
-def test_a_plain_string_is_the_name_or_the_kind():
-    long = from_dict({"model": {"name": "tiny-sums"}, "env": {"kind": "sums"}})
-    assert long == from_dict(MINIMAL)
 
 
 def test_python_users_build_it_from_groups():
@@ -194,8 +190,6 @@ def test_a_value_at_the_edge_of_its_range_is_inside():
         from_dict(MINIMAL, ["algorithm.clip_coef=[0.801, 1.2]", ranges])
 
 
-# --- settings without effect ----------------------------------------------------------------------
-
 # --- overrides -----------------------------------------------------------------------------------
 
 
@@ -215,9 +209,6 @@ def test_overrides_reach_through_shorthands_and_missing_groups():
 def test_the_last_override_wins_and_values_are_yaml():
     config = from_dict(MINIMAL, ["seed=1", "seed=2", "algorithm.clip_coef=[0.8, 1.28]"])
     assert (config.seed, config.algorithm.clip_coef) == (2, (0.8, 1.28))
-
-
-# --- what ships ----------------------------------------------------------------------------------
 
 
 # --- names of other libraries --------------------------------------------------------------------

@@ -330,8 +330,6 @@ algorithm.batch_size=33 && population.sizes=constant
     batch_size has no effect: it is 33, and a step of an agent has at most 32 rows
 algorithm.batch_size=256 && evolve.hyperparameters={{group_size: {{min: 4, max: 16}}}}
     none
-evolve.hyperparameters={{group_size: {{min: 4, max: 64}}}} && algorithm.prompts_per_step=4
-    hyperparameters.group_size goes up to 64: agents with such groups would sample 2048 completions
 engine.base=sharded && engine.quantization=int8
     engine.quantization: expected null on more than one process with engine.base: sharded
 engine.zero=3 && engine.quantization=int8

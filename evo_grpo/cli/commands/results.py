@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from evo_grpo.cli.commands.app import AsDocument, Debug, Run, app
+from evo_grpo.cli.commands import options
+from evo_grpo.cli.commands.options import app
 from evo_grpo.cli.output import say, write
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.escaping import printable, shorten
@@ -31,11 +32,11 @@ READER = "reader-"
 
 @app.command(rich_help_panel=PANEL)
 def leaderboard(
-    folder: Run,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    folder: options.Run,
+    as_json: options.AsDocument = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
-    debug: Debug = False,
+    debug: options.Debug = False,
 ) -> None:
     """Print the agents of a run, the winner first."""
     from evo_grpo.readers.terminal import result
@@ -64,7 +65,9 @@ def leaderboard(
 
 
 @app.command(rich_help_panel=PANEL)
-def lineage(folder: Run, as_json: AsDocument = False, debug: Debug = False) -> None:
+def lineage(
+    folder: options.Run, as_json: options.AsDocument = False, debug: options.Debug = False
+) -> None:
     """Print the family tree of a run, with mutations."""
     from evo_grpo.readers.terminal.console import show, standard_output
     from evo_grpo.readers.terminal.result import family_tree
@@ -90,7 +93,7 @@ def _say_missing(view: RunView, folder: Path) -> None:
 
 @app.command(rich_help_panel=PANEL)
 def report(
-    folder: Run,
+    folder: options.Run,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -108,7 +111,7 @@ def report(
         ),
     ] = True,
     open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
-    debug: Debug = False,
+    debug: options.Debug = False,
 ) -> None:
     """Write a page with figures of a run, finished or not, that needs no network."""
     from evo_grpo.readers.report.run_page import write_report
@@ -130,7 +133,7 @@ def compare(
             "--out", "-o", metavar="FILE", parser=expanded, help="Write a page with figures too."
         ),
     ] = None,
-    debug: Debug = False,
+    debug: options.Debug = False,
 ) -> None:
     """Print runs side by side, with their differences from the first."""
     from evo_grpo.readers.report import compared_runs as page
@@ -149,7 +152,7 @@ def compare(
 
 
 @app.command(rich_help_panel=PANEL)
-def verify(folder: Run, debug: Debug = False) -> None:
+def verify(folder: options.Run, debug: options.Debug = False) -> None:
     """Check that every file of a run is as it was written."""
     from evo_grpo.analysis.verify import verify as look
     from evo_grpo.record.wording import count
@@ -168,7 +171,7 @@ def verify(folder: Run, debug: Debug = False) -> None:
 
 @app.command(rich_help_panel=PANEL)
 def follow(
-    folder: Run,
+    folder: options.Run,
     to: Annotated[
         str | None,
         typer.Option(
@@ -197,7 +200,7 @@ def follow(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print only what goes wrong.")
     ] = False,
-    debug: Debug = False,
+    debug: options.Debug = False,
 ) -> None:
     """Bring a run into trackers, a database or a report; of a run that trains, until it ends."""
     names = [name.strip() for name in to.split(",")] if to else []
@@ -277,12 +280,12 @@ def _own_output() -> TextIO:
 
 @app.command(rich_help_panel=PANEL)
 def dashboard(
-    folder: Run,
+    folder: options.Run,
     port: Annotated[
         int,
         typer.Option("--port", min=0, max=65535, help="On this machine; 0 takes a free one."),
     ] = 8080,
-    debug: Debug = False,
+    debug: options.Debug = False,
 ) -> None:
     """Open optuna-dashboard on a run, with its family tree and a note for each trial."""
     from evo_grpo.readers.dashboard import serve

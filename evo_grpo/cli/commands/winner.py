@@ -10,22 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from evo_grpo.cli.commands.app import (
-    Agent,
-    Allow,
-    BestEver,
-    Code,
-    Debug,
-    Member,
-    Prefer,
-    Round,
-    Run,
-    Settings,
-    Split,
-    app,
-    from_zero,
-    weights_of,
-)
+from evo_grpo.cli.commands import options
+from evo_grpo.cli.commands.options import app
 from evo_grpo.cli.host_memory import keep_freed_memory
 from evo_grpo.cli.output import say, warn, write
 from evo_grpo.cli.stopping import interruptible
@@ -35,15 +21,23 @@ from evo_grpo.places import expanded, searching
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from evo_grpo.record.choice import ChosenAgent
     from evo_grpo.record.replay import Replay
 
 PANEL = "The winner"
 Base = Annotated[bool, typer.Option("--base/--no-base", help="Sample the base model too.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        help="0 is greedy, with one answer; default: the temperature of the evaluations.",
+    ),
+]
 
 
 @app.command(rich_help_panel=PANEL)
 def export(  # noqa: PLR0913 -- each is an option of the command
-    folder: Run,
+    folder: options.Run,
     out: Annotated[
         Path | None,
         typer.Argument(metavar="OUT", parser=expanded, help="Folder to write; new or empty."),
@@ -54,11 +48,11 @@ def export(  # noqa: PLR0913 -- each is an option of the command
             "--best", metavar="OUT", parser=expanded, help="The same folder, for the winner."
         ),
     ] = None,
-    agent: Agent = None,
-    member: Member = None,
-    round: Round = None,
-    best_ever: BestEver = False,
-    prefer: Prefer = None,
+    agent: options.Agent = None,
+    member: options.Member = None,
+    round: options.Round = None,
+    best_ever: options.BestEver = False,
+    prefer: options.Prefer = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="One ordinary model in place of an adapter.")
     ] = False,
@@ -74,18 +68,15 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Also a winner that is worse than the base model.")
     ] = False,
-    debug: Debug = False,
+    debug: options.Debug = False,
 ) -> None:
     """Write an agent, by default the winner, as a folder for PEFT, transformers and vLLM."""
     from evo_grpo.analysis.export.export import export_choice
     from evo_grpo.readers.terminal.console import warnings_to
-    from evo_grpo.record.choice import choose_of
 
     named = (agent, member, round, prefer) != (None,) * 4 or best_ever
     target = _target(out, best, named=named)
-    choice = choose_of(
-        folder, agent, member, from_zero(round), best_ever=best_ever, prefer=weights_of(prefer)
-    )
+    choice = _choose(folder, agent, member, round, best_ever, prefer)
     if merge or push:
         say(f"exporting {choice.title} of {folder} ...", err=True)
     with warnings_to(warn):
@@ -94,6 +85,41 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     say(f'wrote {path}: {choice.title}; in that folder, {how}.from_pretrained(".") loads it')
     if push is not None:
         say(f"pushed to https://huggingface.co/{push}; a new repository is private")
+
+
+def _choose(
+    folder: Path,
+    agent: int | None,
+    member: int | None,
+    round: int | None,
+    best_ever: bool,
+    prefer: Sequence[str] | None,
+) -> ChosenAgent:
+    """Return the agent that the options of a command name."""
+    from evo_grpo.record.choice import choose_of
+
+    return choose_of(
+        folder,
+        agent,
+        member,
+        None if round is None else round - 1,
+        best_ever=best_ever,
+        prefer=_weights_of(prefer) if prefer else None,
+    )
+
+
+def _weights_of(given: Sequence[str]) -> dict[str, float]:
+    """Return the weights of `--prefer tokens=0.2`."""
+    weights: dict[str, float] = {}
+    for text in given:
+        name, _, number = text.partition("=")
+        try:
+            weights[name] = float(number)
+        except ValueError:
+            raise typer.BadParameter(
+                f"--prefer: expected OBJECTIVE=WEIGHT, for instance tokens=0.2, got {text!r}"
+            ) from None
+    return weights
 
 
 def _target(out: Path | None, best: Path | None, *, named: bool) -> Path:
@@ -110,7 +136,7 @@ def _target(out: Path | None, best: Path | None, *, named: bool) -> Path:
 
 @app.command(rich_help_panel=PANEL)
 def recipe(
-    folder: Run,
+    folder: options.Run,
     out: Annotated[
         Path,
         typer.Option("--out", "-o", metavar="FILE", parser=expanded, help="The file to write."),
@@ -128,7 +154,7 @@ def recipe(
         typer.Option("--steps", min=1, help="GRPO steps per round; default: those of the run."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-    debug: Debug = False,
+    debug: options.Debug = False,
 ) -> None:
     """Write the winner's settings and schedule as a run, for the same or another model."""
     from evo_grpo.analysis.recipe import recipe as write_recipe
@@ -139,7 +165,7 @@ def recipe(
 
 @app.command(rich_help_panel=PANEL)
 def replay(
-    folder: Run,
+    folder: options.Run,
     repeats: Annotated[
         int | None,
         typer.Option("--repeats", min=1, help="Trainings of each kind; default: 3."),
@@ -147,9 +173,9 @@ def replay(
     force: Annotated[
         bool, typer.Option("--force", help="Train again where a finished replay is there.")
     ] = False,
-    allow: Allow = None,
-    code: Code = None,
-    debug: Debug = False,
+    allow: options.Allow = None,
+    code: options.Code = None,
+    debug: options.Debug = False,
 ) -> None:
     """Compare the winner's schedule with its last values: train agents with each."""
     from evo_grpo.readers.terminal import console as screen
@@ -193,7 +219,7 @@ def _train_replay(
 
 @app.command(rich_help_panel=PANEL)
 def sample(  # noqa: PLR0913 -- each is an option of the command
-    folder: Run,
+    folder: options.Run,
     prompt: Annotated[
         str | None,
         typer.Argument(
@@ -205,39 +231,30 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
         list[int] | None,
         typer.Option("--row", metavar="N", help="A row of the task (from 0). May be repeated."),
     ] = None,
-    split: Split = "validation",
-    agent: Agent = None,
-    member: Member = None,
-    round: Round = None,
-    best_ever: BestEver = False,
-    prefer: Prefer = None,
+    split: options.Split = "validation",
+    agent: options.Agent = None,
+    member: options.Member = None,
+    round: options.Round = None,
+    best_ever: options.BestEver = False,
+    prefer: options.Prefer = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to each prompt.")] = 4,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature",
-            help="0 is greedy, with one answer; default: the temperature of the evaluations.",
-        ),
-    ] = None,
+    temperature: Temperature = None,
     base: Base = True,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the draws.")] = 0,
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the prompt without the template.")
     ] = False,
-    allow: Allow = None,
-    code: Code = None,
-    debug: Debug = False,
+    allow: options.Allow = None,
+    code: options.Code = None,
+    debug: options.Debug = False,
 ) -> None:
     """Sample answers of the winner, or of another agent, to prompts or rows of its task."""
     from evo_grpo.readers.terminal.console import standard_output, warnings_to
-    from evo_grpo.record.choice import choose_of
     from evo_grpo.record.folder import code_folder
 
     if prompt is not None and row:
         raise typer.BadParameter("expected a PROMPT or --row, got both")
-    choice = choose_of(
-        folder, agent, member, from_zero(round), best_ever=best_ever, prefer=weights_of(prefer)
-    )
+    choice = _choose(folder, agent, member, round, best_ever, prefer)
     say(f"loading {choice.title} of {folder} ...", err=True)
     from evo_grpo.analysis.sampling.answers import answers, show_sampled
 
@@ -282,7 +299,7 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
             metavar="CONFIG", help="Configuration of base and task; default: that of the run."
         ),
     ] = None,
-    settings: Settings = None,
+    settings: options.Settings = None,
     split: Annotated[
         Literal["validation", "test"], typer.Option("--split", help="Split of the prompts.")
     ] = "test",
@@ -296,12 +313,7 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
             "--samples", metavar="N", min=1, help="Of each prompt; default: as in the run."
         ),
     ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature", help="0 is greedy; default: the temperature of the evaluations."
-        ),
-    ] = None,
+    temperature: Temperature = None,
     pass_at: Annotated[
         list[int] | None,
         typer.Option("--pass-at", metavar="K", min=1, help="Print pass@K too. May be repeated."),
@@ -315,10 +327,10 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
         ),
     ] = None,
     base: Base = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    allow: Allow = None,
-    code: Code = None,
-    debug: Debug = False,
+    as_json: options.AsDocument = False,
+    allow: options.Allow = None,
+    code: options.Code = None,
+    debug: options.Debug = False,
 ) -> None:
     """Measure the mean reward and pass@k of an adapter on a task, and those of its base."""
     from evo_grpo import settings as config

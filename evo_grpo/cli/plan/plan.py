@@ -148,17 +148,13 @@ class Plan(NamedTuple):
         if parameters is None:
             return None
         policy = self.config.record.checkpoints
-        # Number of rounds whose checkpoints are kept at once.
+        # Rounds whose checkpoints are kept at once; no round has more agents than those before it.
         count = len(self.places) if policy == "all" else policy if isinstance(policy, int) else 1
-        windows = range(max(1, len(self.places) - count + 1))
-        checkpoints = max(sum(self.places[first : first + count]) for first in windows)
+        checkpoints = sum(self.places[:count])
         if policy == "best":
-            earlier = range(len(self.places))
-            checkpoints = max(number + self.places[number] for number in earlier)
+            checkpoints += len(self.places) - 1
         best = int(self.config.record.keeps_best_apart(archive=self.config.evolve.keeps_archive))
         mean = int(self.finalists > 1 and self.places[-1] > 1)
-        if policy != "all" and checkpoints > sum(self.places[-count:]):
-            mean = 0  # written after the number of agents has decreased
         return (checkpoints + best + mean) * stored_bytes(parameters, reference=reference)
 
 

@@ -34,11 +34,8 @@ from evo_grpo.training.sizing.machine import MACHINE, dtypes, format_bytes
 if TYPE_CHECKING:
     from evo_grpo.training.sizing.prompt_lengths import PromptLengths  # it may load pandas
 
-ROUNDS_SHOWN = 8
-"""Most decisions, entries of a schedule, and names of layers, that the plan lists."""
-
-AGENTS_SHOWN = 8
-"""Most agents whose first values the plan lists."""
+LISTED = 8
+"""Most decisions, entries of a schedule, names of layers, and agents, that the plan lists."""
 
 
 def render_plan(plan: Plan, source: str) -> RenderableType:
@@ -108,7 +105,7 @@ def _begins(agents: Sequence[Mapping[str, object]]) -> str:
         for number, values in enumerate(agents)
         if values
     ]
-    return "; ".join(texts[:AGENTS_SHOWN] + ["..."] * (len(texts) > AGENTS_SHOWN))
+    return "; ".join(texts[:LISTED] + ["..."] * (len(texts) > LISTED))
 
 
 def _task(plan: Plan) -> str:
@@ -140,8 +137,8 @@ def _decisions(plan: Plan) -> str:
     for finished in plan.decisions:
         agents = plan.places[finished - 1]
         parts.append(f"{finished} ({agents if parts else count(agents, 'agent')})")
-    if (hidden := len(parts) - ROUNDS_SHOWN) > 0:
-        parts = [*parts[: ROUNDS_SHOWN - 1], f"{hidden} more", parts[-1]]
+    if (hidden := len(parts) - LISTED) > 0:
+        parts = [*parts[: LISTED - 1], f"{hidden} more", parts[-1]]
     return f"after {'round' if len(parts) == 1 else 'rounds'} {listed(parts)}"
 
 
@@ -255,7 +252,7 @@ def _schedule(exploration: ScheduleExploration) -> str:
     for entry in exploration.rounds:
         values = [f"{name} {shown_value(v)}" for name, v in entry.items() if name != ROUND]
         entries.append(f"from round {entry[ROUND]} on {', '.join(values)}")
-    shown = entries[:ROUNDS_SHOWN]
+    shown = entries[:LISTED]
     return "; ".join(shown) + ("; ..." if len(shown) < len(entries) else "")
 
 
@@ -290,7 +287,7 @@ def _agent(plan: Plan) -> str:
     lora = plan.config.model.lora
     targets = lora.target_modules
     name = targets if isinstance(targets, str) else ", ".join(targets)
-    if not isinstance(targets, str) and len(targets) > ROUNDS_SHOWN:
+    if not isinstance(targets, str) and len(targets) > LISTED:
         name = f"{len(targets)} layers"
     if sets := lora.searched_sets(plan.config.search_space()):
         name = f"one of {len(sets)} sets of layers, {', '.join(sets)}"

@@ -113,8 +113,8 @@ class ScheduleExploration(Group):
                 yield Problem((*path, name), text)
             try:
                 hparams = with_values(hparams, values, hp_config.names())
-            except Problems as problems:
-                yield from problems.below(*path).found
+            except Problems as error:
+                yield from error.below(*path).problems
                 continue
             for violation in outside(hparams, hp_config):
                 if violation.name in values:

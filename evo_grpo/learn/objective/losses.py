@@ -39,7 +39,7 @@ from torch import Tensor
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.objective.ratios import kl_term, policy_ratio, sampler_weight, within_trust
 from evo_grpo.schema.hparams import LOSS_USES, Hparams, LossType, RatioLevel
-from evo_grpo.settings.loss import LossConfig
+from evo_grpo.settings.algorithm import LossConfig
 
 VESPO_LOG_CLAMP = 20.0
 VESPO_LOWEST_LOG_WEIGHT = math.log(1e-8)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.settings.loss import LossConfig, RatioLevel
+from evo_grpo.schema.hparams import RatioLevel
+from evo_grpo.settings.algorithm import LossConfig
 
 LOG_RATIO_CLAMP = 80.0
 """Beyond it exp() overflows in float32, and a clipped token's gradient would be 0 x inf = NaN."""

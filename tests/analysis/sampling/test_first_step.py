@@ -9,7 +9,7 @@ from small_run import small
 from typer.testing import CliRunner
 
 from evo_grpo import try_config
-from evo_grpo.cli.commands.app import app
+from evo_grpo.cli.commands.options import app
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.training.assemble import prepare

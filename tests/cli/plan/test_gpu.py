@@ -6,10 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import evo
 from loopback_hub import QWEN3_4B, hub_in_use
-from typer.testing import CliRunner
-
-from evo_grpo.cli.commands import app
 
 FILE = """
 model: {name: owner/qwen, lora: {r: 16}}
@@ -29,7 +27,7 @@ def asked(tmp_path, monkeypatch):
 
 
 def check(*options):
-    return CliRunner().invoke(app, ["check", "q.yaml", *options])
+    return evo("check", "q.yaml", *options)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ SHOWING = [
     path for room in ("readers/terminal", "cli") for path in sorted((PACKAGE / room).rglob("*.py"))
 ]
 #: Where strings become output, by way of `printable`.
-DOORS = {"readers/terminal/console.py", "cli/output.py", "cli/failures.py"}
+DOORS = {"readers/terminal/console.py", "cli/output.py"}
 
 
 def pipe() -> Console:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,8 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from evo_grpo.cli.failures import errors_to_exit_codes
-from evo_grpo.cli.output import say
+from evo_grpo.cli.output import errors_to_exit_codes, say
 from evo_grpo.escaping import printable
 
 DEBUG = "evo_grpo.debug"
@@ -205,24 +203,3 @@ def _options(
     debug: Debug = False,
 ) -> None:
     """Read the options before a command."""
-
-
-def from_zero(round: int | None) -> int | None:
-    """Convert a 1-based round number into a 0-based one."""
-    return None if round is None else round - 1
-
-
-def weights_of(given: Sequence[str] | None) -> dict[str, float] | None:
-    """Return the weights of `--prefer tokens=0.2`; None without that option."""
-    if not given:
-        return None
-    weights: dict[str, float] = {}
-    for text in given:
-        name, _, number = text.partition("=")
-        try:
-            weights[name] = float(number)
-        except ValueError:
-            raise typer.BadParameter(
-                f"--prefer: expected OBJECTIVE=WEIGHT, for instance tokens=0.2, got {text!r}"
-            ) from None
-    return weights
