@@ -25,12 +25,13 @@ from evo_grpo.model.llama.train import LlamaForward
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [pytest.mark.kernels] if INTERPRETED else []
-#: Each model has 20 cases; the interpreter takes seconds for one. EVO_GRPO_LEARN_CASES=500 tries
-#: more of them, there too.
+#: The interpreter takes seconds for one; EVO_GRPO_LEARN_CASES=500 tries all of them there.
 ALL = "EVO_GRPO_LEARN_CASES" in os.environ or not INTERPRETED
-CASES = int(os.environ.get("EVO_GRPO_LEARN_CASES", 240 if ALL else 16))
+CASES = int(os.environ.get("EVO_GRPO_LEARN_CASES", 500 if ALL else 16))
 in_full = pytest.mark.skipif(not ALL, reason="long in the interpreter: set EVO_GRPO_LEARN_CASES")
-PIECES = 6
+PIECES = 12
+#: `make test` tries half of the cases, `make test-slow` the other half.
+HALF = [*range(6), *(pytest.param(piece, marks=pytest.mark.slow) for piece in range(6, PIECES))]
 CPU = torch.device("cpu")
 WIDE = {"sliding_window": 64}
 MODELS = {
@@ -145,7 +146,7 @@ def compare(found, wanted, most):
             assert (own - other).abs().max() <= most * max(top, 1e-3), name
 
 
-@pytest.mark.parametrize("piece", range(PIECES))
+@pytest.mark.parametrize("piece", HALF)
 def test_gradients_are_those_of_each_row_for_itself(piece, monkeypatch):
     monkeypatch.setattr(prefixes, "MIN_SAVED_SHARE", -9.0)
     for seed in range(piece, CASES, PIECES):
@@ -157,9 +158,10 @@ def test_gradients_are_those_of_each_row_for_itself(piece, monkeypatch):
         compare(found, case.row_by_row(), 1e-5)
 
 
+@pytest.mark.parametrize("piece", HALF)
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 0.02), (torch.bfloat16, 0.1)])
-def test_gradients_in_half_precision(dtype, most):
-    for seed in range(24 if ALL else 3):
+def test_gradients_in_half_precision(dtype, most, piece):
+    for seed in range(piece, 60 if ALL else 3, PIECES):
         case = Case(seed, dtype)
         if case.wanted:
             compare(case.gradients(KernelForward), case.row_by_row(), most)
