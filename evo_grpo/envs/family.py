@@ -28,7 +28,7 @@ from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from evo_grpo.envs.task import Split
+    from evo_grpo.envs.data.tables import Split
     from evo_grpo.settings import EnvConfig
 
 

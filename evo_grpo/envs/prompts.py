@@ -16,9 +16,8 @@ from evo_grpo.envs.conversations import (
     parts_of,
     with_parts,
 )
-from evo_grpo.envs.data.tables import NO_NONE, place_of, require_columns
+from evo_grpo.envs.data.tables import NO_NONE, SPLITS, DatasetRow, Split, place_of, require_columns
 from evo_grpo.envs.messages import excerpt
-from evo_grpo.envs.task import SPLITS, DatasetRow, Split, Task
 from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongError
 from evo_grpo.escaping import shorten
 from evo_grpo.types import Prompt
@@ -68,14 +67,6 @@ class Template:
             prompt_template = cls(conversation=_messages(template))
         prompt_template.columns()
         return prompt_template
-
-    @classmethod
-    def of_task(cls, task: Task, name: str | None = None) -> Template:
-        """Return the template of a task; with `name`, the template `name` of `env.prompts`."""
-        raw = task.prompts.get(name or "", task.prompt or task.conversation)
-        if isinstance(raw, str):
-            return cls(raw, None, task.keywords)
-        return cls(None, raw, task.keywords)
 
     def columns(self) -> dict[str, str]:
         """Return the columns of the template, with descriptions for `tables.require_columns`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
 import numpy as np
 
 from evo_grpo.envs.builtin.dataset import Rewards, dataset_task
-from evo_grpo.envs.data.tables import place_of
-from evo_grpo.envs.from_config import rewards_of
+from evo_grpo.envs.data.tables import SPLITS, Split, place_of
+from evo_grpo.envs.loading import as_rewards
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompting import with_prompting
-from evo_grpo.envs.prompts import Messages, RenderedPrompts, Template, fitting_rows
+from evo_grpo.envs.prompts import Messages, RenderedPrompts, fitting_rows
 from evo_grpo.envs.protocol import Ask, Experience, Floats
-from evo_grpo.envs.rewards.judge import Judge
+from evo_grpo.envs.rewards.functions import Board, Scorer
 from evo_grpo.envs.rewards.process import RewardProcess
-from evo_grpo.envs.rewards.scorer import Board, Scorer
+from evo_grpo.envs.rewards.scorers import Judge
 from evo_grpo.envs.rewards.scoring import (
     CompletionBatch,
+    Samples,
     Scored,
     SetAside,
     reward_of_each,
@@ -31,8 +32,7 @@ from evo_grpo.envs.rewards.scoring import (
     warn_of_silence,
     with_scorers,
 )
-from evo_grpo.envs.rewards.trl_call import Samples
-from evo_grpo.envs.task import SPLITS, Split, Task
+from evo_grpo.envs.task import Task
 from evo_grpo.envs.template_keywords import dropped_sentence, ignored_keywords
 from evo_grpo.envs.thinking import COLUMN, check_tags, parted
 from evo_grpo.errors import ConfigError, RewardError
@@ -112,7 +112,7 @@ class ReasoningGym:
             seed,
             sources,
             conversation_template,
-            rewards_of(reward_fn, reward_weights, style=settings.get("reward_style")),
+            as_rewards(reward_fn, reward_weights, style=settings.get("reward_style")),
             name=name,
             max_output_tokens=max_output_tokens or DEFAULT_OUTPUT_TOKENS,
             validation_from_few=True,
@@ -159,14 +159,14 @@ class ReasoningGym:
         #: Held while a thread uses the process or the counts of groups that are set aside.
         self._shared = Lock()
         self._functions = [reward for reward in task.rewards if not isinstance(reward.fn, Scorer)]
-        self._of_trl = any(reward.style == "trl" for reward in self._functions)
+        #: Whether some function is called as TRL calls it, once for each agent.
+        self.of_trl = any(reward.style == "trl" for reward in self._functions)
         self._scorers = [reward.fn for reward in task.rewards if isinstance(reward.fn, Scorer)]
         self._judges = [scorer for scorer in self._scorers if isinstance(scorer, Judge)]
         isolated = task.calls.isolate == "process" and bool(self._functions)
         self._process = RewardProcess(self._functions, task.calls) if isolated else None
-        sentences = ignored_keywords(self.tokenizer.chat_template, task.keywords)
-        for name in task.prompts or [None]:
-            template = Template.of_task(task, name)
+        sentences = ignored_keywords(self.tokenizer.chat_template, task.template.keywords)
+        for template in task.templates.values():
             sentences += dropped_sentence(template, task.splits["train"], tokenizer)
         for sentence in sentences:
             warnings.warn(sentence, UserWarning, stacklevel=3)
@@ -178,8 +178,8 @@ class ReasoningGym:
         self.task, self._answer_tokens = task, answer_tokens
         answer = answer_tokens if task.too_long == "truncate_left" else None
         self._by_name = {
-            name: RenderedPrompts(task.splits, Template.of_task(task, name), self.tokenizer, answer)
-            for name in task.prompts or (None,)
+            name: RenderedPrompts(task.splits, template, self.tokenizer, answer)
+            for name, template in task.templates.items()
         }
         self._rendered = next(iter(self._by_name.values()))
 
@@ -218,7 +218,7 @@ class ReasoningGym:
             index: self._rendered.get("train", orders[index // rows][index % rows])
             for index in range(start, end)
         }
-        if not self._of_trl:
+        if not self.of_trl:
             return list(prompts.values())
         return [replace(prompt, step=index // self.batch_size) for index, prompt in prompts.items()]
 
@@ -237,11 +237,11 @@ class ReasoningGym:
     @property
     def prompt_names(self) -> tuple[str, ...]:
         """Names in `env.prompts`; `prompts` and `batch` render the first of them."""
-        return tuple(self.task.prompts)
+        return self.task.prompt_names
 
     def under(self, name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts of the same rows under the prompt of this name in `env.prompts`."""
-        if name not in self.task.prompts:
+        if name not in self.prompt_names:
             text = unknown_name(name, self.prompt_names, PROMPTS)
             raise ConfigError(f"prompt of an agent: {text}")
         rendered = self._by_name[name]
@@ -284,8 +284,7 @@ class ReasoningGym:
         self, starts: Sequence[Sequence[Prompt]], group_sizes: Sequence[int]
     ) -> SingleTurnPlay:
         """Begin a play of one turn."""
-        names, apart = self.reward_names, self._of_trl
-        return SingleTurnPlay(starts, group_sizes, self.judge, names, apart=apart)
+        return SingleTurnPlay(self, starts, group_sizes)
 
     def limit_context(self, max_context_length: int, answer_tokens: int | None = None) -> None:
         """Set the model's context and check that every prompt leaves room for one token.
@@ -360,7 +359,7 @@ class ReasoningGym:
 
     def _samples(self, groups: Sequence[CompletionGroup]) -> Samples | None:
         """Return `Samples` for functions in TRL's style; None if there is no such function."""
-        if not self._of_trl:
+        if not self.of_trl:
             return None
         messages: list[Any] = []
         for group in groups:
@@ -418,24 +417,17 @@ class Judged(NamedTuple):
 class SingleTurnPlay:
     """A play of one turn: asks once, and scores the completions of all agents together.
 
-    `prompts` has the prompts of each agent, and `group_sizes` its G completions per prompt. With
-    the `names` of the K reward functions, the mean of each is a metric. With `apart`, the
-    completions of each agent are scored by a separate call, as single-agent trainers do.
+    `prompts` has the prompts of each agent, and `group_sizes` its G completions per prompt.
     """
 
     def __init__(
         self,
+        env: ReasoningGym,
         prompts: Sequence[Sequence[Prompt]],
         group_sizes: Sequence[int],
-        judge: Callable[[Sequence[CompletionGroup]], Judged],
-        names: Sequence[str] = (),
-        *,
-        apart: bool = False,
     ) -> None:
+        self._env = env
         self._request = Ask(prompts, group_sizes)
-        self._apart = apart
-        self._judge = judge
-        self._names = names
         self._groups: Sequence[Sequence[CompletionGroup]] | None = None
 
     def ask(self) -> Ask | None:
@@ -449,14 +441,14 @@ class SingleTurnPlay:
     def experiences(self) -> list[Experience]:
         """Score the completions of all agents."""
         groups = self._groups or []
-        judged = map(self._judge, groups) if self._apart else self._together(groups)
+        judged = map(self._env.judge, groups) if self._env.of_trl else self._together(groups)
         return [
             Experience(
                 tuple(t for group in agent_groups for t in _trajectories(group)),
                 scores,
                 {
                     "set_aside": float(sum(set_aside)),
-                    **reward_of_each(self._names, scores),
+                    **reward_of_each(self._env.reward_names, scores),
                     **{f"{LOGGED}{name}": value for name, value in logged.items()},
                 },
             )
@@ -465,7 +457,7 @@ class SingleTurnPlay:
 
     def _together(self, groups: Sequence[Sequence[CompletionGroup]]) -> list[Judged]:
         """Score the completions of all agents by one call; return the part of each agent."""
-        rewards, set_aside, logged = self._judge([group for batch in groups for group in batch])
+        rewards, set_aside, logged = self._env.judge([group for batch in groups for group in batch])
         ends = np.cumsum([sum(len(g.completions) for g in batch) for batch in groups])[:-1]
         flags = iter(set_aside)
         return [

@@ -8,9 +8,9 @@ from datetime import datetime
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from evo_grpo.envs.data.tables import DatasetRow
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompts import Template, chat
-from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ def test_a_task_of_this_package_asks_as_it_does_in_training():
     assert found.columns == ["question"]
     assert found.max_output_tokens == task.max_output_tokens
     assert found.example == task.splits["validation"][0]
-    assert found.template.text == task.prompt
+    assert found.template == task.template
 
 
 def test_a_template_of_the_users_own_replaces_it():

@@ -6,9 +6,8 @@ from inspect import signature
 import pytest
 
 from evo_grpo.envs.finding import defining_files, find_function, find_name, is_installed
-from evo_grpo.envs.loading import load_function
+from evo_grpo.envs.loading import as_rewards, load_function
 from evo_grpo.envs.registry import build_multi_turn, check_multi_turn
-from evo_grpo.envs.rewards.functions import as_rewards
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.settings import EnvConfig
 

@@ -13,12 +13,12 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from evo_grpo.envs.data.tables import Split
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Messages
 from evo_grpo.envs.protocol import Ask, Experience, Floats
 from evo_grpo.envs.rewards.watch import Call, Watch, watching
-from evo_grpo.envs.task import Split
 from evo_grpo.envs.template_keywords import ignored_keywords
 from evo_grpo.errors import ConfigError, RewardAbortError, RunFailedError
 from evo_grpo.escaping import error_text

@@ -165,7 +165,9 @@ def test_what_a_row_cannot_hold_is_named_with_its_line(tmp_path, text, message):
     lines, whole = tmp_path / "rows.jsonl", tmp_path / "rows.json"
     lines.write_text(f'{{"q": "fine"}}\n{text}\n', encoding="utf-8")
     whole.write_text(f'[{{"q": "fine"}}, {text}]', encoding="utf-8")
-    for path, place in ((lines, f"train ({lines}), line 2 "), (whole, f"train ({whole}) ")):
+    # Python itself reads no deeper text, and does not say where it gave up.
+    row = "" if len(text) > 100_000 else ", row 1"
+    for path, place in ((lines, f"train ({lines}), line 2 "), (whole, f"train ({whole}){row} ")):
         with pytest.raises(DataError, match=message) as caught:
             read_rows(path, "train")
         assert str(caught.value).startswith(place)

@@ -16,7 +16,7 @@ import warnings
 import pytest
 from reward_scores import SET_ASIDE, score
 
-from evo_grpo.envs.rewards.functions import as_rewards
+from evo_grpo.envs.loading import as_rewards
 from evo_grpo.envs.rewards.scoring import LATEST_GROUPS, CompletionBatch, SetAside, score_batch
 from evo_grpo.envs.rewards.watch import current_modes
 from evo_grpo.errors import RewardAbortError, RewardError
@@ -113,7 +113,7 @@ def test_a_call_that_cannot_be_interrupted_ends_the_process_with_its_name():
     code = """
         import ctypes
         from evo_grpo.envs.rewards import watch
-        from evo_grpo.envs.rewards.functions import as_rewards
+        from evo_grpo.envs.loading import as_rewards
         from evo_grpo.envs.rewards.scoring import CompletionBatch
         from evo_grpo.envs.rewards.scoring import score_batch
         from evo_grpo.settings.env import RewardCalls
