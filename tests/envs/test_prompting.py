@@ -165,7 +165,6 @@ def test_a_tag_that_decoding_drops_is_refused(tokenizer):
             "train, row 20: no column \"answer\", which the reward function 'exact' needs. "
             'Did you mean "anwser"',
         ),
-        ({"train": "object:list of 20 rows"}, "stands for rows given from Python"),
     ],
 )
 def test_what_does_not_fit_the_rows_or_the_prompt_is_named(changes, message):

@@ -207,12 +207,6 @@ def test_a_prompt_longer_than_the_context_is_named(make, rows, split):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"conversation_template": "{qestion}"}, DataError, 'train, row 0: no column "qestion"'),
-        (
-            {"reward_fn": lambda completion, gold: 1},
-            DataError,
-            'no column "gold", which the reward',
-        ),
         ({"test_dataset": [{"question": "x"}]}, DataError, 'test, row 0: no column "answer"'),
         ({"train_dataset": []}, DataError, "train: expected at least one row"),
         ({"test_dataset": []}, DataError, "test: expected at least one row"),
@@ -221,12 +215,6 @@ def test_a_prompt_longer_than_the_context_is_named(make, rows, split):
         ({"train_dataset": None}, DataError, "expected a dataset to learn from"),
         ({"batch_size": 0}, ConfigError, "batch_size: expected >= 1 prompt per step, got 0"),
         ({"max_context_length": 1}, ConfigError, "max_context_length: expected >= 2"),
-        ({"conversation_template": []}, ConfigError, "expected a raw string or a list of messages"),
-        (
-            {"reward_weights": [1, 2]},
-            ConfigError,
-            "reward_weights: expected one per reward function",
-        ),
     ],
 )
 def test_what_the_constructor_cannot_use_is_named(make, changes, error, message):

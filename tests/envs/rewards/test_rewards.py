@@ -25,13 +25,18 @@ def run(*functions, weights=None, **changes):
     return score(as_rewards(list(functions), weights), **given)
 
 
-def test_a_row_function_gets_the_columns_it_names():
-    def exact(completion, answer):
-        return completion == answer
-
-    result = run(exact)
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda completion, answer: completion == answer, [1, 0, 1]),
+        (lambda completion, level=9: level, [1, 2, 3]),
+        (lambda completion, other=9: other, [9, 9, 9]),
+    ],
+)
+def test_a_row_function_gets_the_columns_it_names(function, expected):
+    result = run(function)
     assert result.dtype == np.float64
-    assert result.tolist() == [[1.0], [0.0], [1.0]]
+    assert result[:, 0].tolist() == expected
 
 
 def test_a_row_function_with_kwargs_gets_every_column_and_the_prompt():
@@ -43,11 +48,6 @@ def test_a_row_function_with_kwargs_gets_every_column_and_the_prompt():
 
     run(reward)
     assert seen[0] == ("2", {"answer": "2", "level": 1, "prompt": "1+1="})
-
-
-def test_an_optional_parameter_is_filled_where_there_is_a_column():
-    assert run(lambda completion, level=9: level).tolist() == [[1], [2], [3]]
-    assert run(lambda completion, other=9: other).tolist() == [[9], [9], [9]]
 
 
 def test_completion_and_prompt_are_the_librarys_names():
@@ -213,23 +213,15 @@ def test_a_batch_function_that_raises_is_named_with_its_first_row():
     )
 
 
-def of_messages(completions):
-    return [len(completion[0]["content"]) for completion in completions]
-
-
 def with_package(completion):
     return functools.reduce(int.__add__, [completion, inspect.signature(completion)])
 
 
-@pytest.mark.parametrize(
-    "function",
-    [of_messages, with_package],  # the innermost call of the second is that of an installed module
-)
-def test_an_exception_is_told_with_the_line_of_the_users_code(function):
+def test_an_error_of_an_installed_module_is_told_with_the_line_of_the_users_code():
     with pytest.raises(RewardError) as caught:
-        run(function)
-    line = function.__code__.co_firstlineno + 1
-    assert str(caught.value).endswith(f" in {FILE}, line {line}, {function.__name__}")
+        run(with_package)
+    line = with_package.__code__.co_firstlineno + 1
+    assert str(caught.value).endswith(f" in {FILE}, line {line}, with_package")
 
 
 @pytest.mark.parametrize("name", ["completion_ids", "trainer_state", "log_metric"])
