@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evo_grpo.envs.builtin.dataset import default_template
 from evo_grpo.envs.data.tables import read_rows
@@ -18,11 +18,9 @@ from evo_grpo.envs.prompting import configured_template, named_template
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.registry import build_task, family_of, is_multi_turn
 from evo_grpo.errors import ConfigError
+from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.objects import OBJECT
-
-if TYPE_CHECKING:
-    from evo_grpo.settings import EnvConfig
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from evo_grpo.envs.data.tables import DatasetRow, Split, require_columns
 from evo_grpo.envs.prompts import SYSTEM, Messages, Template
@@ -12,10 +11,7 @@ from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.schema.problems import unknown_name
 from evo_grpo.seeding import generator
-from evo_grpo.settings.env import PROMPTS
-
-if TYPE_CHECKING:
-    from evo_grpo.settings.env import EnvConfig, FewShot, PromptSettings
+from evo_grpo.settings.env import PROMPTS, EnvConfig, FewShot, PromptSettings
 
 
 def configured_template(env: EnvConfig) -> str | Messages | None:

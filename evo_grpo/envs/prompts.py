@@ -7,7 +7,7 @@ import string
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from evo_grpo.envs.conversations import (
     MESSAGES,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
 Messages = Sequence[Mapping[str, str]]
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 #: Without this, transformers warns about a long prompt, which is then refused here by its row.
 _QUIET: dict[str, Any] = {"verbose": False}
 
@@ -136,14 +137,12 @@ class Template:
             messages += row_messages
         return full_row, messages
 
-    def render(
-        self, row: DatasetRow, tokenizer: PreTrainedTokenizerBase
-    ) -> tuple[str, tuple[int, ...]]:
+    def render(self, row: DatasetRow, tokenizer: Tokenizer) -> tuple[str, tuple[int, ...]]:
         """Return a row's prompt text and token ids."""
         return self.render_all([row], tokenizer)[0]
 
     def render_all(
-        self, rows: Sequence[DatasetRow], tokenizer: PreTrainedTokenizerBase
+        self, rows: Sequence[DatasetRow], tokenizer: Tokenizer
     ) -> list[tuple[str, tuple[int, ...]]]:
         """Return the prompt text and token ids of each row, with one call of the tokenizer."""
         if not rows:
@@ -169,7 +168,7 @@ def _text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _drop_appended_ends(
-    texts: Sequence[str], encoded: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase
+    texts: Sequence[str], encoded: Sequence[list[int]], tokenizer: Tokenizer
 ) -> None:
     """Drop end tokens that a tokenizer appended; a model would stop after them."""
     end = tokenizer.eos_token_id
@@ -185,7 +184,7 @@ def _drop_appended_ends(
             encoded[number].pop()
 
 
-def _plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _plain_ids(text: str, tokenizer: Tokenizer) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False, **_QUIET))
 
 
@@ -200,7 +199,7 @@ class RenderedPrompts:
         self,
         splits: Mapping[Split, Sequence[DatasetRow]],
         template: Template,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         answer: int | None = None,
     ) -> None:
         self._answer = answer
@@ -302,7 +301,7 @@ def fitting_rows(
 
 def chat(
     messages: list[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     keywords: Mapping[str, Any],
 ) -> str:
     """Return the text of messages by the tokenizer's chat template."""

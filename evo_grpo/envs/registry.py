@@ -24,10 +24,10 @@ from evo_grpo.envs.rewards.functions import required_columns
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.record.files import many_objects
+from evo_grpo.settings import EnvConfig
 
 if TYPE_CHECKING:
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv
-    from evo_grpo.settings import EnvConfig
 
 _REFUSED_OF_QUESTIONS = (
     (SPLITS, 'brings its own rows; those of files belong to kind "dataset"'),

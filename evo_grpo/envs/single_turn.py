@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, Self, final
 
 import numpy as np
 
@@ -17,21 +17,12 @@ from evo_grpo.envs.data.tables import SPLITS, Split, place_of
 from evo_grpo.envs.loading import as_rewards
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompting import with_prompting
-from evo_grpo.envs.prompts import Messages, RenderedPrompts, fitting_rows
+from evo_grpo.envs.prompts import Messages, RenderedPrompts, Tokenizer, fitting_rows
 from evo_grpo.envs.protocol import Ask, Experience, Floats
+from evo_grpo.envs.rewards import scoring
 from evo_grpo.envs.rewards.functions import Board, Scorer
 from evo_grpo.envs.rewards.process import RewardProcess
 from evo_grpo.envs.rewards.scorers import Judge
-from evo_grpo.envs.rewards.scoring import (
-    CompletionBatch,
-    Samples,
-    Scored,
-    SetAside,
-    reward_of_each,
-    score_batch,
-    warn_of_silence,
-    with_scorers,
-)
 from evo_grpo.envs.task import Task
 from evo_grpo.envs.template_keywords import dropped_sentence, ignored_keywords
 from evo_grpo.envs.thinking import COLUMN, check_tags, parted
@@ -42,9 +33,6 @@ from evo_grpo.seeding import generator
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import PROMPTS, PromptSettings, RewardCalls
 from evo_grpo.types import CompletionGroup, Prompt, Trajectory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
 """Usual names of the column with the right answer, which sample completions are recorded with."""
@@ -90,7 +78,7 @@ class ReasoningGym:
         self,
         train_dataset: object,
         test_dataset: object,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         reward_fn: Rewards,
         conversation_template: str | Messages | None = None,
         *,
@@ -125,7 +113,7 @@ class ReasoningGym:
     def from_task(
         cls,
         task: Task,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         batch_size: int = 8,
         seed: int = 0,
         max_context_length: int | None = None,
@@ -138,7 +126,7 @@ class ReasoningGym:
     def _set_up(
         self,
         task: Task,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         batch_size: int,
         seed: int,
         max_context_length: int | None,
@@ -155,7 +143,7 @@ class ReasoningGym:
         self.given = task
         self._limits: tuple[int, int] | None = None
         self._render(task, task.max_output_tokens)
-        self._set_aside = SetAside(task.calls.reward_failures)
+        self._set_aside = scoring.SetAside(task.calls.reward_failures)
         #: Held while a thread uses the process or the counts of groups that are set aside.
         self._shared = Lock()
         self._functions = [reward for reward in task.rewards if not isinstance(reward.fn, Scorer)]
@@ -357,8 +345,8 @@ class ReasoningGym:
         if self._process is not None:
             self._process.close()
 
-    def _samples(self, groups: Sequence[CompletionGroup]) -> Samples | None:
-        """Return `Samples` for functions in TRL's style; None if there is no such function."""
+    def _samples(self, groups: Sequence[CompletionGroup]) -> scoring.Samples | None:
+        """Return the samples for functions in TRL's style; None if there is no such function."""
         if not self.of_trl:
             return None
         messages: list[Any] = []
@@ -370,9 +358,10 @@ class ReasoningGym:
             )
             messages += [rendered_prompts.messages(group.prompt)] * len(group.completions)
         ids = [completion.token_ids for group in groups for completion in group.completions]
-        return Samples(ids, messages, min((group.prompt.step for group in groups), default=0))
+        step = min((group.prompt.step for group in groups), default=0)
+        return scoring.Samples(ids, messages, step)
 
-    def _scored(self, groups: Sequence[CompletionGroup]) -> Scored:
+    def _scored(self, groups: Sequence[CompletionGroup]) -> scoring.Scored:
         prompts = [group.prompt for group in groups for _ in group.completions]
         answers = [completion.text for group in groups for completion in group.completions]
         columns = [prompt.columns for prompt in prompts]
@@ -383,15 +372,15 @@ class ReasoningGym:
             rows_and_parts = zip(columns, parts, strict=True)
             columns = [{**row, COLUMN: thought} for row, (thought, _) in rows_and_parts]
         places = [place_of(prompt.columns, f"row {prompt.index}") for prompt in prompts]
-        batch = CompletionBatch(answers, columns, texts, places, self._samples(groups))
+        batch = scoring.CompletionBatch(answers, columns, texts, places, self._samples(groups))
         if self._process is not None:
             with self._shared:
                 scored = self._process.score(batch)
         else:
-            scored = score_batch(self._functions, batch, self.task.calls)
+            scored = scoring.score_batch(self._functions, batch, self.task.calls)
         if len(self._functions) < len(self.task.rewards):
-            scored = with_scorers(self.task.rewards, scored, batch, self.task.calls)
-        warn_of_silence(self.task.rewards, scored)
+            scored = scoring.with_scorers(self.task.rewards, scored, batch, self.task.calls)
+        scoring.warn_of_silence(self.task.rewards, scored)
         return scored
 
     def _order(self, split: Split, purpose: str, epoch: int) -> list[int]:
@@ -448,7 +437,7 @@ class SingleTurnPlay:
                 scores,
                 {
                     "set_aside": float(sum(set_aside)),
-                    **reward_of_each(self._env.reward_names, scores),
+                    **scoring.reward_of_each(self._env.reward_names, scores),
                     **{f"{LOGGED}{name}": value for name, value in logged.items()},
                 },
             )

@@ -1,4 +1,4 @@
-"""How a task asks, without its data and without code of the user's."""
+"""How a task asks, without its data and code of the user's; and the environment of a task."""
 
 import sys
 
@@ -6,6 +6,7 @@ import pytest
 
 from evo_grpo.envs.asking import asking
 from evo_grpo.envs.registry import build_task
+from evo_grpo.envs.resolve import environment_of
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.settings.env import EnvConfig
 
@@ -47,3 +48,27 @@ def test_several_turns_begin_with_what_the_environment_says():
 def test_a_kind_that_there_is_not():
     with pytest.raises(ConfigError, match="was a Python object without a prompt template"):
         asking(EnvConfig(kind="object:Mine"), 0)
+
+
+GAME = """
+class Game:
+    def reset(self, seed=None):
+        return "?", {}
+
+    def step(self, action):
+        return "", 1.0, True, False, {}
+"""
+
+
+def test_episodes_are_played_as_the_configuration_says(write_module, tokenizer):
+    write_module("resolved_game", GAME)
+    config = EnvConfig(kind="python:resolved_game:Game", max_turns=3, reward_timeout=7.0)
+    env = environment_of(config, 0, 2, 5)(tokenizer)
+    assert (env.name, env.max_turns, env.reward_timeout) == (config.kind, 3, 7.0)
+    assert (env.batch_size, env.max_output_tokens) == (2, 5)
+
+
+def test_rows_are_scored_as_the_configuration_says(tokenizer):
+    env = environment_of(EnvConfig(kind="sums", reward_timeout=7.0), 0, 2, 5)(tokenizer)
+    assert (env.name, env.batch_size, env.task.calls.reward_timeout) == ("sums", 2, 7.0)
+    assert env.batch(0) == environment_of(EnvConfig(kind="sums"), 0, 2, 5)(tokenizer).batch(0)

@@ -68,8 +68,6 @@ def test_rewards_weights_and_calls_are_those_given(tokenizer):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"train": []}, DataError, "train: expected at least one row"),
-        ({"train": ROWS[:4]}, DataError, "4 different prompts are too few to hold out"),
         ({"prompt": "{query}"}, DataError, 'no column "query"'),
         ({"reward": "right"}, ConfigError, "env.reward: "),
         ({"reward_timeout": -1}, ConfigError, "reward_timeout: "),

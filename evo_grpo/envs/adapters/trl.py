@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evo_grpo.envs.conversations import is_conversation, messages_of, text_of
 from evo_grpo.envs.data.tables import DatasetRow, read_rows
@@ -23,9 +23,7 @@ from evo_grpo.envs.loading import load_function
 from evo_grpo.envs.packages import PrivateGenerators, try_out
 from evo_grpo.envs.rewards.watch import await_result
 from evo_grpo.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from evo_grpo.settings import EnvConfig
+from evo_grpo.settings import EnvConfig
 
 FAMILY = Family("code", multi_turn=True, reads=("train",))
 

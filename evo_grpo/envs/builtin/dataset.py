@@ -21,11 +21,7 @@ from evo_grpo.envs.loading import Loader, as_rewards, configured_rewards, load_f
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompting import configured_template, with_prompting
 from evo_grpo.envs.prompts import Messages, Template
-from evo_grpo.envs.rewards.functions import (
-    RewardFunction,
-    Scorer,
-    required_columns,
-)
+from evo_grpo.envs.rewards.functions import RewardFunction, Scorer, required_columns
 from evo_grpo.envs.task import Task
 from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError, DataError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 from evo_grpo.envs.data.tables import DatasetRow, LazyRows
 from evo_grpo.envs.family import Family, checked_arguments
@@ -12,9 +11,7 @@ from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.seeding import generator
-
-if TYPE_CHECKING:
-    from evo_grpo.settings import EnvConfig
+from evo_grpo.settings import EnvConfig
 
 FAMILY = Family()
 

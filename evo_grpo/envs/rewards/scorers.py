@@ -20,12 +20,7 @@ from uuid import uuid4
 
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Template
-from evo_grpo.envs.rewards.functions import (
-    Board,
-    Scorer,
-    UnusableRewardError,
-    template_rows,
-)
+from evo_grpo.envs.rewards.functions import Board, Scorer, UnusableRewardError, template_rows
 from evo_grpo.envs.rewards.judge_client import Answer, Answers, Body, Client, Unanswered
 from evo_grpo.envs.rewards.watch import check_not_stopped
 from evo_grpo.envs.thinking import COLUMN
