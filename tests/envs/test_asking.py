@@ -25,6 +25,13 @@ def test_a_template_of_the_users_own_replaces_it():
     assert asking(env, 0).columns == ["a", "b"]
 
 
+def test_the_first_of_several_prompts_is_asked_unless_another_one_is_named():
+    prompts = {"sum": {"prompt": "{question}"}, "words": {"prompt": "{a} plus {b}?"}}
+    env = EnvConfig(kind="sums", prompts=prompts)
+    assert asking(env, 0).columns == ["question"]
+    assert asking(env, 0, "words").columns == ["a", "b"]
+
+
 def test_a_dataset_needs_neither_its_rows_nor_its_reward():
     env = EnvConfig(kind="dataset", train="gone.jsonl", reward="gone:score", prompt="{q}?")
     found = asking(env, 0)

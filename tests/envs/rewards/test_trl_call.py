@@ -8,6 +8,7 @@ from small_run import small
 
 from evo_grpo import DatasetEnv, run
 from evo_grpo.envs.describing import environment_parts
+from evo_grpo.envs.loading import as_rewards
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
@@ -115,6 +116,11 @@ def test_a_function_with_a_weight_of_its_own_is_called_in_the_style_too(make):
     assert env.score([answered(env, "four")]).tolist() == [[4.0]]
     with pytest.raises(ConfigError, match=r"parameters that TRL passes, .* got prompt; leave"):
         make(lambda completions, prompt: [0.0] * len(completions))
+
+
+def test_a_reward_model_beside_a_function_of_trl_is_called_as_ever():
+    rewards = as_rewards([lengths, {"kind": "model", "name": "none"}], style="trl")
+    assert [reward.style for reward in rewards] == ["trl", None]
 
 
 def test_the_style_is_part_of_what_a_run_was_begun_with():
