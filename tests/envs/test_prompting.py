@@ -5,7 +5,9 @@ import warnings
 import numpy as np
 import pytest
 
+from evo_grpo import DatasetEnv
 from evo_grpo.envs.asking import asking
+from evo_grpo.envs.describing import environment_parts
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.registry import build_multi_turn, build_task
 from evo_grpo.envs.resolve import environment_of
@@ -62,6 +64,12 @@ def test_an_assistants_beginning_begins_the_answer_of_each_example_too(tokenizer
     given = {"conversation": conversation, "few_shot": {"rows": ROWS[:1], "answer": "{answer}."}}
     text, _ = build_task(settings(**given), 0).template.render(ROWS[3], tokenizer)
     assert text == "[user]0+1={}[assistant]It is 1.[user]3+1={}[assistant]It is "
+
+
+def test_the_prompts_by_name_are_part_of_what_a_run_was_begun_with():
+    prompts = {"a": {"prompt": "{question}"}, "b": {"prompt": "Q {question}"}}
+    parts = environment_parts(DatasetEnv(ROWS, exact, prompt="{question}", prompts=prompts), 0)
+    assert parts["env.prompts"] == '{"a": "{question}", "b": "Q {question}"}'
 
 
 def test_keywords_reach_the_chat_template_of_rows_and_episodes(make_tokenizer, write_module):
