@@ -8,22 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evo_grpo.envs.builtin.dataset import default_template
 from evo_grpo.envs.data.tables import read_rows
 from evo_grpo.envs.episodes.dialogue import opening
 from evo_grpo.envs.finding import find_function
-from evo_grpo.envs.from_config import configured_template
-from evo_grpo.envs.prompting import named_template
+from evo_grpo.envs.prompting import configured_template, named_template
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.registry import build_task, family_of, is_multi_turn
 from evo_grpo.errors import ConfigError
+from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.objects import OBJECT
-
-if TYPE_CHECKING:
-    from evo_grpo.settings import EnvConfig
 
 
 @dataclass(frozen=True)
@@ -99,4 +96,5 @@ def asking(
         return TaskPrompt(full_template, DEFAULT_OUTPUT_TOKENS, {}, hidden)
     task = build_task(env, seed, find_function)
     example = {} if is_user_task else task.splits["validation"][0]
-    return TaskPrompt(Template.of_task(task, prompt), task.max_output_tokens, example, hidden)
+    template = task.templates.get(prompt, task.template)
+    return TaskPrompt(template, task.max_output_tokens, example, hidden)

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-from evo_grpo.envs.data.tables import Row
+from evo_grpo.envs.data.tables import DatasetRow, Row
 from evo_grpo.envs.messages import excerpt
-from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError
 
 MESSAGES = "messages"

@@ -11,10 +11,12 @@ from functools import partial
 from typing import Any, cast
 
 from evo_grpo.envs.builtin.dataset import DatasetEnv
+from evo_grpo.envs.data.tables import SPLITS
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
+from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.single_turn import ReasoningGym
-from evo_grpo.envs.task import SPLITS, RawTemplate, Task
+from evo_grpo.envs.task import Task
 from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.env import Message, NamedPrompt
 from evo_grpo.settings.objects import OBJECT
@@ -55,16 +57,15 @@ def recorded_task(env: object, name: str) -> EnvConfig:
     task = env.given if isinstance(env, ReasoningGym) else None
     if task is None:
         return EnvConfig(kind=kind)
-    messages = task.conversation
-    conversation = None if messages is None else [Message(**dict(message)) for message in messages]
-    prompts = {name: _named(template) for name, template in task.prompts.items()} or None
-    return EnvConfig(kind=kind, prompt=task.prompt, conversation=conversation, prompts=prompts)
+    prompts = {name: NamedPrompt(**_raw(task.templates[name])) for name in task.prompt_names}
+    return EnvConfig(kind=kind, **_raw(task.template), prompts=prompts or None)
 
 
-def _named(template: RawTemplate) -> NamedPrompt:
-    if isinstance(template, str):
-        return NamedPrompt(prompt=template)
-    return NamedPrompt(conversation=[Message(**dict(message)) for message in template])
+def _raw(template: Template) -> dict[str, Any]:
+    """Return a template as settings: `prompt`, or `conversation`."""
+    if template.conversation is None:
+        return {"prompt": template.text}
+    return {"conversation": [Message(**dict(message)) for message in template.conversation]}
 
 
 def source_part(name: str, code: object) -> dict[str, str]:
@@ -93,9 +94,12 @@ def reward_parts(rewards: Iterable[object]) -> dict[str, str]:
 
 def _of_task(task: Task) -> dict[str, str]:
     parts = {f"env.{split}": _digest(_stable(list(task.splits[split]))) for split in SPLITS}
+    template = task.template
+    named = {name: task.templates[name] for name in task.prompt_names}
+    prompts = {name: named[name].text or named[name].conversation or "" for name in named}
     options = (
-        *(("prompt", task.prompt, repr), ("conversation", task.conversation, _stable)),
-        *(("prompts", task.prompts or None, _stable), ("thinking", task.thinking, str)),
+        *(("prompt", template.text, repr), ("conversation", template.conversation, _stable)),
+        *(("prompts", prompts or None, _stable), ("thinking", task.thinking, str)),
     )
     parts |= {f"env.{name}": write(value) for name, value, write in options if value is not None}
     parts |= reward_parts(task.rewards)

@@ -22,14 +22,12 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from evo_grpo.envs.data.tables import Split
 from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from evo_grpo.envs.task import Split
-    from evo_grpo.settings import EnvConfig
+from evo_grpo.settings import EnvConfig
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,7 @@ from inspect import Signature
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from evo_grpo.envs.loading import (
-    CodeOfARunError,
-    is_guard,
-    is_standard,
-    no_such_module,
-    no_such_name,
-    not_callable,
-    refuse_code_of_a_run,
-    split_name,
-    standard_library,
-)
+from evo_grpo.envs import loading
 from evo_grpo.errors import ConfigError
 from evo_grpo.places import folders
 
@@ -87,16 +77,16 @@ def find_function(path: str, where: str) -> Callable[..., Any]:
 
 def find_name(path: str, where: str) -> Definition:
     """Look up "module:function" in its source, without an import; `where` names the setting."""
-    module, attribute = split_name(path, where)
+    module, attribute = loading.split_name(path, where)
     first, *rest = attribute.split(".")
     if (source := _read(module, path, where)) is None:
         return Definition(path)
     bound = source.bound.get(first, [])
     if not bound and source.is_complete:
-        raise no_such_name(path, where, source.origin, first, source.bound)
+        raise loading.no_such_name(path, where, source.origin, first, source.bound)
     for origin_module, _ in _import_chain(module, first):
-        if is_standard(origin_module):  # "package:os.system"
-            raise standard_library(path, where, origin_module)
+        if loading.is_standard(origin_module):  # "package:os.system"
+            raise loading.standard_library(path, where, origin_module)
     if len(bound) != 1 or isinstance(bound[0], _Import):
         return Definition(path)
     return _described(bound[0], rest, path, where, source.origin)
@@ -120,7 +110,7 @@ def defining_files(path: str) -> dict[str, Path | None]:
     module, _, attribute = path.partition(":")
     files: dict[str, Path | None] = {}
     for origin_module, _ in _import_chain(module, attribute.partition(".")[0]):
-        if not is_standard(origin_module):
+        if not loading.is_standard(origin_module):
             spec = _locate(origin_module)
             file = None if isinstance(spec, str) or not spec.has_location else spec.origin
             files[origin_module] = None if file is None else Path(file)
@@ -132,7 +122,7 @@ def _import_chain(module: str, name: str) -> Sequence[_Import]:
     chain = [_Import(module, name)]
     for link in chain:  # the loop appends to the list
         with suppress(ConfigError):  # the module cannot be read
-            source = None if is_standard(link.module) else _read(link.module, name, "")
+            source = None if loading.is_standard(link.module) else _read(link.module, name, "")
             bound = [] if source is None else source.bound.get(link.name, [])
             chain += [item for item in bound if isinstance(item, _Import) and item not in chain]
     return chain
@@ -162,7 +152,7 @@ def _locate(name: str) -> ModuleSpec | str:
     specs: Iterator[ModuleSpec | None] = (
         finder.find_spec(prefix, places if finder is PathFinder else None)
         for finder in sys.meta_path
-        if hasattr(finder, "find_spec") and not is_guard(finder)
+        if hasattr(finder, "find_spec") and not loading.is_guard(finder)
     )
     spec = next(filter(None, specs), None)
     for part in rest:
@@ -180,11 +170,11 @@ def _read(name: str, path: str, where: str) -> _Source | None:
     """Return the source of a module, or None if it has none; `path` and `where` are for errors."""
     spec = _locate(name)
     if isinstance(spec, str):
-        raise no_such_module(path, where, name, spec)
+        raise loading.no_such_module(path, where, name, spec)
     origin = spec.origin or "a folder"
     try:
         if spec.has_location:
-            refuse_code_of_a_run(name, origin)
+            loading.refuse_code_of_a_run(name, origin)
         text = cast("Any", spec.loader).get_source(spec.name) if spec.loader else ""
         if text is None:
             return None
@@ -192,7 +182,7 @@ def _read(name: str, path: str, where: str) -> _Source | None:
             warnings.simplefilter("ignore")  # about the user's code
             tree = ast.parse(text, filename=origin)
             compile(tree, origin, "exec")  # finds errors beyond the grammar: equal argument names
-    except CodeOfARunError as error:
+    except loading.CodeOfARunError as error:
         raise ConfigError(f"{where}: {path!r}: {error}") from error
     except (RecursionError, MemoryError):  # nested too deep for a tree; an import may still work
         return None
@@ -235,12 +225,12 @@ def _described(
     node: ast.AST, rest: Sequence[str], path: str, where: str, origin: str
 ) -> Definition:
     if not rest and isinstance(node, ast.Constant):
-        raise not_callable(path, where, node.value)
+        raise loading.not_callable(path, where, node.value)
     if not isinstance(node, ast.ClassDef):
         return Definition(path, None if rest else _signature(node))
     definition = _class(node, path)
     if rest and definition.lacks(rest[0]):
-        raise no_such_name(path, where, origin, rest[0], definition.methods or ())
+        raise loading.no_such_name(path, where, origin, rest[0], definition.methods or ())
     return Definition(path) if rest else definition
 
 

@@ -1,4 +1,4 @@
-"""Load the user's code, and refuse the code of a run folder.
+"""Load the user's code and rewards, and refuse the code of a run folder.
 
 Commands that run the code of a configuration call `load_function`; `envs.finding` looks up a name
 without importing anything.
@@ -13,20 +13,25 @@ import importlib
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, cast, final
+from typing import Any, Literal, cast, final
 
-from evo_grpo.envs.messages import nearest
+from evo_grpo.envs.messages import listed, nearest
+from evo_grpo.envs.rewards.functions import RewardFunction, Scorer, unknown_reward
 from evo_grpo.envs.rewards.watch import current_modes, restore
 from evo_grpo.errors import ConfigError
 from evo_grpo.escaping import error_text, shorten
 from evo_grpo.places import folders
 from evo_grpo.record.folder import run_containing
+from evo_grpo.settings.env import EnvConfig
+from evo_grpo.settings.objects import PythonObject
+from evo_grpo.settings.rewards import JudgeReward, ModelReward
 
 
 class CodeOfARunError(ImportError):
@@ -258,3 +263,87 @@ def _import(name: str, path: str, where: str) -> ModuleType:
                 raise no_such_module(path, where, name, missing) from error
             why = f"importing {name!r} failed: {shorten(str(error))}; install what it imports"
         raise ConfigError(f"{where}: {path!r}: {why}") from error
+
+
+def configured_rewards(
+    env: EnvConfig, load: Loader = load_function, own: Sequence[RewardFunction] = ()
+) -> tuple[RewardFunction, ...]:
+    """Load the reward functions that a configuration names, by default `own`, the task's.
+
+    If none is named, a mapping `env.reward_weights` sets the weights of `own`.
+    """
+    if env.reward:
+        return as_rewards(env.rewards, env.reward_weights, env.reward_style, load)
+    if env.reward_weights is None:
+        return ()
+    if not own or not isinstance(env.reward_weights, Mapping):
+        raise ConfigError("env.reward_weights: expected env.reward beside it, got none")
+    return as_rewards(own, env.reward_weights)
+
+
+def as_rewards(
+    given: object,
+    weights: Sequence[float] | Mapping[str, float] | None = None,
+    style: Literal["trl"] | None = None,
+    load: Loader = load_function,
+) -> tuple[RewardFunction, ...]:
+    """Return one reward or several, at least one, as reward functions with weights.
+
+    Each is a function, its name, a `RewardFunction`, a `ModelReward`, a `JudgeReward`, or a mapping
+    as in `env.reward`. `weights` has one weight per function, or some by name; other functions keep
+    their weight (1 for a plain function). `style` is the `env.reward_style` of the user's
+    functions.
+    """
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    items = list(cast("Sequence[object]", given)) if is_list else [given]
+    if not items:
+        raise ConfigError("reward_fn: expected a function or a list of at least one, got []")
+    for item in items:
+        if isinstance(item, str):
+            split_name(item, REWARD)  # before any of them is imported
+    rewards: list[RewardFunction] = []
+    for fn in [_loaded(item, load) for item in items]:
+        is_wrapped = isinstance(fn, RewardFunction)
+        fn_style = None if isinstance(fn.fn if is_wrapped else fn, Scorer) else style
+        reward = fn if is_wrapped else RewardFunction(_name_of(fn), fn, style=fn_style)
+        twins = sum(other.name.split("#")[0] == reward.name for other in rewards)
+        name = f"{reward.name}#{twins + 1}" if twins else reward.name  # distinguishes two lambdas
+        rewards.append(replace(reward, name=name, style=reward.style or fn_style))
+    names = [reward.name for reward in rewards]
+    by_name = weights if isinstance(weights, Mapping) else {}
+    row = [by_name.get(reward.name, reward.weight) for reward in rewards]
+    if weights is not None and not isinstance(weights, Mapping):
+        row = list(weights)
+    problem = ""
+    if unknown := [name for name in by_name if name not in names]:
+        problem = unknown_reward(unknown[0], names)
+    elif len(row) != len(names):
+        problem = f"expected one per reward function, that is {len(names)}, got {len(row)}"
+    elif not any(row):
+        problem = f"expected one that is not 0, got 0 for each of {listed(names)}"
+    if problem:
+        raise ConfigError(f"reward_weights: {problem}")
+    return tuple(
+        replace(reward, weight=weight) for reward, weight in zip(rewards, row, strict=True)
+    )
+
+
+def _loaded(given: object, load: Loader) -> Any:  # noqa: ANN401 -- what a user gave as a function
+    """Load a reward function by its name, or build the scorer that settings describe."""
+    if isinstance(given, str):
+        return load(given, REWARD)
+    if isinstance(given, PythonObject):
+        return given.value
+    if isinstance(given, Mapping):
+        (given,) = EnvConfig(kind="dataset", reward=cast("Any", given)).rewards
+    if isinstance(given, ModelReward | JudgeReward):
+        # Imported here: it loads asyncio, and most runs have no such reward.
+        from evo_grpo.envs.rewards.scorers import Judge, RewardModel
+
+        return RewardModel(given) if isinstance(given, ModelReward) else Judge(given)
+    return given
+
+
+def _name_of(fn: object) -> str:
+    inner = getattr(fn, "func", fn)  # of functools.partial
+    return getattr(inner, "__name__", type(inner).__name__)

@@ -1,40 +1,44 @@
-"""Puts a system prompt and solved examples in front of the questions of a task."""
+"""Builds the prompt templates of a task, with a system prompt and solved examples in front."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from evo_grpo.envs.data.tables import require_columns
-from evo_grpo.envs.prompts import SYSTEM, Template
-from evo_grpo.envs.task import DatasetRow, Split, Task
+from evo_grpo.envs.data.tables import DatasetRow, Split, require_columns
+from evo_grpo.envs.prompts import SYSTEM, Messages, Template
+from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.schema.problems import unknown_name
 from evo_grpo.seeding import generator
-from evo_grpo.settings.env import PROMPTS
+from evo_grpo.settings.env import PROMPTS, EnvConfig, FewShot, PromptSettings
 
-if TYPE_CHECKING:
-    from evo_grpo.settings.env import FewShot, PromptSettings
+
+def configured_template(env: EnvConfig) -> str | Messages | None:
+    """Return the prompt template of a configuration, or None."""
+    if env.conversation is None:
+        return env.prompt
+    if env.prompt is not None:
+        raise ConfigError(
+            "env: expected prompt (a raw template) or conversation (messages for the chat "
+            "template), got both"
+        )
+    return [{"role": message.role, "content": message.content} for message in env.conversation]
 
 
 def with_prompting(task: Task, settings: PromptSettings, seed: int) -> Task:
     """Add a system prompt, examples from train, template keywords and thinking tags to a task."""
     if settings == type(settings)():
         return task
-    template = Template.of_task(task)
+    template = task.template
     examples: Sequence[DatasetRow] = ()
     if settings.few_shot is not None:
         task, examples = _with_examples(task, template, settings.few_shot, seed)
-    by_name = {
-        name: named_template(name, template, settings, examples) for name in settings.prompts or ()
+    templates = {
+        name: named_template(name, template, settings, examples)
+        for name in settings.prompts or (None,)
     }
-    first_template = (
-        next(iter(by_name.values()))
-        if by_name
-        else prompting_template(template, settings, examples)
-    )
-    for name, prompt in by_name.items() or [(None, first_template)]:
+    for name, prompt in templates.items():
         if prompt.conversations or not prompt.columns().keys() <= template.columns().keys():
             who = "the prompt template" if name is None else f"env.prompts.{name}"
             fitted = {
@@ -42,15 +46,7 @@ def with_prompting(task: Task, settings: PromptSettings, seed: int) -> Task:
             }
             task = replace(task, splits=fitted)
     return replace(
-        task,
-        prompt=first_template.text,
-        conversation=first_template.conversation,
-        keywords=first_template.keywords,
-        thinking=settings.thinking,
-        too_long=settings.too_long,
-        prompts={
-            name: prompt.text or prompt.conversation or "" for name, prompt in by_name.items()
-        },
+        task, templates=templates, thinking=settings.thinking, too_long=settings.too_long
     )
 
 

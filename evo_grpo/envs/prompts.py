@@ -7,7 +7,7 @@ import string
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from evo_grpo.envs.conversations import (
     MESSAGES,
@@ -16,9 +16,8 @@ from evo_grpo.envs.conversations import (
     parts_of,
     with_parts,
 )
-from evo_grpo.envs.data.tables import NO_NONE, place_of, require_columns
+from evo_grpo.envs.data.tables import NO_NONE, SPLITS, DatasetRow, Split, place_of, require_columns
 from evo_grpo.envs.messages import excerpt
-from evo_grpo.envs.task import SPLITS, DatasetRow, Split, Task
 from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongError
 from evo_grpo.escaping import shorten
 from evo_grpo.types import Prompt
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
 Messages = Sequence[Mapping[str, str]]
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 #: Without this, transformers warns about a long prompt, which is then refused here by its row.
 _QUIET: dict[str, Any] = {"verbose": False}
 
@@ -68,14 +68,6 @@ class Template:
             prompt_template = cls(conversation=_messages(template))
         prompt_template.columns()
         return prompt_template
-
-    @classmethod
-    def of_task(cls, task: Task, name: str | None = None) -> Template:
-        """Return the template of a task; with `name`, the template `name` of `env.prompts`."""
-        raw = task.prompts.get(name or "", task.prompt or task.conversation)
-        if isinstance(raw, str):
-            return cls(raw, None, task.keywords)
-        return cls(None, raw, task.keywords)
 
     def columns(self) -> dict[str, str]:
         """Return the columns of the template, with descriptions for `tables.require_columns`."""
@@ -145,14 +137,12 @@ class Template:
             messages += row_messages
         return full_row, messages
 
-    def render(
-        self, row: DatasetRow, tokenizer: PreTrainedTokenizerBase
-    ) -> tuple[str, tuple[int, ...]]:
+    def render(self, row: DatasetRow, tokenizer: Tokenizer) -> tuple[str, tuple[int, ...]]:
         """Return a row's prompt text and token ids."""
         return self.render_all([row], tokenizer)[0]
 
     def render_all(
-        self, rows: Sequence[DatasetRow], tokenizer: PreTrainedTokenizerBase
+        self, rows: Sequence[DatasetRow], tokenizer: Tokenizer
     ) -> list[tuple[str, tuple[int, ...]]]:
         """Return the prompt text and token ids of each row, with one call of the tokenizer."""
         if not rows:
@@ -178,7 +168,7 @@ def _text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _drop_appended_ends(
-    texts: Sequence[str], encoded: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase
+    texts: Sequence[str], encoded: Sequence[list[int]], tokenizer: Tokenizer
 ) -> None:
     """Drop end tokens that a tokenizer appended; a model would stop after them."""
     end = tokenizer.eos_token_id
@@ -194,7 +184,7 @@ def _drop_appended_ends(
             encoded[number].pop()
 
 
-def _plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _plain_ids(text: str, tokenizer: Tokenizer) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False, **_QUIET))
 
 
@@ -209,7 +199,7 @@ class RenderedPrompts:
         self,
         splits: Mapping[Split, Sequence[DatasetRow]],
         template: Template,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         answer: int | None = None,
     ) -> None:
         self._answer = answer
@@ -311,7 +301,7 @@ def fitting_rows(
 
 def chat(
     messages: list[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     keywords: Mapping[str, Any],
 ) -> str:
     """Return the text of messages by the tokenizer's chat template."""

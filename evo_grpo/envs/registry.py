@@ -14,21 +14,20 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.envs.data.tables import require_columns
+from evo_grpo.envs.data.tables import SPLITS, require_columns
 from evo_grpo.envs.family import Family
-from evo_grpo.envs.from_config import configured_rewards, configured_template
-from evo_grpo.envs.loading import Loader, load_function
+from evo_grpo.envs.loading import Loader, configured_rewards, load_function
 from evo_grpo.envs.messages import listed, nearest
-from evo_grpo.envs.prompting import with_prompting
+from evo_grpo.envs.prompting import configured_template, with_prompting
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.rewards.functions import required_columns
-from evo_grpo.envs.task import SPLITS, Task
+from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.record.files import many_objects
+from evo_grpo.settings import EnvConfig
 
 if TYPE_CHECKING:
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv
-    from evo_grpo.settings import EnvConfig
 
 _REFUSED_OF_QUESTIONS = (
     (SPLITS, 'brings its own rows; those of files belong to kind "dataset"'),
@@ -154,7 +153,7 @@ def _overridden(task: Task, env: EnvConfig, load: Loader) -> Task:
     if template is not None:
         prompt_template = Template.of(template)
         needs |= prompt_template.columns()
-        task = replace(task, prompt=prompt_template.text, conversation=prompt_template.conversation)
+        task = replace(task, templates={None: prompt_template})
     for split, rows in task.splits.items() if needs else ():  # do not build rows for nothing
         # All rows of a built-in task have the same columns.
         require_columns(rows[:1], needs, f"{task.name}, {split}")

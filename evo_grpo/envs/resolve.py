@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from evo_grpo.envs.builtin.dataset import DatasetEnv
 from evo_grpo.envs.episodes.dialogue import opening
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
+from evo_grpo.envs.prompts import Tokenizer
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
 from evo_grpo.envs.single_turn import ReasoningGym
@@ -19,14 +20,11 @@ from evo_grpo.seeding import derive
 from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
-
 
 def resolve_environment(
     env: object,
     *,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     seed: int,
     max_output_tokens: int | None,
     batch_size: int | None = None,
@@ -86,7 +84,7 @@ def environment_of(
     batch_size: int,
     max_output_tokens: int | None,
     task: Task | None = None,
-) -> Callable[[PreTrainedTokenizerBase], Environment[Any]]:
+) -> Callable[[Tokenizer], Environment[Any]]:
     """Build a task, and return a function that makes its environment from a tokenizer.
 
     Errors in the settings and the data are thus raised before a model is loaded. `batch_size` is P,

@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, Self, final
 
 import numpy as np
 
 from evo_grpo.envs.builtin.dataset import Rewards, dataset_task
-from evo_grpo.envs.data.tables import place_of
-from evo_grpo.envs.from_config import rewards_of
+from evo_grpo.envs.data.tables import SPLITS, Split, place_of
+from evo_grpo.envs.loading import as_rewards
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompting import with_prompting
-from evo_grpo.envs.prompts import Messages, RenderedPrompts, Template, fitting_rows
+from evo_grpo.envs.prompts import Messages, RenderedPrompts, Tokenizer, fitting_rows
 from evo_grpo.envs.protocol import Ask, Experience, Floats
-from evo_grpo.envs.rewards.judge import Judge
+from evo_grpo.envs.rewards import scoring
+from evo_grpo.envs.rewards.functions import Board, Scorer
 from evo_grpo.envs.rewards.process import RewardProcess
-from evo_grpo.envs.rewards.scorer import Board, Scorer
-from evo_grpo.envs.rewards.scoring import (
-    CompletionBatch,
-    Scored,
-    SetAside,
-    reward_of_each,
-    score_batch,
-    warn_of_silence,
-    with_scorers,
-)
-from evo_grpo.envs.rewards.trl_call import Samples
-from evo_grpo.envs.task import SPLITS, Split, Task
+from evo_grpo.envs.rewards.scorers import Judge
+from evo_grpo.envs.task import Task
 from evo_grpo.envs.template_keywords import dropped_sentence, ignored_keywords
 from evo_grpo.envs.thinking import COLUMN, check_tags, parted
 from evo_grpo.errors import ConfigError, RewardError
@@ -42,9 +33,6 @@ from evo_grpo.seeding import generator
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import PROMPTS, PromptSettings, RewardCalls
 from evo_grpo.types import CompletionGroup, Prompt, Trajectory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
 """Usual names of the column with the right answer, which sample completions are recorded with."""
@@ -90,7 +78,7 @@ class ReasoningGym:
         self,
         train_dataset: object,
         test_dataset: object,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         reward_fn: Rewards,
         conversation_template: str | Messages | None = None,
         *,
@@ -112,7 +100,7 @@ class ReasoningGym:
             seed,
             sources,
             conversation_template,
-            rewards_of(reward_fn, reward_weights, style=settings.get("reward_style")),
+            as_rewards(reward_fn, reward_weights, style=settings.get("reward_style")),
             name=name,
             max_output_tokens=max_output_tokens or DEFAULT_OUTPUT_TOKENS,
             validation_from_few=True,
@@ -125,7 +113,7 @@ class ReasoningGym:
     def from_task(
         cls,
         task: Task,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         batch_size: int = 8,
         seed: int = 0,
         max_context_length: int | None = None,
@@ -138,7 +126,7 @@ class ReasoningGym:
     def _set_up(
         self,
         task: Task,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         batch_size: int,
         seed: int,
         max_context_length: int | None,
@@ -155,18 +143,18 @@ class ReasoningGym:
         self.given = task
         self._limits: tuple[int, int] | None = None
         self._render(task, task.max_output_tokens)
-        self._set_aside = SetAside(task.calls.reward_failures)
+        self._set_aside = scoring.SetAside(task.calls.reward_failures)
         #: Held while a thread uses the process or the counts of groups that are set aside.
         self._shared = Lock()
         self._functions = [reward for reward in task.rewards if not isinstance(reward.fn, Scorer)]
-        self._of_trl = any(reward.style == "trl" for reward in self._functions)
+        #: Whether some function is called as TRL calls it, once for each agent.
+        self.of_trl = any(reward.style == "trl" for reward in self._functions)
         self._scorers = [reward.fn for reward in task.rewards if isinstance(reward.fn, Scorer)]
         self._judges = [scorer for scorer in self._scorers if isinstance(scorer, Judge)]
         isolated = task.calls.isolate == "process" and bool(self._functions)
         self._process = RewardProcess(self._functions, task.calls) if isolated else None
-        sentences = ignored_keywords(self.tokenizer.chat_template, task.keywords)
-        for name in task.prompts or [None]:
-            template = Template.of_task(task, name)
+        sentences = ignored_keywords(self.tokenizer.chat_template, task.template.keywords)
+        for template in task.templates.values():
             sentences += dropped_sentence(template, task.splits["train"], tokenizer)
         for sentence in sentences:
             warnings.warn(sentence, UserWarning, stacklevel=3)
@@ -178,8 +166,8 @@ class ReasoningGym:
         self.task, self._answer_tokens = task, answer_tokens
         answer = answer_tokens if task.too_long == "truncate_left" else None
         self._by_name = {
-            name: RenderedPrompts(task.splits, Template.of_task(task, name), self.tokenizer, answer)
-            for name in task.prompts or (None,)
+            name: RenderedPrompts(task.splits, template, self.tokenizer, answer)
+            for name, template in task.templates.items()
         }
         self._rendered = next(iter(self._by_name.values()))
 
@@ -218,7 +206,7 @@ class ReasoningGym:
             index: self._rendered.get("train", orders[index // rows][index % rows])
             for index in range(start, end)
         }
-        if not self._of_trl:
+        if not self.of_trl:
             return list(prompts.values())
         return [replace(prompt, step=index // self.batch_size) for index, prompt in prompts.items()]
 
@@ -237,11 +225,11 @@ class ReasoningGym:
     @property
     def prompt_names(self) -> tuple[str, ...]:
         """Names in `env.prompts`; `prompts` and `batch` render the first of them."""
-        return tuple(self.task.prompts)
+        return self.task.prompt_names
 
     def under(self, name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts of the same rows under the prompt of this name in `env.prompts`."""
-        if name not in self.task.prompts:
+        if name not in self.prompt_names:
             text = unknown_name(name, self.prompt_names, PROMPTS)
             raise ConfigError(f"prompt of an agent: {text}")
         rendered = self._by_name[name]
@@ -284,8 +272,7 @@ class ReasoningGym:
         self, starts: Sequence[Sequence[Prompt]], group_sizes: Sequence[int]
     ) -> SingleTurnPlay:
         """Begin a play of one turn."""
-        names, apart = self.reward_names, self._of_trl
-        return SingleTurnPlay(starts, group_sizes, self.judge, names, apart=apart)
+        return SingleTurnPlay(self, starts, group_sizes)
 
     def limit_context(self, max_context_length: int, answer_tokens: int | None = None) -> None:
         """Set the model's context and check that every prompt leaves room for one token.
@@ -358,9 +345,9 @@ class ReasoningGym:
         if self._process is not None:
             self._process.close()
 
-    def _samples(self, groups: Sequence[CompletionGroup]) -> Samples | None:
-        """Return `Samples` for functions in TRL's style; None if there is no such function."""
-        if not self._of_trl:
+    def _samples(self, groups: Sequence[CompletionGroup]) -> scoring.Samples | None:
+        """Return the samples for functions in TRL's style; None if there is no such function."""
+        if not self.of_trl:
             return None
         messages: list[Any] = []
         for group in groups:
@@ -371,9 +358,10 @@ class ReasoningGym:
             )
             messages += [rendered_prompts.messages(group.prompt)] * len(group.completions)
         ids = [completion.token_ids for group in groups for completion in group.completions]
-        return Samples(ids, messages, min((group.prompt.step for group in groups), default=0))
+        step = min((group.prompt.step for group in groups), default=0)
+        return scoring.Samples(ids, messages, step)
 
-    def _scored(self, groups: Sequence[CompletionGroup]) -> Scored:
+    def _scored(self, groups: Sequence[CompletionGroup]) -> scoring.Scored:
         prompts = [group.prompt for group in groups for _ in group.completions]
         answers = [completion.text for group in groups for completion in group.completions]
         columns = [prompt.columns for prompt in prompts]
@@ -384,15 +372,15 @@ class ReasoningGym:
             rows_and_parts = zip(columns, parts, strict=True)
             columns = [{**row, COLUMN: thought} for row, (thought, _) in rows_and_parts]
         places = [place_of(prompt.columns, f"row {prompt.index}") for prompt in prompts]
-        batch = CompletionBatch(answers, columns, texts, places, self._samples(groups))
+        batch = scoring.CompletionBatch(answers, columns, texts, places, self._samples(groups))
         if self._process is not None:
             with self._shared:
                 scored = self._process.score(batch)
         else:
-            scored = score_batch(self._functions, batch, self.task.calls)
+            scored = scoring.score_batch(self._functions, batch, self.task.calls)
         if len(self._functions) < len(self.task.rewards):
-            scored = with_scorers(self.task.rewards, scored, batch, self.task.calls)
-        warn_of_silence(self.task.rewards, scored)
+            scored = scoring.with_scorers(self.task.rewards, scored, batch, self.task.calls)
+        scoring.warn_of_silence(self.task.rewards, scored)
         return scored
 
     def _order(self, split: Split, purpose: str, epoch: int) -> list[int]:
@@ -418,24 +406,17 @@ class Judged(NamedTuple):
 class SingleTurnPlay:
     """A play of one turn: asks once, and scores the completions of all agents together.
 
-    `prompts` has the prompts of each agent, and `group_sizes` its G completions per prompt. With
-    the `names` of the K reward functions, the mean of each is a metric. With `apart`, the
-    completions of each agent are scored by a separate call, as single-agent trainers do.
+    `prompts` has the prompts of each agent, and `group_sizes` its G completions per prompt.
     """
 
     def __init__(
         self,
+        env: ReasoningGym,
         prompts: Sequence[Sequence[Prompt]],
         group_sizes: Sequence[int],
-        judge: Callable[[Sequence[CompletionGroup]], Judged],
-        names: Sequence[str] = (),
-        *,
-        apart: bool = False,
     ) -> None:
+        self._env = env
         self._request = Ask(prompts, group_sizes)
-        self._apart = apart
-        self._judge = judge
-        self._names = names
         self._groups: Sequence[Sequence[CompletionGroup]] | None = None
 
     def ask(self) -> Ask | None:
@@ -449,14 +430,14 @@ class SingleTurnPlay:
     def experiences(self) -> list[Experience]:
         """Score the completions of all agents."""
         groups = self._groups or []
-        judged = map(self._judge, groups) if self._apart else self._together(groups)
+        judged = map(self._env.judge, groups) if self._env.of_trl else self._together(groups)
         return [
             Experience(
                 tuple(t for group in agent_groups for t in _trajectories(group)),
                 scores,
                 {
                     "set_aside": float(sum(set_aside)),
-                    **reward_of_each(self._names, scores),
+                    **scoring.reward_of_each(self._env.reward_names, scores),
                     **{f"{LOGGED}{name}": value for name, value in logged.items()},
                 },
             )
@@ -465,7 +446,7 @@ class SingleTurnPlay:
 
     def _together(self, groups: Sequence[Sequence[CompletionGroup]]) -> list[Judged]:
         """Score the completions of all agents by one call; return the part of each agent."""
-        rewards, set_aside, logged = self._judge([group for batch in groups for group in batch])
+        rewards, set_aside, logged = self._env.judge([group for batch in groups for group in batch])
         ends = np.cumsum([sum(len(g.completions) for g in batch) for batch in groups])[:-1]
         flags = iter(set_aside)
         return [

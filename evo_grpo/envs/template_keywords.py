@@ -6,15 +6,12 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from evo_grpo.envs.data.tables import DatasetRow
 from evo_grpo.envs.messages import listed
-from evo_grpo.envs.prompts import Template, chat
-from evo_grpo.envs.task import DatasetRow
+from evo_grpo.envs.prompts import Template, Tokenizer, chat
 from evo_grpo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
 ROWS_SEARCHED = 1000
 """Rows that are searched for the conversation with most roles."""
@@ -35,7 +32,7 @@ def ignored_keywords(chat_template: object, keywords: Collection[str]) -> list[s
 
 
 def dropped_sentence(
-    template: Template, rows: Sequence[DatasetRow], tokenizer: PreTrainedTokenizerBase
+    template: Template, rows: Sequence[DatasetRow], tokenizer: Tokenizer
 ) -> list[str]:
     """Return a sentence about messages of `rows` that the chat template leaves out, if any."""
     if template.conversation is None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from evo_grpo.envs.prompts import Tokenizer
 from evo_grpo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
-
-    from evo_grpo.settings.env import ThinkingTags
+from evo_grpo.settings.env import ThinkingTags
 
 COLUMN = "thinking"
 """Parameter with which a reward function gets the thinking part."""
@@ -31,7 +28,7 @@ def parted(completion: str, prompt: str, tags: ThinkingTags) -> tuple[str, str]:
     return thought.strip().removeprefix(tags.start).strip(), answer.strip()
 
 
-def check_tags(tags: ThinkingTags, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_tags(tags: ThinkingTags, tokenizer: Tokenizer) -> None:
     """Refuse tags that are special tokens, which the text of a completion leaves out."""
     special: Any = tokenizer.all_special_tokens
     for name in ("start", "end"):

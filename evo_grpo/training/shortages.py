@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 
+from evo_grpo.envs.data.tables import DatasetRow, LazyRows
 from evo_grpo.envs.prompts import Template
-from evo_grpo.envs.task import DatasetRow, LazyRows, Task
+from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.record.wording import count
@@ -41,9 +42,11 @@ def few_prompts(task: Task) -> Iterator[str]:
     """
     if any(isinstance(rows, LazyRows) for rows in task.splits.values()):
         return
-    templates = [Template.of_task(task, name) for name in task.prompts or [None]]
     number, template = min(
-        ((_different(task.splits["validation"], candidate), candidate) for candidate in templates),
+        (
+            (_different(task.splits["validation"], candidate), candidate)
+            for candidate in task.templates.values()
+        ),
         key=lambda pair: pair[0],
     )
     if number < FEWEST and (number > 1 or _different(task.splits["train"], template) > 1):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from evo_grpo.envs.data.tables import require_columns
+from evo_grpo.envs.data.tables import SPLITS, require_columns
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.envs.rewards.weights import check_rewards
-from evo_grpo.envs.task import SPLITS, Task
+from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.checked import CheckedExplorer, CheckedSelector
 from evo_grpo.evolve.kinds import UserStrategy

@@ -2,19 +2,20 @@
 
 import sys
 from inspect import signature
+from pathlib import Path
 
 import pytest
 
 from evo_grpo.envs.finding import defining_files, find_function, find_name, is_installed
-from evo_grpo.envs.loading import load_function
+from evo_grpo.envs.loading import as_rewards, load_function
 from evo_grpo.envs.registry import build_multi_turn, check_multi_turn
-from evo_grpo.envs.rewards.functions import as_rewards
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.settings import EnvConfig
 
 SOURCE = """
 import dataclasses
 import functools
+import textwrap
 
 def plain(completion, answer="x", *, level=0, **columns):
     return 1.0
@@ -53,6 +54,8 @@ class Empty:
     pass
 
 class Judge:
+    clean = staticmethod(textwrap.dedent)
+
     def __init__(self, strict, by=1):
         self.late = plain
 
@@ -109,12 +112,45 @@ def test_what_can_be_loaded_can_be_found_and_is_called_alike(name):
         ("found_here:Judge.scor", 'Did you mean "score"'),
         ("found_here:LIMIT", "to be a function, got int 3"),
         ("found_here:functools.reduce", "got one of 'functools', a module of Python's standard"),
+        ("./found_here.py:plain", 'expected "module:function"'),
+        ("os.path:join", "got one of 'os', a module of Python's standard library"),
+        ("test.support:gc_collect", "got one of 'test', a module of Python's standard library"),
     ],
 )
 def test_what_cannot_be_loaded_is_not_found_either(path, message):
     for look in (find_function, load_function):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=message) as caught:
             look(path, "env.reward")
+        assert repr(path) in str(caught.value)
+        assert caught.value.exit_code == 2
+
+
+def test_a_function_of_the_standard_library_is_not_loaded_through_a_class():
+    with pytest.raises(ConfigError, match="got one of 'textwrap', a module of Python's standard"):
+        load_function("found_here:Judge.clean")
+
+
+def test_a_function_is_loaded_from_the_folder_and_hides_no_installed_one(tmp_path):
+    (tmp_path / "yaml.py").write_text("safe_load = None")
+    assert load_function("found_here:judge.score")("abc") == 1.0
+    assert load_function("found_here:half")("abc") == 1.0
+    assert load_function("yaml:safe_load")("4") == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 / 0", "importing 'goes_wrong' raised ZeroDivisionError"),
+        ("import not_installed_at_all", "importing 'goes_wrong' failed: No module.*install what"),
+        ("import os\nos.chdir('/')", "importing 'goes_wrong' left the working folder at / instead"),
+    ],
+)
+def test_a_module_that_goes_wrong_is_named_and_the_folder_is_put_back(write_module, text, message):
+    write_module("goes_wrong", text)
+    before = Path.cwd()
+    with pytest.raises(ConfigError, match=message):
+        load_function("goes_wrong:reward")
+    assert Path.cwd() == before
 
 
 def test_a_class_says_what_it_lacks_unless_another_may_bring_it():
@@ -129,7 +165,14 @@ def test_a_class_says_what_it_lacks_unless_another_may_bring_it():
 
 
 @pytest.mark.parametrize(
-    "text", ["globals()['made'] = len", "from found_here import *", "def __getattr__(name): ..."]
+    "text",
+    [
+        "globals()['made'] = len",
+        "from found_here import *",
+        "def __getattr__(name): ...",
+        "made = " + "-" * 100_000 + "1",  # nested too deep for a tree
+    ],
+    ids=range(4),
 )
 def test_names_that_only_running_would_show_are_not_objected_to(write_module, text):
     write_module("made_later", text)

@@ -25,12 +25,9 @@ from evo_grpo.settings import EnvConfig
 def test_the_wrong_builder_or_name_is_named(build, kind, message):
     with pytest.raises(ConfigError, match=message):
         build(EnvConfig(kind=kind), 0)
-
-
-@pytest.mark.parametrize("setting", ["train", "validation", "test", "prompt", "reward"])
-def test_settings_of_single_turn_tasks_are_refused(setting):
-    with pytest.raises(ConfigError, match=f'env.{setting}: "python:a:b" brings its own'):
-        build_multi_turn(EnvConfig(kind="python:a:b", **{setting: "x:y"}), 0)
+    for setting in ("train", "validation", "test", "prompt", "reward"):
+        with pytest.raises(ConfigError, match=f'env.{setting}: "python:a:b" brings its own'):
+            build_multi_turn(EnvConfig(kind="python:a:b", **{setting: "x:y"}), 0)
 
 
 @pytest.mark.parametrize(

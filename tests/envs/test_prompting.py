@@ -5,7 +5,9 @@ import warnings
 import numpy as np
 import pytest
 
+from evo_grpo import DatasetEnv
 from evo_grpo.envs.asking import asking
+from evo_grpo.envs.describing import environment_parts
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.registry import build_multi_turn, build_task
 from evo_grpo.envs.resolve import environment_of
@@ -36,7 +38,7 @@ def settings(**changes):
 def test_examples_are_rows_that_are_asked_no_more_and_their_text_is_that_of_a_prompt():
     shots = {"rows": 2, "answer": "{answer}"}
     task = build_task(settings(prompt="Q: {question}\nA: ", few_shot=shots), 0)
-    first, second, asked = Template.of_task(task).plain(ROWS[3]).split("\n\n")
+    first, second, asked = task.template.plain(ROWS[3]).split("\n\n")
     assert asked == "Q: 3+1={}\nA: "
     examples = [
         row for row in ROWS if f"Q: {row['question']}\nA: {row['answer']}" in (first, second)
@@ -46,7 +48,7 @@ def test_examples_are_rows_that_are_asked_no_more_and_their_text_is_that_of_a_pr
     assert sorted(left + examples, key=ROWS.index) == ROWS
     # Examples of a conversation are turns, after the system prompt and before the question.
     chat = settings(**CHAT, few_shot=shots, system_prompt="Add {question}")
-    made = Template.of_task(build_task(chat, 0))
+    made = build_task(chat, 0).template
     roles = [message["role"] for message in made.conversation]
     assert roles == ["system", *("user", "assistant") * 2, "user"]
     assert made.conversation[1]["content"].format() == examples[0]["question"]
@@ -60,8 +62,14 @@ def test_examples_are_rows_that_are_asked_no_more_and_their_text_is_that_of_a_pr
 def test_an_assistants_beginning_begins_the_answer_of_each_example_too(tokenizer):
     conversation = [*CHAT["conversation"], {"role": "assistant", "content": "It is "}]
     given = {"conversation": conversation, "few_shot": {"rows": ROWS[:1], "answer": "{answer}."}}
-    text, _ = Template.of_task(build_task(settings(**given), 0)).render(ROWS[3], tokenizer)
+    text, _ = build_task(settings(**given), 0).template.render(ROWS[3], tokenizer)
     assert text == "[user]0+1={}[assistant]It is 1.[user]3+1={}[assistant]It is "
+
+
+def test_the_prompts_by_name_are_part_of_what_a_run_was_begun_with():
+    prompts = {"a": {"prompt": "{question}"}, "b": {"prompt": "Q {question}"}}
+    parts = environment_parts(DatasetEnv(ROWS, exact, prompt="{question}", prompts=prompts), 0)
+    assert parts["env.prompts"] == '{"a": "{question}", "b": "Q {question}"}'
 
 
 def test_keywords_reach_the_chat_template_of_rows_and_episodes(make_tokenizer, write_module):
@@ -165,7 +173,6 @@ def test_a_tag_that_decoding_drops_is_refused(tokenizer):
             "train, row 20: no column \"answer\", which the reward function 'exact' needs. "
             'Did you mean "anwser"',
         ),
-        ({"train": "object:list of 20 rows"}, "stands for rows given from Python"),
     ],
 )
 def test_what_does_not_fit_the_rows_or_the_prompt_is_named(changes, message):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from evo_grpo.envs import registry
+from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.registry import build_task, kinds
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.settings import EnvConfig
@@ -90,7 +91,7 @@ def test_foods_repeats_one_prompt():
     task = build_task(EnvConfig(kind="foods"), 0)
     sizes = {split: len(rows) for split, rows in task.splits.items()}
     assert sizes == {"train": 64, "validation": 64, "test": 256}
-    assert task.prompt.format(**task.splits["train"][0]) == "ravin likes "
+    assert task.template.text.format(**task.splits["train"][0]) == "ravin likes "
     (reward,) = task.rewards
     assert [reward.fn(completion=c, food="pizza") for c in ("pizza", "tacos")] == [1.0, 0.0]
 
@@ -99,11 +100,11 @@ def test_a_built_in_task_takes_another_prompt_other_rewards_and_weights(folder):
     rewards = ["task_rewards:exact", "task_rewards:short"]
     env = EnvConfig(kind="sums", prompt="{a}+{b}:", reward=rewards, reward_weights=[1.0, 0.1])
     task = build_task(env, 0)
-    assert task.prompt == "{a}+{b}:"
+    assert task.template.text == "{a}+{b}:"
     assert [(r.name, r.weight) for r in task.rewards] == [("exact", 1.0), ("short", 0.1)]
     messages = [{"role": "user", "content": "{question}"}]
     chat = build_task(EnvConfig(kind="sums", conversation=messages), 0)
-    assert (chat.prompt, chat.conversation) == (None, tuple(messages))
+    assert (chat.template.text, chat.template.conversation) == (None, tuple(messages))
     task = build_task(EnvConfig(kind="sums", reward_weights={"exact": 0.5}), seed=0)
     assert [(r.name, r.weight) for r in task.rewards] == [("exact", 0.5)]
 
@@ -126,11 +127,13 @@ def test_a_dataset_without_splits_holds_a_tenth_out_for_each_and_keeps_its_own(f
 
 
 def test_a_dataset_without_a_template_asks_its_question(folder):
-    assert build_task(dataset(), 0).conversation == ({"role": "user", "content": "{question}"},)
+    asked = Template.of([{"role": "user", "content": "{question}"}])
+    assert build_task(dataset(), 0).template == asked
     rows = [{"prompt": str(n), "question": "?", "answer": "1"} for n in range(20)]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert build_task(dataset(), 0).conversation == ({"role": "user", "content": "{prompt}"},)
-    assert build_task(dataset(prompt="{question}{prompt}"), 0).prompt == "{question}{prompt}"
+    asked = Template.of([{"role": "user", "content": "{prompt}"}])
+    assert build_task(dataset(), 0).template == asked
+    assert build_task(dataset(prompt="{question}{prompt}"), 0).template.text == "{question}{prompt}"
 
 
 def test_the_same_prompt_is_never_in_two_splits(folder):

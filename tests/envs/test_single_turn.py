@@ -37,37 +37,6 @@ def answered(prompt, *texts, agent=0):
     return CompletionGroup(agent, prompt, completions)
 
 
-def test_the_example_of_the_reference_runs(tokenizer):
-    datasets = pytest.importorskip("datasets")
-    train = datasets.Dataset.from_dict(
-        {"question": ["2+2?", "Capital of France?"], "answer": ["4", "Paris"]}
-    )
-    test = datasets.Dataset.from_dict({"question": ["3+3?"], "answer": ["6"]})
-
-    def reward_fn(completion: str, answer: str, question: str) -> float:
-        del question
-        return float(answer.lower() in completion.lower())
-
-    env = ReasoningGym(
-        train_dataset=train,
-        test_dataset=test,
-        tokenizer=tokenizer,
-        reward_fn=reward_fn,
-        conversation_template=[{"role": "user", "content": "Q: {question}\nA:"}],
-        batch_size=2,
-    )
-    batch = env.batch(0)
-    assert {prompt.text for prompt in batch} == {
-        "[user]Q: 2+2?\nA:[assistant]",
-        "[user]Q: Capital of France?\nA:[assistant]",
-    }
-    rewards = env.score([answered(prompt, "4", "I love PARIS") for prompt in batch])
-    assert rewards.shape == (4, 1)
-    assert rewards.sum() == 2
-    # Two prompts are too few to hold any out: selection reads the train rows.
-    assert len(env.prompts("validation")) == 2
-
-
 def test_a_prompt_carries_text_ids_columns_and_its_row(make, rows, tokenizer):
     prompt = make(validation_dataset=rows).prompts("validation", 1)[0]
     assert prompt.columns == rows[prompt.index]
@@ -98,6 +67,11 @@ def test_a_subset_is_fixed_and_begins_the_larger_ones(make):
     assert [p.index for p in env.prompts("test", 10)] != list(range(10))
     assert len(env.prompts("test", 1000)) == len(env.prompts("test")) == 10
     assert make(seed=3).prompts("test", 4) != env.prompts("test", 4)
+
+
+def test_prompts_too_few_to_hold_any_out_are_those_of_selection_too(make, rows):
+    env = make(train_dataset=rows[:2])
+    assert {p.text for p in env.prompts("validation")} == {row["question"] for row in rows[:2]}
 
 
 def test_validation_is_held_out_of_train(make, rows):
@@ -207,12 +181,6 @@ def test_a_prompt_longer_than_the_context_is_named(make, rows, split):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"conversation_template": "{qestion}"}, DataError, 'train, row 0: no column "qestion"'),
-        (
-            {"reward_fn": lambda completion, gold: 1},
-            DataError,
-            'no column "gold", which the reward',
-        ),
         ({"test_dataset": [{"question": "x"}]}, DataError, 'test, row 0: no column "answer"'),
         ({"train_dataset": []}, DataError, "train: expected at least one row"),
         ({"test_dataset": []}, DataError, "test: expected at least one row"),
@@ -221,12 +189,6 @@ def test_a_prompt_longer_than_the_context_is_named(make, rows, split):
         ({"train_dataset": None}, DataError, "expected a dataset to learn from"),
         ({"batch_size": 0}, ConfigError, "batch_size: expected >= 1 prompt per step, got 0"),
         ({"max_context_length": 1}, ConfigError, "max_context_length: expected >= 2"),
-        ({"conversation_template": []}, ConfigError, "expected a raw string or a list of messages"),
-        (
-            {"reward_weights": [1, 2]},
-            ConfigError,
-            "reward_weights: expected one per reward function",
-        ),
     ],
 )
 def test_what_the_constructor_cannot_use_is_named(make, changes, error, message):
@@ -249,13 +211,10 @@ def test_a_wrong_request_is_named(make, call, message):
         call(make())
 
 
-def test_a_task_without_rows_or_template_is_named(rows):
-    splits = {"train": rows, "validation": rows, "test": rows}
-    rewards = build_task(EnvConfig(kind="sums"), 0).rewards
-    with pytest.raises(ConfigError, match=r"task 'mine': .*got no rows for test"):
-        Task("mine", {**splits, "test": []}, rewards, "{question}")
-    with pytest.raises(ConfigError, match="got both or neither of the two"):
-        Task("mine", splits, rewards)
+def test_a_task_without_rows_is_named(rows):
+    sums = build_task(EnvConfig(kind="sums"), 0)
+    with pytest.raises(ConfigError, match=r"task 'mine': .*got none for test"):
+        Task("mine", {"train": rows, "validation": rows}, sums.rewards, sums.templates)
 
 
 def test_prompts_are_the_same_rendered_together_and_one_by_one(make, rows):

@@ -1,12 +1,9 @@
 """The harness itself: it finds, counts and keeps what breaks a property."""
 
 import fuzzing
-import pytest
-from fuzzing import fuzz, told_or
+from fuzzing import fuzz
 from hypothesis import example
 from hypothesis import strategies as st
-
-from evo_grpo.errors import ConfigError
 
 
 def run(property_test):
@@ -63,16 +60,3 @@ def test_with_a_time_inputs_are_tried_until_it_is_over(monkeypatch):
     reported, error = run(fuzz(quick=5, number=st.integers())(lambda number: None))
     assert error is None
     assert reported["tried"] >= 5 + fuzzing.BATCH
-
-
-def test_a_message_has_to_say_something():
-    def refuse(text):
-        raise ConfigError(text)
-
-    assert told_or(lambda: 3) == 3
-    assert told_or(lambda: refuse("no")) is None
-    with pytest.raises(AssertionError):
-        told_or(lambda: refuse(""))
-    assert told_or(lambda: refuse("\udc80")) is None  # a message is escaped
-    with pytest.raises(KeyError):
-        told_or(lambda: {}["a"])

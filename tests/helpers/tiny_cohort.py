@@ -1,6 +1,7 @@
 """A language model of a few thousand weights, agents over it, and rows to learn from."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -114,7 +115,7 @@ def make_rows(seed, groups=2, group_size=4, prompt=(3, 6), answer=(1, 5)):
 
 def rows_of(groups, advantages):
     """Rows of one agent's groups, by way of an environment of one turn."""
-    play = SingleTurnPlay([[g.prompt for g in groups]], [0], no_rewards)
+    play = SingleTurnPlay(UNREWARDED, [[g.prompt for g in groups]], [0])
     play.tell([groups])
     (experience,) = play.experiences()
     return rows_from_trajectories(experience.trajectories, advantages)
@@ -122,6 +123,10 @@ def rows_of(groups, advantages):
 
 def no_rewards(groups):
     return np.zeros((sum(len(g.completions) for g in groups), 1)), [False] * len(groups), {}
+
+
+#: In place of an environment of one turn.
+UNREWARDED = SimpleNamespace(judge=no_rewards, reward_names=(), of_trl=False)
 
 
 def fresh(rows, **changes):

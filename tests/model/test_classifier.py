@@ -81,6 +81,22 @@ def test_scores_in_batches_equal_those_of_single_texts(kind, batch_size):
     assert made.model.config.pad_token_id == {"bert": 0, "decoder": 2, "unpadded": None}[kind]
 
 
+def test_without_a_padding_token_one_that_no_text_has_serves_as_padding(monkeypatch):
+    tokens = tokenizer()
+    tokens.model_input_names = ["input_ids", "attention_mask"]
+    made, logits, sizes = Classifier(model("unpadded"), tokens), Classifier._logits, []
+    monkeypatch.setattr(
+        Classifier, "_logits", lambda self, rows: sizes.append(len(rows)) or logits(self, rows)
+    )
+    encoded = made.encode(TEXTS)
+    made.scores(encoded, batch_size=100)
+    assert sizes == [len(TEXTS)]
+    made.model.config.vocab_size = 1 + max(max(row["input_ids"]) for row in encoded.rows)
+    used = encoded.rows[0] | {"input_ids": [*range(made.model.config.vocab_size)]}
+    made._batched([used | {"attention_mask": [1] * len(used["input_ids"])}, encoded.rows[0]])
+    assert sizes[1:] == [1, 1]
+
+
 def test_a_label_is_chosen_by_its_name_and_may_be_a_probability():
     names = {0: "bad", 1: "good", 2: "fine"}
     classifier = model("bert", 3, id2label=names, label2id={v: k for k, v in names.items()})

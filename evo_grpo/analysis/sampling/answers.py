@@ -19,9 +19,10 @@ from rich.console import Console
 
 from evo_grpo.analysis.export.contents import checked_adapter
 from evo_grpo.envs.asking import TaskPrompt, asking
+from evo_grpo.envs.data.tables import Split
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.protocol import Ask, Environment, Play, starts_under
-from evo_grpo.envs.task import Split, Task
+from evo_grpo.envs.task import Task
 from evo_grpo.errors import (
     ConfigError,
     DataError,

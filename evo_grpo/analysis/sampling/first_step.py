@@ -14,11 +14,11 @@ from typing import Any
 from rich.console import Console
 
 from evo_grpo.analysis.sampling.answers import check_answers, played_out, show_answer, start_of
+from evo_grpo.envs.data.tables import Split
 from evo_grpo.envs.protocol import Environment, Experience, starts_under
 from evo_grpo.envs.resolve import environment_of, named_task
 from evo_grpo.envs.rewards.weights import values_by_name
 from evo_grpo.envs.single_turn import ReasoningGym
-from evo_grpo.envs.task import Split
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.objective.advantages import zero_variance_groups
 from evo_grpo.model.loading import load_tokenizer
@@ -295,7 +295,7 @@ def _tell_of_judges(
     """Report the cost of the questions to a task's judges; `starts` has one start per answer."""
     if notify is None or not isinstance(env, ReasoningGym):
         return
-    from evo_grpo.envs.rewards.judge import Judge  # it loads asyncio, and few runs have one
+    from evo_grpo.envs.rewards.scorers import Judge  # it loads asyncio, and few runs have one
 
     for reward in env.task.rewards:
         if isinstance(reward.fn, Judge):

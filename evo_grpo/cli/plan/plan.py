@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from evo_grpo.envs.data.tables import LazyRows
 from evo_grpo.envs.finding import find_function
 from evo_grpo.envs.registry import check_multi_turn, is_multi_turn
-from evo_grpo.envs.task import LazyRows, Task
+from evo_grpo.envs.task import Task
 from evo_grpo.envs.template_keywords import ignored_keywords
 from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError
@@ -323,7 +324,7 @@ def _read_prompts(
 ) -> tuple[PromptLengths | None, FirstPrompt | None, list[str]]:
     """Return the lengths of the prompts, the first prompt, and warnings about the template."""
     name = config.model.name
-    chats = task is None or task.conversation is not None
+    chats = task is None or task.template.conversation is not None
     if chats and has_chat_template(name) is False:
         # A multi-turn environment makes its own prompts.
         raw = "" if task is None else ', or a raw text: env.prompt: "{question}\\nA:"'

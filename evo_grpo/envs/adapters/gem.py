@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evo_grpo.envs.episodes.multi_turn import check_step, check_text, close
 from evo_grpo.envs.family import Family, check_arguments, check_name
 from evo_grpo.envs.packages import PrivateGenerators, entry_point, load_package, quiet, try_out
-
-if TYPE_CHECKING:
-    from evo_grpo.settings import EnvConfig
+from evo_grpo.settings import EnvConfig
 
 FAMILY = Family("name", multi_turn=True)
 PACKAGE = "gem-llm"

@@ -7,16 +7,14 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from evo_grpo.envs.episodes.multi_turn import check_flag, check_reward
 from evo_grpo.envs.family import Family
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.packages import load_package, try_out
 from evo_grpo.errors import ConfigError, EngineUnavailable
-
-if TYPE_CHECKING:
-    from evo_grpo.settings import EnvConfig
+from evo_grpo.settings import EnvConfig
 
 FAMILY = Family("name", multi_turn=True)
 PACKAGE = "openenv-core"

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv
 from evo_grpo.envs.family import Family, check_call
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import load_function
 from evo_grpo.envs.packages import try_out
 from evo_grpo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv
-    from evo_grpo.settings import EnvConfig
+from evo_grpo.settings import EnvConfig
 
 FAMILY = Family("code", multi_turn=True)
 

@@ -6,24 +6,20 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.builtin.dataset import divide
-from evo_grpo.envs.family import (
-    Family,
-    check_integer,
-    check_name,
-    check_names,
-    checked_types,
-)
+from evo_grpo.envs.data.tables import SPLITS, DatasetRow
+from evo_grpo.envs.family import Family, check_integer, check_name, check_names, checked_types
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.packages import global_generators_kept, load_package
+from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.rewards.functions import RewardFunction
-from evo_grpo.envs.task import SPLITS, DatasetRow, Task
+from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.seeding import derive
+from evo_grpo.settings import EnvConfig
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset  # for annotations only: an extra
 
-    from evo_grpo.settings import EnvConfig
 
 FAMILY = Family("name")
 PACKAGE = "reasoning-gym"
@@ -86,7 +82,7 @@ def reasoning_gym_task(
         name=f"reasoning_gym:{dataset}",
         splits={split: divided[split] for split in SPLITS},
         rewards=(RewardFunction("score_answer", _Scorer(source)),),
-        conversation=({"role": "user", "content": "{question}"},),
+        templates={None: Template.of([{"role": "user", "content": "{question}"}])},
         max_output_tokens=MAX_OUTPUT_TOKENS,
     )
 

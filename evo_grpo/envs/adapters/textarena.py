@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,7 @@ from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.envs.packages import PrivateGenerators, entry_point, load_package, quiet, try_out
 from evo_grpo.errors import ConfigError
 from evo_grpo.seeding import generator
-
-if TYPE_CHECKING:
-    from evo_grpo.settings import EnvConfig
+from evo_grpo.settings import EnvConfig
 
 FAMILY = Family("name", multi_turn=True)
 PACKAGE = "textarena"

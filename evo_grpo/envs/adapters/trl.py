@@ -12,21 +12,18 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evo_grpo.envs.conversations import is_conversation, messages_of, text_of
-from evo_grpo.envs.data.tables import read_rows
+from evo_grpo.envs.data.tables import DatasetRow, read_rows
 from evo_grpo.envs.episodes.multi_turn import check_reward
 from evo_grpo.envs.family import Family, check_call, check_integer
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import load_function
 from evo_grpo.envs.packages import PrivateGenerators, try_out
 from evo_grpo.envs.rewards.watch import await_result
-from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from evo_grpo.settings import EnvConfig
+from evo_grpo.settings import EnvConfig
 
 FAMILY = Family("code", multi_turn=True, reads=("train",))
 

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pkgutil import iter_modules
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -27,9 +27,7 @@ from evo_grpo.envs.messages import nearest
 from evo_grpo.envs.packages import PrivateGenerators, load_package, quiet, try_out
 from evo_grpo.envs.rewards.watch import in_a_thread
 from evo_grpo.errors import ConfigError, EngineUnavailable
-
-if TYPE_CHECKING:
-    from evo_grpo.settings import EnvConfig
+from evo_grpo.settings import EnvConfig
 
 FAMILY = Family("name", multi_turn=True)
 PACKAGE = "verifiers"

@@ -7,16 +7,22 @@ from dataclasses import replace
 from typing import Any, final
 
 from evo_grpo.envs.conversations import MESSAGES, holds_messages
-from evo_grpo.envs.data.tables import MAX_GIGABYTES, place_of, read_rows, require_columns
+from evo_grpo.envs.data.tables import (
+    MAX_GIGABYTES,
+    SPLITS,
+    DatasetRow,
+    Split,
+    place_of,
+    read_rows,
+    require_columns,
+)
 from evo_grpo.envs.family import Family
-from evo_grpo.envs.from_config import configured_rewards, configured_template, rewards_of
-from evo_grpo.envs.loading import Loader, load_function
+from evo_grpo.envs.loading import Loader, as_rewards, configured_rewards, load_function
 from evo_grpo.envs.messages import listed
-from evo_grpo.envs.prompting import with_prompting
+from evo_grpo.envs.prompting import configured_template, with_prompting
 from evo_grpo.envs.prompts import Messages, Template
-from evo_grpo.envs.rewards.functions import RewardFunction, required_columns
-from evo_grpo.envs.rewards.scorer import Scorer
-from evo_grpo.envs.task import SPLITS, DatasetRow, Split, Task
+from evo_grpo.envs.rewards.functions import RewardFunction, Scorer, required_columns
+from evo_grpo.envs.task import Task
 from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.seeding import generator
@@ -105,7 +111,7 @@ class DatasetEnv:
             reward_weights=reward_weights,  # pyright: ignore[reportArgumentType] -- as above
             **settings,
         )
-        self._rewards = rewards_of(reward, reward_weights, style=self.settings.reward_style)
+        self._rewards = as_rewards(reward, reward_weights, style=self.settings.reward_style)
         self.task(0)  # to find errors here, and not when training begins
 
     def __repr__(self) -> str:
@@ -193,8 +199,7 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
         name=name,
         splits=rows,
         rewards=tuple(rewards),
-        prompt=prompt_template.text,
-        conversation=prompt_template.conversation,
+        templates={None: prompt_template},
         max_output_tokens=max_output_tokens,
     )
 

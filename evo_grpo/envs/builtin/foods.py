@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from evo_grpo.envs.data.tables import SPLITS
 from evo_grpo.envs.family import Family, checked_arguments
+from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.rewards.functions import RewardFunction
-from evo_grpo.envs.task import SPLITS, Task
+from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from evo_grpo.settings import EnvConfig
+from evo_grpo.settings import EnvConfig
 
 FAMILY = Family()
 MOST_ROWS = 1_000_000
@@ -49,6 +47,6 @@ def foods_task(
         name="foods",
         splits={split: [row] * size for split, size in sizes.items()},
         rewards=(RewardFunction("contains", contains),),
-        prompt="{name} likes ",
+        templates={None: Template("{name} likes ")},
         max_output_tokens=16,
     )

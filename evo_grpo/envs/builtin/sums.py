@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
+from evo_grpo.envs.data.tables import DatasetRow, LazyRows
 from evo_grpo.envs.family import Family, checked_arguments
+from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.rewards.functions import RewardFunction
-from evo_grpo.envs.task import DatasetRow, LazyRows, Task
+from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.seeding import generator
-
-if TYPE_CHECKING:
-    from evo_grpo.settings import EnvConfig
+from evo_grpo.settings import EnvConfig
 
 FAMILY = Family()
 
@@ -90,7 +89,7 @@ def sums_task(
             "train": LazyRows(train, lambda: shuffled()[test + validation :][:train]),
         },
         rewards=(RewardFunction("exact", exact),),
-        prompt="{question}",
+        templates={None: Template("{question}")},
         max_output_tokens=4,  # three digits and the end token
     )
 

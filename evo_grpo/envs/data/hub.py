@@ -9,15 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evo_grpo.errors import DataError, EngineUnavailable
 from evo_grpo.places import find
+from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.objects import HubDataset
 from evo_grpo.sources import hub_message
-
-if TYPE_CHECKING:
-    from evo_grpo.settings import EnvConfig
 
 TIMEOUT = 10.0
 """Seconds that the Hub may take to answer."""

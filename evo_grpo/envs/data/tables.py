@@ -10,16 +10,22 @@ import json
 import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, TextIO, cast, final
+from typing import Any, Literal, TextIO, cast, final
 
 from evo_grpo.envs.data.hub import check_text_only, hub_dataset, read_hub
 from evo_grpo.envs.messages import excerpt, listed, nearest
-from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError, EngineUnavailable
 from evo_grpo.escaping import shorten
 from evo_grpo.places import find, folders
 from evo_grpo.settings.objects import OBJECT, PythonObject
+
+#: One row of a dataset: column -> value.
+DatasetRow = Mapping[str, Any]
+Split = Literal["train", "validation", "test"]
+
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 MAX_GIGABYTES = 1.0
 """Default of `env.max_data_gb`."""
@@ -65,6 +71,20 @@ class Row(dict[str, Any]):
 
     def __reduce__(self) -> tuple[type[Row], tuple[dict[str, Any], str, int]]:
         return Row, (dict(self), self._source, self._number)
+
+
+class LazyRows(Sequence[DatasetRow]):
+    """Rows of a known number that are built on the first access."""
+
+    def __init__(self, count: int, make: Callable[[], Sequence[DatasetRow]]) -> None:
+        self._count = count
+        self._made = cache(make)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 -- a row, or several of a slice
+        return self._made()[index]
 
 
 def place_of(row: Mapping[str, Any], otherwise: str) -> str:
@@ -259,31 +279,42 @@ def _read_jsonl(file: BoundedFile) -> _Rows:
         for number, line in enumerate(text, start=1):
             if line.strip():
                 file.place = f"{file.name}, line {number}"
-                yield number, _parsed(file, line, MOST_LEVELS)
+                row = _parsed(file, line)
+                if _needs_check(line):
+                    _check(row, file.place)
+                yield number, row
 
 
 def _read_json(file: BoundedFile) -> _Rows:
     with file.open() as opened:
-        rows = _parsed(file, opened.read(), MOST_LEVELS + 1)
+        text = opened.read()
+    rows = _parsed(file, text)
     if not isinstance(rows, list):
         raise DataError(
             f"{file.name}: expected a list of objects, got {type(rows).__name__}; one object per "
             "line belongs in a file ending in .jsonl"
         )
-    yield from enumerate(cast("list[Any]", rows))
+    is_checked = _needs_check(text)
+    for number, row in enumerate(cast("list[Any]", rows)):
+        if is_checked:
+            file.place = f"{file.name}, row {number}"
+            _check(row, file.place)
+        yield number, row
 
 
-def _parsed(file: BoundedFile, text: str, levels: int) -> object:
+def _parsed(file: BoundedFile, text: str) -> object:
     # An estimate of the memory of the values, beside their characters.
     file.spend(VALUE_BYTES * sum(map(text.count, ",[{")))
-    value = json.loads(text)
-    # Only a text with many brackets or an escaped surrogate needs the slow check.
-    if text.count("[") + text.count("{") > levels or _SURROGATE_ESCAPE.search(text):
-        _check(value, file.place, levels)
-    return value
+    return json.loads(text)
 
 
-def _check(value: object, where: str, levels: int) -> None:
+def _needs_check(text: str) -> bool:
+    """Return whether a text has many brackets or an escaped surrogate, which few texts have."""
+    brackets = text.count("[") + text.count("{")
+    return brackets > MOST_LEVELS or _SURROGATE_ESCAPE.search(text) is not None
+
+
+def _check(value: object, where: str, levels: int = MOST_LEVELS) -> None:
     """Refuse a value that is nested too deep or holds a lone surrogate."""
     if isinstance(value, str) and _HALF_CHARACTER.search(value):
         raise DataError(

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evo_grpo.envs.messages import excerpt
-from evo_grpo.envs.prompts import Messages, Template
+from evo_grpo.envs.prompts import Messages, Template, Tokenizer
 from evo_grpo.errors import ConfigError
 from evo_grpo.escaping import shorten
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
 #: The column of an opening template: the environment's first message.
 OBSERVATION = "observation"
@@ -38,7 +35,7 @@ class Dialogue:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         messages: str | Messages | None = None,
         keywords: Mapping[str, Any] | None = None,
     ) -> None:

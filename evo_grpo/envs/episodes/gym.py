@@ -8,26 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 from weakref import WeakValueDictionary
 
 import numpy as np
 
+from evo_grpo.envs.data.tables import Split
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.envs.messages import excerpt
-from evo_grpo.envs.prompts import Messages
+from evo_grpo.envs.prompts import Messages, Tokenizer
 from evo_grpo.envs.protocol import Ask, Experience, Floats
 from evo_grpo.envs.rewards.watch import Call, Watch, watching
-from evo_grpo.envs.task import Split
 from evo_grpo.envs.template_keywords import ignored_keywords
 from evo_grpo.errors import ConfigError, RewardAbortError, RunFailedError
 from evo_grpo.escaping import error_text
 from evo_grpo.seeding import derive
 from evo_grpo.settings.env import RewardCalls
 from evo_grpo.types import CompletionGroup, Trajectory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
 #: Consecutive episode seeds without a successful episode, after which the run ends.
 MAX_FAILED_SEEDS = 16
@@ -65,7 +62,7 @@ class MultiTurnGym:
     def __init__(  # noqa: PLR0913 -- all but the first have defaults
         self,
         env_factory: Callable[[], EnvOrWrapper],
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: Tokenizer | None = None,
         *,
         max_turns: int | None = None,
         batch_size: int = 4,

@@ -10,7 +10,7 @@ import numpy as np
 
 from evo_grpo.envs.episodes.dialogue import Dialogue
 from evo_grpo.envs.messages import excerpt
-from evo_grpo.envs.prompts import Messages
+from evo_grpo.envs.prompts import Messages, Tokenizer
 from evo_grpo.errors import ConfigError, DataError, PromptTooLongError, RewardError, ShapeError
 from evo_grpo.escaping import error_text
 from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
@@ -18,8 +18,6 @@ from evo_grpo.schema.validation import shown
 from evo_grpo.types import Completion, Prompt, Trajectory
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
-
     from evo_grpo.model.ends import StopRules
 
 
@@ -104,7 +102,7 @@ class TokenObservationWrapper:
     def __init__(  # noqa: PLR0913 -- all but the first three have defaults
         self,
         env: MultiTurnEnv,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         max_turns: int,
         pad_id: int | None = None,
         max_model_len: int | None = None,

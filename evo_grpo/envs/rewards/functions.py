@@ -1,28 +1,31 @@
-"""Reward functions: per row or per batch, sync or async, each with its name and weight."""
+"""What scores completions: functions of the user, per row or per batch, and `Scorer`s.
+
+A function may be sync or async. Each has a name and a weight.
+"""
 
 from __future__ import annotations
 
-import os
-import sysconfig
-import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from inspect import Parameter, isclass, signature
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol
 
 from evo_grpo.envs.messages import listed, nearest
-from evo_grpo.envs.rewards.scorer import Scorer
-from evo_grpo.envs.rewards.trl_call import PASSED
 from evo_grpo.envs.thinking import COLUMN
-from evo_grpo.errors import ConfigError
+from evo_grpo.errors import ConfigError, RewardError
 from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
 
 # A dataset column with one of these names does not reach a reward function.
 ROW_NAMES = ("completion", "prompt")
 BATCH_NAMES = ("completions", "prompts")
+
+PASSED = (
+    *("completion_ids", "completions", "prompts"),
+    *("log_extra", "log_metric", "trainer_state"),
+)
+"""What TRL passes beside the columns of the rows."""
 
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
@@ -34,10 +37,76 @@ FOREIGN = {
     "solution_str": "verl passes the completion so; name the parameter completion",
 }
 """Parameters of reward functions that other trainers pass, each with its counterpart here."""
-_NOT_YOURS = tuple(
-    f"{folder}{os.sep}"
-    for folder in (Path(__file__).parents[2], *map(sysconfig.get_path, ("stdlib", "purelib")))
-)
+
+
+class UnusableRewardError(RewardError):
+    """A reward is NaN, infinite or too large, possibly once only, unlike a reward of wrong type."""
+
+
+class Board(Protocol):
+    """A mapping from names to short texts that the processes of a run share."""
+
+    def swap(self, name: str, old: str, new: str) -> str:
+        """Set the text of a name to `new` if it equals `old` ("": unset); return the result."""
+        ...
+
+    def write(self, texts: Mapping[str, str]) -> None:
+        """Write texts by name."""
+        ...
+
+    def read(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the texts of names; each name must have one."""
+        ...
+
+
+class Scorer(ABC):
+    """A reward function of this package, which scores completions with a model.
+
+    It is called once per batch, in the process of the run, and several threads may call it at once.
+    `env.reward_timeout` and `env.isolate` apply to code of the user alone.
+
+    Attributes:
+        templates: The `prompts.Template`s of the model's prompt.
+        columns: Names of the columns in the templates.
+    """
+
+    __name__: str = "scorer"
+
+    def __init__(self, templates: Sequence[Any]) -> None:
+        self.templates = templates
+        names = [name for template in templates for name in template.columns()]
+        self.columns = [name for name in names if name not in ("completion", "prompt")]
+
+    def fill(self, row: Mapping[str, Any]) -> None:
+        """Fill in the templates with a row, a completion and a prompt, to find errors early."""
+        for template in self.templates:
+            template.plain(row)
+
+    @abstractmethod
+    def prepare(self, device: str) -> None:
+        """Load and check what scoring needs on the run's device; repeated calls do nothing.
+
+        Raises:
+            ConfigError: Something is missing.
+        """
+
+    @abstractmethod
+    def __call__(
+        self, *, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float | RewardError]:
+        """Return a reward for each of B completions, or a RewardError if it is unusable.
+
+        `prompts` are the B texts that the agents were given; each of `columns` has B values.
+        """
+
+
+def template_rows(
+    completions: Sequence[str], prompts: Sequence[str], columns: Mapping[str, Sequence[Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the template variables of each of B completions."""
+    for number, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
+        row = {name: values[number] for name, values in columns.items()}
+        yield {**row, "completion": completion, "prompt": prompt}
 
 
 @dataclass(frozen=True)
@@ -52,7 +121,7 @@ class RewardFunction:
             -> list[float | None]`, whose columns are lists. Either may be async. None abstains.
             Keywords that a `functools.partial` binds keep their values.
         weight: Factor of the reward in the sum, from -1e15 to 1e15.
-        style: "trl" if `fn` is called as TRL calls it; see `trl_call`.
+        style: "trl" if `fn` is called as TRL calls it; see `scoring.Samples`.
 
     Raises:
         ConfigError: `fn` is not callable or takes no completion, or the weight is out of range.
@@ -137,51 +206,6 @@ class RewardFunction:
             ) from error
 
 
-def as_rewards(
-    reward_fn: Callable[..., Any] | Sequence[Callable[..., Any] | RewardFunction] | RewardFunction,
-    weights: Sequence[float] | Mapping[str, float] | None = None,
-    style: Literal["trl"] | None = None,
-) -> tuple[RewardFunction, ...]:
-    """Wrap one reward function or several, at least one, with weights.
-
-    `weights` has one weight per function, or some by name; other functions keep their weight (1 for
-    a plain function). `style` is the `env.reward_style` of the user's functions.
-    """
-    one = isinstance(reward_fn, RewardFunction) or callable(reward_fn)
-    reward_fns = cast("object", [reward_fn] if one else reward_fn)  # callers may pass anything
-    if isinstance(reward_fns, str) or not isinstance(reward_fns, Sequence) or not reward_fns:
-        raise ConfigError(
-            f"reward_fn: expected a function or a list of at least one, got {reward_fns!r}; "
-            'a name such as "module:function" is loaded with evo_grpo.envs.loading.load_function'
-        )
-    rewards: list[RewardFunction] = []
-    for fn in reward_fns:
-        inner = fn.fn if isinstance(fn, RewardFunction) else fn
-        fn_style = None if isinstance(inner, Scorer) else style
-        is_wrapped = isinstance(fn, RewardFunction)
-        reward = fn if is_wrapped else RewardFunction(_name_of(fn), fn, style=fn_style)
-        twins = sum(other.name.split("#")[0] == reward.name for other in rewards)
-        name = f"{reward.name}#{twins + 1}" if twins else reward.name  # distinguishes two lambdas
-        rewards.append(replace(reward, name=name, style=reward.style or fn_style))
-    names = [reward.name for reward in rewards]
-    by_name = weights if isinstance(weights, Mapping) else {}
-    row = [by_name.get(reward.name, reward.weight) for reward in rewards]
-    if weights is not None and not isinstance(weights, Mapping):
-        row = list(weights)
-    problem = ""
-    if unknown := [name for name in by_name if name not in names]:
-        problem = unknown_reward(unknown[0], names)
-    elif len(row) != len(names):
-        problem = f"expected one per reward function, that is {len(names)}, got {len(row)}"
-    elif not any(row):
-        problem = f"expected one that is not 0, got 0 for each of {listed(names)}"
-    if problem:
-        raise ConfigError(f"reward_weights: {problem}")
-    return tuple(
-        replace(reward, weight=weight) for reward, weight in zip(rewards, row, strict=True)
-    )
-
-
 def required_columns(rewards: Sequence[RewardFunction], thinking: object) -> dict[str, str]:
     """Return the columns that reward functions need, each with the function that needs it.
 
@@ -204,41 +228,3 @@ def unknown_reward(name: str, names: Sequence[str]) -> str:
 def _foreign(parameter: str) -> str:
     """Return the entry of `FOREIGN` for a parameter, in parentheses, or ""."""
     return f" ({FOREIGN[parameter]}: see {PAGE})" if parameter in FOREIGN else ""
-
-
-def _name_of(fn: object) -> str:
-    inner = getattr(fn, "func", fn)  # of functools.partial
-    return getattr(inner, "__name__", type(inner).__name__)
-
-
-def place_in_code(error: BaseException) -> str:
-    """Return file, line and function of the user's code that raised an exception, or "".
-
-    It is the innermost call outside this package and all installed ones.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    of_user = [frame for frame in frames if not frame.filename.startswith((*_NOT_YOURS, "<frozen"))]
-    if not of_user:
-        return ""
-    file = Path(of_user[-1].filename)
-    with suppress(ValueError, OSError):  # it lies elsewhere, or the working folder is gone
-        file = file.relative_to(Path.cwd())
-    names = [frame.name for frame in of_user if not frame.name.startswith("<")]  # no comprehension
-    return f" in {file}, line {of_user[-1].lineno}, {(names or ['a lambda'])[-1]}"
-
-
-def hint(error: BaseException) -> str:
-    """Return what to change in a function that was written for another trainer, or ""."""
-    # Neither str nor isinstance: both may call methods that a user's object defines.
-    args: tuple[object, ...] = vars(BaseException)["args"].__get__(error)
-    message = args[0] if args and type(args[0]) is str else ""
-    if issubclass(type(error), KeyError) and message in FOREIGN:
-        return f"; {FOREIGN[message]}: see {PAGE}"
-    text_mistakes = ("string indices must be", "'str' object has no attribute 'get'")
-    if issubclass(type(error), TypeError | AttributeError) and message.startswith(text_mistakes):
-        return (
-            "; completions and prompts are strings here, where TRL has messages in conversations: "
-            "set env.reward_style: trl and ask by messages, or write completion in place of "
-            f"completion[0]['content'], see {PAGE}"
-        )
-    return ""

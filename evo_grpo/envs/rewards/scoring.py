@@ -1,10 +1,13 @@
-"""Score completions: call every reward function with its columns and check every result."""
+"""Score completions: call every reward function with its columns and check every result.
+
+With `env.reward_style: trl`, functions are called as TRL calls them.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,9 +18,7 @@ import numpy as np
 
 from evo_grpo.envs.messages import excerpt, listed
 from evo_grpo.envs.protocol import Floats
-from evo_grpo.envs.rewards.functions import RewardFunction
-from evo_grpo.envs.rewards.scorer import Scorer, UnusableRewardError
-from evo_grpo.envs.rewards.trl_call import Log, Samples, arguments
+from evo_grpo.envs.rewards.functions import RewardFunction, Scorer, UnusableRewardError
 from evo_grpo.envs.rewards.watch import Call, run_calls
 from evo_grpo.errors import RewardError
 from evo_grpo.escaping import error_text, shorten
@@ -30,6 +31,57 @@ LATEST_GROUPS = 100
 
 SHOWN = 60
 """Most characters of a value in `shown_calls`."""
+
+_NOT_PASSED_BY_TRL = ("prompt", "completion", "completion_ids")
+"""Columns that TRL does not pass on."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The supported part of TRL's `trainer_state`.
+
+    Attributes:
+        global_step: Number of training prompts before the call, divided by the prompts of a step; 0
+            in evaluations and outside a run.
+    """
+
+    global_step: int
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Arguments of functions in TRL's style for B completions, beside texts and columns.
+
+    Attributes:
+        token_ids: Sampled ids of each completion, the end token included.
+        messages: The conversation that each completion answers; None for a prompt of plain text.
+        step: See `TrainerState`.
+    """
+
+    token_ids: Sequence[Sequence[int]]
+    messages: Sequence[Sequence[Mapping[str, Any]] | None]
+    step: int = 0
+
+
+@dataclass
+class Log:
+    """The values that reward functions log with `log_metric`, by name."""
+
+    values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Add a value of a metric."""
+        self.values[str(name)].append(float(value))
+
+    def log_extra(self, column: str, values: Sequence[object]) -> None:
+        """Do nothing, because `completions/` has all columns and rewards."""
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of the values of each name, without those beyond 1e15."""
+        usable = {
+            name: [n for n in values if abs(n) <= LARGEST] for name, values in self.values.items()
+        }
+        return {name: math.fsum(values) / len(values) for name, values in usable.items() if values}
 
 
 @dataclass(frozen=True)
@@ -254,13 +306,39 @@ def shown_calls(rewards: Sequence[RewardFunction], row: Mapping[str, Any]) -> li
 def _arguments(reward: RewardFunction, batch: CompletionBatch, log: Log) -> list[dict[str, Any]]:
     """Return all arguments that are available for each call of a function."""
     if reward.style == "trl":
-        return [arguments(batch.completions, batch.prompts, batch.rows, batch.samples, log)]
+        return [_trl_arguments(batch, log)]
     if reward.is_batch:
         columns = dict.fromkeys(column for row in batch.rows for column in row)
         lists = {column: [row.get(column) for row in batch.rows] for column in columns}
         return [{**lists, "completions": list(batch.completions), "prompts": list(batch.prompts)}]
     rows = zip(batch.completions, batch.rows, batch.prompts, strict=True)
     return [{**row, "completion": text, "prompt": prompt} for text, row, prompt in rows]
+
+
+def _trl_arguments(batch: CompletionBatch, log: Log) -> dict[str, Any]:
+    """Return the keyword arguments of a call as TRL 1.16 makes it: texts, or lists of messages."""
+    count = len(batch.completions)
+    samples = batch.samples or Samples([()] * count, [None] * count)
+    columns = dict.fromkeys(column for row in batch.rows for column in row)
+    return {
+        **{
+            column: [row.get(column) for row in batch.rows]
+            for column in columns
+            if column not in _NOT_PASSED_BY_TRL
+        },
+        "prompts": [
+            text if chat is None else [dict(message) for message in chat]
+            for text, chat in zip(batch.prompts, samples.messages, strict=True)
+        ],
+        "completions": [
+            text if chat is None else [{"role": "assistant", "content": text}]
+            for text, chat in zip(batch.completions, samples.messages, strict=True)
+        ],
+        "completion_ids": [list(ids) for ids in samples.token_ids],
+        "trainer_state": TrainerState(samples.step),
+        "log_metric": log.log_metric,
+        "log_extra": log.log_extra,
+    }
 
 
 def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:

@@ -13,17 +13,19 @@ import inspect
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from operator import methodcaller
+from pathlib import Path
 from types import CoroutineType
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
-from evo_grpo.envs.rewards.functions import hint, place_in_code
 from evo_grpo.errors import RewardAbortError, RewardError
 from evo_grpo.escaping import error_text
 from evo_grpo.model.alone import excluding_loads
@@ -32,6 +34,10 @@ GRACE_SECONDS = 5.0
 """Seconds between the interruption of a call and the end of the process, if the call continues."""
 
 _SIGNAL = signal.SIGURG  # ignored by default, and rarely used
+_NOT_YOURS = tuple(
+    f"{folder}{os.sep}"
+    for folder in (Path(__file__).parents[2], *map(sysconfig.get_path, ("stdlib", "purelib")))
+)
 _stop: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("stop", default=None)
 
 ResultT = TypeVar("ResultT")
@@ -312,11 +318,26 @@ def _one(watch: Watch, call: Call, keep_errors: bool) -> object:
 
 
 def _failed(call: Call, error: BaseException, keep_errors: bool) -> RewardError:
-    where = place_in_code(error)
-    reward_error = RewardError(f"{call.title()}: it raised {error_text(error)}{where}{hint(error)}")
+    reward_error = RewardError(f"{call.title()}: it raised {error_text(error)}{_place(error)}")
     if not keep_errors:
         raise reward_error from error
     return reward_error
+
+
+def _place(error: BaseException) -> str:
+    """Return file, line and function of the user's code that raised an exception, or "".
+
+    It is the innermost call outside this package and all installed ones.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    of_user = [frame for frame in frames if not frame.filename.startswith((*_NOT_YOURS, "<frozen"))]
+    if not of_user:
+        return ""
+    file = Path(of_user[-1].filename)
+    with suppress(ValueError, OSError):  # it lies elsewhere, or the working folder is gone
+        file = file.relative_to(Path.cwd())
+    names = [frame.name for frame in of_user if not frame.name.startswith("<")]  # no comprehension
+    return f" in {file}, line {of_user[-1].lineno}, {(names or ['a lambda'])[-1]}"
 
 
 def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list[Any]:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from evo_grpo.envs.rewards.scorer import Board
+from evo_grpo.envs.rewards.functions import Board
 from evo_grpo.errors import ConfigError, EvoGrpoError, LostRankError, OtherRankError
 from evo_grpo.escaping import error_text
 from evo_grpo.population.ranks import heartbeat

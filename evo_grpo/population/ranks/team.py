@@ -12,7 +12,7 @@ from enum import IntEnum
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar, cast, final
 
-from evo_grpo.envs.rewards.scorer import Board
+from evo_grpo.envs.rewards.functions import Board
 from evo_grpo.errors import RunFailedError
 
 STORE = "EVO_GRPO_STORE"

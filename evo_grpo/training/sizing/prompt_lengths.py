@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast, final
 
-from evo_grpo.envs.data.tables import place_of
-from evo_grpo.envs.prompts import RenderedPrompts, Template, fitting_rows
-from evo_grpo.envs.task import SPLITS, DatasetRow, LazyRows, Split, Task
+from evo_grpo.envs.data.tables import SPLITS, DatasetRow, LazyRows, Split, place_of
+from evo_grpo.envs.prompts import RenderedPrompts, fitting_rows
+from evo_grpo.envs.task import Task
 from evo_grpo.envs.template_keywords import dropped_sentence, rendered_chat
 from evo_grpo.errors import ModelError
 from evo_grpo.escaping import shorten
@@ -86,7 +86,7 @@ def read_prompts(
         ConfigError: The chat template refuses the messages.
     """
     tokenizer: Any = FileTokenizer(model)
-    templates = [Template.of_task(task, name) for name in task.prompts or [None]]
+    templates = list(task.templates.values())
     total = sum(map(len, task.splits.values()))
     splits: Mapping[Split, Sequence[DatasetRow]] = {
         split: _sample(task.splits[split], total) for split in SPLITS

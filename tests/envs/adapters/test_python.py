@@ -30,13 +30,6 @@ def factory(high):
     return Higher(high)
 
 
-one = Higher()
-
-
-def same():
-    return one
-
-
 def broken():
     class Broken(Higher):
         def reset(self, seed=None):

@@ -91,7 +91,8 @@ def test_what_is_no_table_is_named(source, message):
         ("a.csv", "a,b\n1,2,3\n", "line 2: more or fewer values than the header"),
         ("a.csv", "a,b\n1\n", "line 2: more or fewer values than the header"),
         ("a.csv", "a,b,a\n1,2,3\n", 'the header: expected each column once, got "a" twice; rename'),
-        ("a.csv", b"question\n\xff\xfe\n", "cannot be read as CSV in UTF-8"),
+        # Text is decoded in blocks, so that the row which was read last is not that of the byte.
+        ("a.csv", b"q\n" + b"1\n" * 9000 + b"\xff\n", r"a.csv\): cannot be read as CSV in UTF-8"),
         ("a.parquet", "not parquet", "expected Parquet with values"),
         ("a.txt", "x", r"ending in .csv, .json, .jsonl, .parquet, .tsv, got the ending '.txt'"),
     ],
@@ -99,7 +100,7 @@ def test_what_is_no_table_is_named(source, message):
 def test_a_broken_file_is_named(tmp_path, file, content, message):
     path = tmp_path / file
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError, match=rf"(?s)^train.*{file}.*{message}"):
+    with pytest.raises(DataError, match=rf"(?s)^train.*(?={file}).*{message}"):
         read_rows(path, "train")
 
 
@@ -165,7 +166,9 @@ def test_what_a_row_cannot_hold_is_named_with_its_line(tmp_path, text, message):
     lines, whole = tmp_path / "rows.jsonl", tmp_path / "rows.json"
     lines.write_text(f'{{"q": "fine"}}\n{text}\n', encoding="utf-8")
     whole.write_text(f'[{{"q": "fine"}}, {text}]', encoding="utf-8")
-    for path, place in ((lines, f"train ({lines}), line 2 "), (whole, f"train ({whole}) ")):
+    # Python itself reads no deeper text, and does not say where it gave up.
+    row = "" if len(text) > 100_000 else ", row 1"
+    for path, place in ((lines, f"train ({lines}), line 2 "), (whole, f"train ({whole}){row} ")):
         with pytest.raises(DataError, match=message) as caught:
             read_rows(path, "train")
         assert str(caught.value).startswith(place)
@@ -218,7 +221,7 @@ def small_values(path):
 
 
 def empty_rows(path):
-    path.write_text("{}\n" * 1_000_000)
+    path.write_text("{}\n" * 400_000)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -238,7 +241,7 @@ def test_a_file_that_unfolds_beyond_the_limit_is_refused_in_bounded_memory(tmp_p
         "from evo_grpo.envs.data.tables import read_rows\n"
         "from evo_grpo.errors import DataError\n"
         "try:\n"
-        f"    read_rows({str(path)!r}, 'train', 0.05)\n"
+        f"    read_rows({str(path)!r}, 'train', 0.02)\n"
         "except DataError as error:\n"
         "    print(error)\n"
         "peak = re.search(r'VmHWM:\\s*(\\d+) kB', Path('/proc/self/status').read_text())\n"
@@ -246,7 +249,7 @@ def test_a_file_that_unfolds_beyond_the_limit_is_refused_in_bounded_memory(tmp_p
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "at most 0.05 GB in memory, got more; give" in done.stdout
+    assert "at most 0.02 GB in memory, got more; give" in done.stdout
 
 
 def test_pipes_devices_and_folders_are_refused_at_once(tmp_path):

@@ -15,8 +15,8 @@ import pytest
 from judge_server import by_digits, judging, says, score_of
 
 from evo_grpo.envs.rewards import judge_client
-from evo_grpo.envs.rewards.judge import Judge, read_score
-from evo_grpo.envs.rewards.scorer import UnusableRewardError
+from evo_grpo.envs.rewards.functions import UnusableRewardError
+from evo_grpo.envs.rewards.scorers import Judge, read_score
 from evo_grpo.envs.rewards.watch import in_a_thread
 from evo_grpo.errors import ConfigError, RewardError
 from evo_grpo.settings.rewards import JudgeReward
@@ -315,7 +315,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from evo_grpo.envs.rewards import judge_client
-from evo_grpo.envs.rewards.judge import Judge
+from evo_grpo.envs.rewards.scorers import Judge
 from evo_grpo.settings.rewards import JudgeReward
 judge_client.FIRST_PAUSE = 0.01
 url, prompt, folder = sys.argv[1:]

@@ -16,7 +16,7 @@ import warnings
 import pytest
 from reward_scores import SET_ASIDE, score
 
-from evo_grpo.envs.rewards.functions import as_rewards
+from evo_grpo.envs.loading import as_rewards
 from evo_grpo.envs.rewards.scoring import LATEST_GROUPS, CompletionBatch, SetAside, score_batch
 from evo_grpo.envs.rewards.watch import current_modes
 from evo_grpo.errors import RewardAbortError, RewardError
@@ -113,7 +113,7 @@ def test_a_call_that_cannot_be_interrupted_ends_the_process_with_its_name():
     code = """
         import ctypes
         from evo_grpo.envs.rewards import watch
-        from evo_grpo.envs.rewards.functions import as_rewards
+        from evo_grpo.envs.loading import as_rewards
         from evo_grpo.envs.rewards.scoring import CompletionBatch
         from evo_grpo.envs.rewards.scoring import score_batch
         from evo_grpo.settings.env import RewardCalls
@@ -184,21 +184,19 @@ def test_whatever_a_function_raises_is_a_reward_error(function, what):
     assert what in str(caught.value)
 
 
-def test_ctrl_c_stays_ctrl_c():
-    def stopped(completion):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(stopped)
+def stopped(completion):
+    raise KeyboardInterrupt
 
 
+async def async_stopped(completion):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("function", [stopped, async_stopped])
 @pytest.mark.parametrize("limit", [None, 5.0])
-def test_ctrl_c_in_an_async_call_is_said_once(limit, caplog):
-    async def stopped(completion):
-        raise KeyboardInterrupt
-
+def test_ctrl_c_stays_ctrl_c_and_is_said_once(function, limit, caplog):
     with pytest.raises(KeyboardInterrupt):
-        run(stopped, timeout=limit)
+        run(function, timeout=limit)
     gc.collect()
     assert caplog.records == []  # asyncio logs the traceback of a task that nobody asked
 
@@ -266,12 +264,9 @@ def test_a_mode_changed_for_a_while_is_the_functions_own_affair(tmp_path):
 
 
 @pytest.mark.parametrize("value", [1e308, -1e308, 1.1e15, 10**400])
-def test_a_reward_too_large_to_learn_from_is_named(value):
+def test_a_reward_too_large_to_learn_from_is_named_and_the_largest_is_taken(value):
     with pytest.raises(RewardError, match=r"reward function '<lambda>', row 0, .* got "):
         run(lambda completion: value)
-
-
-def test_the_largest_reward_is_accepted():
     assert run(lambda completion: -1e15).tolist() == [[-1e15]] * 3
 
 

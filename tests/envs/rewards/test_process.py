@@ -5,8 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from evo_grpo.envs.loading import load_function
-from evo_grpo.envs.rewards.functions import as_rewards
+from evo_grpo.envs.loading import as_rewards, load_function
 from evo_grpo.envs.rewards.process import RewardProcess
 from evo_grpo.envs.rewards.scoring import CompletionBatch, score_batch
 from evo_grpo.errors import ConfigError, RewardAbortError, RewardError

@@ -9,7 +9,7 @@ from small_run import outcome, small, stopped_and_resumed
 
 from evo_grpo import run
 from evo_grpo.envs.rewards import judge_client
-from evo_grpo.envs.rewards.reward_model import RewardModel
+from evo_grpo.envs.rewards.scorers import RewardModel
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError, DataError, RewardError
 from evo_grpo.record.run_dir import clear_run

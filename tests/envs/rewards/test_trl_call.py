@@ -8,9 +8,10 @@ from small_run import small
 
 from evo_grpo import DatasetEnv, run
 from evo_grpo.envs.describing import environment_parts
+from evo_grpo.envs.loading import as_rewards
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.single_turn import ReasoningGym
-from evo_grpo.errors import ConfigError, RewardError
+from evo_grpo.errors import ConfigError
 from evo_grpo.population.rollouts import starts_from
 from evo_grpo.record.history import metric_rows
 from evo_grpo.types import Completion, CompletionGroup
@@ -117,6 +118,11 @@ def test_a_function_with_a_weight_of_its_own_is_called_in_the_style_too(make):
         make(lambda completions, prompt: [0.0] * len(completions))
 
 
+def test_a_reward_model_beside_a_function_of_trl_is_called_as_ever():
+    rewards = as_rewards([lengths, {"kind": "model", "name": "none"}], style="trl")
+    assert [reward.style for reward in rewards] == ["trl", None]
+
+
 def test_the_style_is_part_of_what_a_run_was_begun_with():
     kinds = [DatasetEnv(ROWS, lengths_of, reward_style=style) for style in (None, "trl")]
     plain, trl = (environment_parts(one, 0) for one in kinds)
@@ -153,15 +159,12 @@ def test_each_agent_has_a_call_and_metrics_of_its_own(make):
     assert "logged/lost" not in first.metrics
 
 
-def test_without_the_style_the_error_names_it(make):
+def test_without_the_style_the_error_names_it():
     def reward(prompts, completion_ids):
         return []
 
     with pytest.raises(ConfigError, match=r"so does env\.reward_style: trl"):
         RewardFunction("reward", reward)
-    env = make(lambda completions: [c[0]["content"] == "3" for c in completions], reward_style=None)
-    with pytest.raises(RewardError, match=r"set env\.reward_style: trl"):
-        env.score([answered(env, "3")])
 
 
 def test_a_run_learns_from_it_in_its_own_process_and_records_what_it_logs(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import torch
 from engine_contract import RolloutContract, logprobs_of, prompts
 from small_run import small
 from stop_cases import completions, cut_alike, slots_of, tokenizer_of
-from tiny_cohort import PLAIN, no_rewards
+from tiny_cohort import PLAIN, UNREWARDED
 from vllm_doubles import settings_of
 
 from evo_grpo import settings as configuration
@@ -162,7 +162,7 @@ def test_after_an_update_the_new_weights_answer(make):
     for step in range(2):
         batches = []
         for slot, mine in zip(slots, before, strict=True):
-            play = SingleTurnPlay([asked], [4], no_rewards)
+            play = SingleTurnPlay(UNREWARDED, [asked], [4])
             play.tell([mine])
             (experience,) = play.experiences()
             signs = torch.tensor([1.0, -1.0] * 8).numpy()
