@@ -228,3 +228,20 @@ def unknown_reward(name: str, names: Sequence[str]) -> str:
 def _foreign(parameter: str) -> str:
     """Return the entry of `FOREIGN` for a parameter, in parentheses, or ""."""
     return f" ({FOREIGN[parameter]}: see {PAGE})" if parameter in FOREIGN else ""
+
+
+def hint(error: BaseException) -> str:
+    """Return what to change in a function that was written for another trainer, or ""."""
+    # Neither str nor isinstance: both may call methods that a user's object defines.
+    args: tuple[object, ...] = vars(BaseException)["args"].__get__(error)
+    message = args[0] if args and type(args[0]) is str else ""
+    if issubclass(type(error), KeyError) and message in FOREIGN:
+        return f"; {FOREIGN[message]}: see {PAGE}"
+    text_mistakes = ("string indices must be", "'str' object has no attribute 'get'")
+    if issubclass(type(error), TypeError | AttributeError) and message.startswith(text_mistakes):
+        return (
+            "; completions and prompts are strings here, where TRL has messages in conversations: "
+            "set env.reward_style: trl and ask by messages, or write completion in place of "
+            f"completion[0]['content'], see {PAGE}"
+        )
+    return ""

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import CoroutineType
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
+from evo_grpo.envs.rewards.functions import hint
 from evo_grpo.errors import RewardAbortError, RewardError
 from evo_grpo.escaping import error_text
 from evo_grpo.model.alone import excluding_loads
@@ -318,7 +319,8 @@ def _one(watch: Watch, call: Call, keep_errors: bool) -> object:
 
 
 def _failed(call: Call, error: BaseException, keep_errors: bool) -> RewardError:
-    reward_error = RewardError(f"{call.title()}: it raised {error_text(error)}{_place(error)}")
+    where = _place(error)
+    reward_error = RewardError(f"{call.title()}: it raised {error_text(error)}{where}{hint(error)}")
     if not keep_errors:
         raise reward_error from error
     return reward_error

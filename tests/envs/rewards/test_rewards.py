@@ -213,15 +213,33 @@ def test_a_batch_function_that_raises_is_named_with_its_first_row():
     )
 
 
+def of_messages(completions):
+    return [len(completion[0]["content"]) for completion in completions]
+
+
+def of_ids(completions, **columns):
+    return [len(ids) for ids in columns["completion_ids"]]
+
+
 def with_package(completion):
     return functools.reduce(int.__add__, [completion, inspect.signature(completion)])
 
 
-def test_an_error_of_an_installed_module_is_told_with_the_line_of_the_users_code():
+@pytest.mark.parametrize(
+    ("function", "hint"),
+    [
+        (of_messages, "; completions and prompts are strings here, where TRL has messages"),
+        (of_ids, "; TRL passes it, and so does env.reward_style: trl: see docs/from_trl.md"),
+        (with_package, ""),  # the innermost call is that of an installed module
+    ],
+)
+def test_an_exception_is_told_with_the_line_of_the_users_code_and_what_to_change(function, hint):
     with pytest.raises(RewardError) as caught:
-        run(with_package)
-    line = with_package.__code__.co_firstlineno + 1
-    assert str(caught.value).endswith(f" in {FILE}, line {line}, with_package")
+        run(function)
+    line = function.__code__.co_firstlineno + 1
+    place = f" in {FILE}, line {line}, {function.__name__}{hint}"
+    assert place in str(caught.value)
+    assert hint or str(caught.value).endswith(place)
 
 
 @pytest.mark.parametrize("name", ["completion_ids", "trainer_state", "log_metric"])
