@@ -33,12 +33,7 @@ from evo_grpo.settings.yaml import as_config, to_yaml
 from evo_grpo.training.assemble import Prepared, prepare, record_rewards
 from evo_grpo.training.followers import Followers
 from evo_grpo.training.judge import finish
-from evo_grpo.training.recorded_inputs import (
-    check_same_files,
-    check_same_run,
-    read_inputs_of,
-    refuse_own_code,
-)
+from evo_grpo.training.recorded_inputs import check_same_run, read_inputs_of, refuse_own_code
 from evo_grpo.training.resolve import checked_task, resolve
 from evo_grpo.training.restoring import restore
 from evo_grpo.training.resume_check import continued_inputs, record_changed, record_inputs
@@ -105,7 +100,7 @@ def resume(
             if opened is not None:  # a kill may have kept its end from the observers
                 _tell_the_end(opened, observer, followers)
             return Path(folder)
-        check_same_files(team, config)
+        check_same_run(team, "resume", {}, config)
         task = checked_task(config, team)
         team.wait_for_all()  # all ranks pass their checks before anything is recorded
         if opened is not None and changed is not None:

@@ -9,8 +9,11 @@ from loopback_hub import QWEN3_4B, hub_in_use
 from evo_grpo import run
 from evo_grpo.errors import ModelError
 from evo_grpo.settings import from_dict
-from evo_grpo.training.sizing.hub_files import check_available, fetch_small_files
-from evo_grpo.training.sizing.model_size import read_model_size
+from evo_grpo.training.sizing.model_size import (
+    check_available,
+    fetch_small_files,
+    read_model_size,
+)
 from evo_grpo.training.sizing.prompt_lengths import has_chat_template
 
 MODELS = {
