@@ -270,11 +270,13 @@ def recorded_config(prepared: Prepared, name: str, env: object) -> RunConfig:
 
 
 def unnamed_objects(
-    cohort: Cohort, slots: Sequence[Slot], env: object, own: Mapping[str, Any]
+    cohort: Cohort, slots: Sequence[Slot], env: object, strategies: Mapping[str, Any]
 ) -> list[str]:
-    """Return the names of objects that no file can name; only `Population.resume` can get them."""
-    strategies = [name for name, field, _ in STRATEGIES if field in own]
-    names = [*cohort.objects, *strategies]
+    """Return the names of objects that no file can name; only `Population.resume` can get them.
+
+    `strategies` are those given as objects, by their names in `RoundSettings`.
+    """
+    names = [*cohort.objects, *(name for name, field, _ in STRATEGIES if field in strategies)]
     task = named_task(env)
     names += [f"env ({type(env).__name__})"] if task is None else task.objects()
     trained = any(cohort.agents[slot].steps for slot in slots)
@@ -283,15 +285,17 @@ def unnamed_objects(
     return names
 
 
-def given_objects(cohort: Cohort, given: Mapping[str, Any], own: Mapping[str, Any]) -> FromPython:
-    """Return the Python objects of a call of `train`; `own` has the strategies."""
-    strategies = {name: given[name] for name, field, _ in STRATEGIES if field in own}
+def given_objects(
+    cohort: Cohort, keywords: Mapping[str, Any], strategies: Mapping[str, Any]
+) -> FromPython:
+    """Return the Python objects of a call of `train`; for `strategies` see `unnamed_objects`."""
+    named = {name: keywords[name] for name, field, _ in STRATEGIES if field in strategies}
     tokenizer = cohort.base.tokenizer if "tokenizer" in cohort.objects else None
-    return FromPython(given["env"], Objects(tokenizer=tokenizer), strategies)
+    return FromPython(keywords["env"], Objects(tokenizer=tokenizer), named)
 
 
 def shown_progress(
-    wanted: bool | None, title: str, names: Sequence[str]
+    wanted: bool | None, title: str = "", names: Sequence[str] = ()
 ) -> AbstractContextManager[RunProgress | None]:
     """Show progress: None in a terminal or notebook only, True everywhere, False nowhere."""
     if wanted is False:

@@ -255,18 +255,18 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         self,
         out: Path,
         given: Mapping[str, Any],
-        own: Mapping[str, Any],
+        strategies: Mapping[str, Any],
         prepared: Prepared,
         observer: Observer,
     ) -> tuple[Slot, ...]:
         """Train, write a run folder, and evaluate the best agent at the end.
 
-        `given` has the keywords of `train`; `own` has those that are strategies of the user.
+        `given` has the keywords of `train`, `strategies` those that are objects of the user.
         """
         config = calls.recorded_config(prepared, str(given["name"]), given["env"])
         check_storage(config.record.storage)
         check_trackers(config.record.trackers)
-        objects = calls.unnamed_objects(self.cohort, self.slots, given["env"], own)
+        objects = calls.unnamed_objects(self.cohort, self.slots, given["env"], strategies)
         text = with_objects(to_yaml(config), objects)
         with (
             Followers() as followers,
@@ -334,7 +334,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         )
         with (
             searching(code_folder(code), is_code=True),
-            calls.shown_progress(progress, "", ()) as display,
+            calls.shown_progress(progress) as display,
         ):
             observers = ObserverList((display or Observer(), observer or Observer()))
             prepared, slots = resume_from_python(

@@ -4,23 +4,20 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import optuna
 import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_run import Told, broken_step, outcome, small, stopped_and_resumed
+from small_run import Told, broken_step, outcome, small, stopped_and_resumed, study_of
 
 from evo_grpo import resume, run
 from evo_grpo.analysis.export.export import export
 from evo_grpo.errors import (
     CheckpointError,
-    RewardAbortError,
     RunDirError,
     RunFailedError,
 )
@@ -44,12 +41,6 @@ FILES = {
     "leaderboard.csv",
     "summary.json",
 }
-
-
-def trials(folder, name="small"):
-    backend = optuna.storages.journal.JournalFileBackend(str(folder / "journal.log"))
-    storage = optuna.storages.JournalStorage(backend)
-    return optuna.load_study(study_name=name, storage=storage).trials
 
 
 def same_outcome(first, second):
@@ -137,7 +128,7 @@ def test_a_run_judged_on_one_sample_states_no_error(tmp_path):
     assert (summary["base"]["se"], summary["best"]["se"], summary["gain_se"]) == (None,) * 3
     assert leaderboard(folder)["fitness_se"].isna().all()
     assert leaderboard(folder)["fitness"].notna().all()
-    assert {trial.user_attrs["fitness_se"] for trial in trials(folder)} == {None}
+    assert {trial.user_attrs["fitness_se"] for trial in study_of(folder).trials} == {None}
     card = (export(folder, tmp_path / "best") / "README.md").read_text()
     assert "nan" not in card
     assert "±" not in card
@@ -284,7 +275,7 @@ def test_what_a_crash_left_undone_is_made_up_for(finished, tmp_path):
     same_outcome(finished[0], tmp_path / "run")
     csv = pd.read_csv(tmp_path / "run" / "leaderboard.csv", converters={"fitness": float})
     assert csv["fitness"].tolist() == leaderboard(finished[0])["fitness"].tolist()
-    numbers = [t.user_attrs["round"] for t in trials(tmp_path / "run")]
+    numbers = [t.user_attrs["round"] for t in study_of(tmp_path / "run").trials]
     assert numbers == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
@@ -300,30 +291,12 @@ def test_a_failed_agent_is_recorded_and_loses_the_tournament(tmp_path, monkeypat
     # Nobody descends from it, and its slot holds a child of somebody who was ranked.
     assert failed.member not in {m.parent for m in first.members}
     assert second.agents[1].parent in {first.agents[0].member, first.agents[2].member}
-    states = {(t.user_attrs["round"], t.user_attrs["agent"]): t.state.name for t in trials(folder)}
+    states = {
+        (t.user_attrs["round"], t.user_attrs["agent"]): t.state.name
+        for t in study_of(folder).trials
+    }
     assert states.pop((0, 1)) == "FAIL"
     assert set(states.values()) == {"COMPLETE"}
-
-
-def test_a_failed_agent_of_the_last_round_is_ranked_last(tmp_path, monkeypatch):
-    with broken_step(monkeypatch, {0}, round=1):
-        folder = run(small(population__rounds=2), out=tmp_path / "run")
-    table = leaderboard(folder)
-    assert table["agent"].iloc[-1] == 0
-    assert table["fitness"].isna().tolist() == [False, False, True]
-    assert read_summary(folder)["best"]["agent"] != 0
-
-
-def test_the_others_do_not_feel_a_failed_agent(tmp_path, monkeypatch):
-    config = small(population__rounds=1)
-    clean = run(config, out=tmp_path / "clean")
-    with broken_step(monkeypatch, {1}, round=0):
-        broken = run(config, out=tmp_path / "broken")
-    (one,), (other,) = read_rounds(clean), read_rounds(broken)
-    for agent in (0, 2):
-        assert one.agents[agent].adapter_sha256 == other.agents[agent].adapter_sha256
-        assert one.agents[agent].score == other.agents[agent].score
-    assert one.agents[1].adapter_sha256 != other.agents[1].adapter_sha256
 
 
 def test_a_run_whose_agents_all_failed_says_so(tmp_path, monkeypatch):
@@ -388,24 +361,6 @@ def test_a_stopped_run_may_be_moved_and_goes_on_whatever_the_working_folder_beco
     same_outcome(finished[0], tmp_path / "moved")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "moved"]
     assert [list(place.iterdir()) for place in places] == [[], []]
-
-
-def test_a_reward_that_changes_the_working_folder_ends_the_run_and_leaves_it_whole(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    module = "import os\ncalls = []\ndef reward(completion):\n    calls.append(1)\n"
-    leaves = "    if len(calls) == 20:\n        os.chdir('/')\n"
-    config = small(env={"kind": "dataset", "train": "t.jsonl", "reward": "wandering:reward"})
-    Path("t.jsonl").write_text("".join(f'{{"question": "1+{n}="}}\n' for n in range(40)))
-    Path("wandering.py").write_text(f"{module}{leaves}    return float(len(completion))\n")
-    with pytest.raises(
-        RewardAbortError, match=r"'reward', train \(t.jsonl\), line .* the working folder at / in"
-    ):
-        run(config, out="run")
-    assert Path.cwd() == tmp_path
-    assert {"population.yaml", "inputs.json"} <= {p.name for p in Path("run").iterdir()}
 
 
 def test_without_out_runs_are_numbered_and_optuna_may_be_left_out(tmp_path, monkeypatch):
@@ -497,10 +452,10 @@ def test_a_population_that_fell_goes_on_from_its_best_and_resumes_to_the_same_re
     assert path == [(0, best.member), *((r, rounds[r].agents[0].member) for r in (2, 3))]
     trial = next(
         t
-        for t in trials(whole)
+        for t in study_of(whole).trials
         if t.user_attrs["round"] == 2 and t.user_attrs["agent"] == restored[0].agent
     )
-    parent = trials(whole)[trial.user_attrs["parent_trial"]].user_attrs
+    parent = study_of(whole).trials[trial.user_attrs["parent_trial"]].user_attrs
     assert (parent["member"], parent["round"]) == (best.member, 0)
     for stop in (("done", 0), ("evaluate", 1), ("done", 1), ("learn", 3), ("test", 3)):
         name = f"{stop[0]}-{stop[1]}"
