@@ -294,6 +294,16 @@ def test_the_next_call_gives_what_one_call_gives(stop, played, records, uninterr
     assert_alike(population, uninterrupted[3])
 
 
+def test_a_call_after_an_interrupted_one_keeps_its_decisions():
+    population, given = make(3, **INTERRUPTED), {**LEAVING, "sizes": "constant"}
+    first = {"rounds": 5, "decisions": [1, 4, 5], "observer": Told(("learn", 2))}
+    with pytest.raises(KeyboardInterrupt):
+        population.train(SUMS, **first, **given)
+    population.train(SUMS, rounds=3, **given)
+    decided = [n for n, record in enumerate(population.rounds, start=1) if not record.between]
+    assert decided == [1, 4, 5]
+
+
 def test_gradients_of_an_unfinished_step_are_dropped(uninterrupted, monkeypatch):
     population, calls = make(5, **INTERRUPTED), []
 
