@@ -11,8 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from evo_grpo.api.by_keyword import AGENT_FIELDS, POPULATION_FIELDS, by_keyword
+from evo_grpo.api.calls import checked_start, separated, warn_of_settings
 from evo_grpo.api.keywords import AgentKeywords, PopulationKeywords
-from evo_grpo.api.objects import checked_start, separated, warn_of_settings
 from evo_grpo.api.population import HANDLES, Population, tested
 from evo_grpo.api.saved import load_one
 from evo_grpo.api.tensors import (

@@ -11,21 +11,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, Unpack, final
 
 from peft import LoraConfig
 
-from evo_grpo.api import unapplied
+from evo_grpo.api import calls, unapplied
 from evo_grpo.api.by_keyword import TRAIN_FIELDS, by_keyword
 from evo_grpo.api.keywords import TrainKeywords
 from evo_grpo.api.saved import ARCHIVE, load, write
 from evo_grpo.api.tensors import check_generated
-from evo_grpo.api.train_call import (
-    check_out,
-    given_objects,
-    going_on,
-    in_groups,
-    recorded_config,
-    shown_progress,
-    unnamed_objects,
-    warn_of_inert_mutations,
-)
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import FailedDeviceError
 from evo_grpo.evolve.explore.mutate import Mutations
@@ -181,12 +171,14 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         size = len(self.rounds[0].agents) if self.rounds else len(self)
         check_observer(given["observer"] or Observer())
         out = None if given["out"] is None else Path(given["out"])
-        population, evolve, record, strategies = in_groups(
+        population, evolve, record, strategies = calls.in_groups(
             given, size=size, played=len(self.rounds)
         )
         env = environment_for(self.cohort, given["env"])
         played, course_so_far = len(self.rounds), (self.rounds, self.course)
-        population, evolve = going_on(population, evolve, self.cohort, self.slots, course_so_far)
+        population, evolve = calls.going_on(
+            population, evolve, self.cohort, self.slots, course_so_far
+        )
         self.course = population
         algorithm = self.cohort.settings.algorithm
         prompts, group_size = algorithm.prompts_per_step or env.batch_size, algorithm.group_size
@@ -195,12 +187,14 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         )
         check_explorer(settings.explorer, self.cohort.settings)
         explorer = settings.explorer if given["exploration"] != Mutations() else None
-        warn_of_inert_mutations(self.cohort, self.slots, explorer, prompts, population, evolve)
+        calls.warn_of_inert_mutations(
+            self.cohort, self.slots, explorer, prompts, population, evolve
+        )
         if out is not None:
-            check_out(out, self.cohort, len(self.rounds))
+            calls.check_out(out, self.cohort, len(self.rounds))
         task = getattr(env, "task", None)
         warn_of_shortages(task, prompts, evolve.fitness, tests=out is not None)
-        objects = given_objects(self.cohort, given, strategies)
+        objects = calls.given_objects(self.cohort, given, strategies)
         parts = {} if out is None else objects.parts(self.cohort.seed)
         self.make_up(inherit_optimizer=evolve.inherit_optimizer)
         last_round, slots = LastWholeRound(self.cohort), tuple(self.slots)
@@ -210,7 +204,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             f"{population.rounds} rounds of {population.steps_per_round} steps"
         )
         with (
-            shown_progress(given["progress"], title, self.hp_config.names()) as progress,
+            calls.shown_progress(given["progress"], title, self.hp_config.names()) as progress,
             self._put_back_if_interrupted(last_round, population.rounds, out),
         ):
             observer = ObserverList((progress or Observer(), given["observer"] or Observer()))
@@ -261,18 +255,18 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         self,
         out: Path,
         given: Mapping[str, Any],
-        own: Mapping[str, Any],
+        strategies: Mapping[str, Any],
         prepared: Prepared,
         observer: Observer,
     ) -> tuple[Slot, ...]:
         """Train, write a run folder, and evaluate the best agent at the end.
 
-        `given` has the keywords of `train`; `own` has those that are strategies of the user.
+        `given` has the keywords of `train`, `strategies` those that are objects of the user.
         """
-        config = recorded_config(prepared, str(given["name"]), given["env"])
+        config = calls.recorded_config(prepared, str(given["name"]), given["env"])
         check_storage(config.record.storage)
         check_trackers(config.record.trackers)
-        objects = unnamed_objects(self.cohort, self.slots, given["env"], own)
+        objects = calls.unnamed_objects(self.cohort, self.slots, given["env"], strategies)
         text = with_objects(to_yaml(config), objects)
         with (
             Followers() as followers,
@@ -340,7 +334,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         )
         with (
             searching(code_folder(code), is_code=True),
-            shown_progress(progress, "", ()) as display,
+            calls.shown_progress(progress) as display,
         ):
             observers = ObserverList((display or Observer(), observer or Observer()))
             prepared, slots = resume_from_python(

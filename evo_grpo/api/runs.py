@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from evo_grpo.api.calls import shown_progress
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.places import searching
 from evo_grpo.population.ranks.ranks import sharing_early_errors
@@ -131,13 +132,13 @@ def _watched(
 ) -> RunFolder:
     """Call `play` with an observer that shows the progress and calls the caller's observer."""
     # Only the process of rank 0 shows the run: others may not see the folder.
-    if is_silent_rank() or progress is False or (progress is None and observer is not None):
-        return RunFolder(play(observer or Observer()))
-    # Imported here: it loads rich, which a silent call does not need.
-    from evo_grpo.readers.terminal import live
-
-    with live.progress(anywhere=progress is True) as screen:
+    if is_silent_rank() or (progress is None and observer is not None):
+        progress = False
+    audience = observer or Observer()
+    with shown_progress(progress) as screen:
+        if screen is None:
+            return RunFolder(play(audience))
         screen.loading(loaded)
-        path = play(ObserverList((screen, observer or Observer())))
+        path = play(ObserverList((screen, audience)))
         screen.show_ending(view_of(path))
     return RunFolder(path)

@@ -34,6 +34,7 @@ from evo_grpo.population.cohort.starting import (
     check_same_base,
     check_widths,
     start_with,
+    warn_of_processors,
 )
 from evo_grpo.population.cohort.state import rank_alpha
 from evo_grpo.population.ranks.ranks import find_team
@@ -42,7 +43,6 @@ from evo_grpo.population.rules import RoundSettings
 from evo_grpo.record.names import JUDGED
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.rollout.engine import check_engine
-from evo_grpo.rollout.generation_config import warn_of_processors
 from evo_grpo.schema.problems import below, refuse
 from evo_grpo.settings import (
     AgentSettings,
@@ -187,24 +187,24 @@ def build_cohort(
 
     None in place of the adapter means that agents start from the base.
     """
-    given_objects = objects or Objects()
+    objects = objects or Objects()
     if team is None:
         # A run passes its team; a script that uses DeepSpeed may also run in several processes.
         team = Team() if settings.engine.zero is None else find_team()
     with team.sharing_errors():
-        base, start = _base(settings, given_objects, team)
-        if given_objects.padding is not None:
-            base.set_padding(*given_objects.padding)
-        lora = given_objects.lora
+        base, start = _base(settings, objects, team)
+        if objects.padding is not None:
+            base.set_padding(*objects.padding)
+        lora = objects.lora
         if lora is None and start is not None and settings.lora.is_default:
             lora = trainable(start.config)
         cohort = Cohort(
             base,
             lora or lora_config(settings.lora),
             settings,
-            objects=given_objects.names(),
+            objects=objects.names(),
             team=team,
-            accelerator=given_objects.accelerator,
+            accelerator=objects.accelerator,
         )
         check_adapters(cohort)
         if settings.engine.compile is not None:
@@ -239,14 +239,14 @@ def add_agents(
 
 
 def _base(
-    settings: AgentSettings, given: Objects, team: Team
+    settings: AgentSettings, objects: Objects, team: Team
 ) -> tuple[SharedBase, AdapterCopy | None]:
     check_engine(settings.engine)
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)
     # Dividing a base moves it to the device one layer at a time.
     on_host = _divided(settings, team) or settings.engine.zero == 3
-    base, start = _whole_base(settings, given, on_host=on_host)
+    base, start = _whole_base(settings, objects, on_host=on_host)
     if settings.engine.device == "auto" and not torch.cuda.is_available():
         unseen = unseen_gpus(torch_build(torch.version))
         if unseen is not None:
@@ -276,25 +276,25 @@ def _divided(settings: AgentSettings, team: Team) -> bool:
 
 
 def _whole_base(
-    settings: AgentSettings, given: Objects, *, on_host: bool
+    settings: AgentSettings, objects: Objects, *, on_host: bool
 ) -> tuple[SharedBase, AdapterCopy | None]:
     model = settings.model
-    if (given.model is None) == (model is None):
+    if (objects.model is None) == (model is None):
         got = "both a module and a name" if model is not None else "none"
         raise ConfigError(
             f"model: expected the name of a model or a transformers module, got {got}; for "
             'instance model="tiny-sums"'
         )
     if model is None:
-        network, start = detach_adapter(given.model)
+        network, start = detach_adapter(objects.model)
         where = pick_device(settings.engine.device)
-        return SharedBase(network.to("cpu" if on_host else where), given.tokenizer), start
+        return SharedBase(network.to("cpu" if on_host else where), objects.tokenizer), start
     start = read_start(model)  # before the base, which takes longer
     base = SharedBase.load(
         model.name,
         device=settings.engine.device,
         dtype=settings.engine.dtype,
-        tokenizer=given.tokenizer,
+        tokenizer=objects.tokenizer,
         quantization=settings.engine.quantization,
         on_host=on_host,
         **{"trust_remote_code": model.trust_remote_code, **model.config},

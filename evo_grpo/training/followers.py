@@ -17,14 +17,12 @@ from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import Any, Self, final
 
 from evo_grpo.record.names import READERS, REPORT_READER
 from evo_grpo.record.observer import Observer
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.settings import RunConfig
-
-if TYPE_CHECKING:
-    from evo_grpo.record.records import RoundRecord
 
 SECONDS_TO_FINISH = 60.0
 """How long a run waits for readers at its end."""

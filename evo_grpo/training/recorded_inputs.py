@@ -240,17 +240,25 @@ def check_same_run(
     """Refuse ranks that were started with different inputs; all ranks call this first.
 
     They compare the function that was called (`call`), its arguments (`given`), and the settings
-    with their files, if every rank has them (`config`). The ConfigError is raised on all ranks.
+    with their data and code, if every rank has them (`config`). The ConfigError is raised on all
+    ranks.
     """
-    if team.size > 1:
-        settings = {} if config is None else _compared(config)
-        _check_ranks(team.gather({"the call": call, **given, **settings}))
-
-
-def check_same_files(team: Team, config: RunConfig) -> None:
-    """Refuse ranks whose data or code differs from the first rank's."""
-    if team.size > 1:
-        _check_ranks(team.gather(_compared_files(inputs_of(config))))
+    if team.size == 1:
+        return
+    settings = {} if config is None else _compared(config)
+    parts = team.gather({"the call": call, **given, **settings})
+    unlike = [
+        f"rank {rank} has {name} {shown(mine)} where rank 0 has {shown(theirs)}"
+        for rank, part in enumerate(parts)
+        for name, theirs, mine in changed(parts[0], part)
+    ]
+    if unlike:
+        tail = f"; and {len(unlike) - _MOST} more" if len(unlike) > _MOST else ""
+        raise ConfigError(
+            f"ranks: expected the same run on all {len(parts)}, got others: "
+            f"{'; '.join(unlike[:_MOST])}{tail}. Start all ranks with the same settings, data and "
+            "code"
+        )
 
 
 def _compared(config: RunConfig) -> Mapping[str, Any]:
@@ -264,24 +272,5 @@ def _compared(config: RunConfig) -> Mapping[str, Any]:
         place = settings.get(name)
         if isinstance(place, str) and Path(place).exists():  # the content is compared once loaded
             settings[name] = "a path"
-    return {**settings, **_compared_files(inputs)}
-
-
-def _compared_files(now: Inputs) -> Mapping[str, Any]:
-    digests = {f"the file of {name}": digest or "missing" for name, digest in now.files.items()}
-    return {**digests, "the version of evo-grpo": now.software["evo-grpo"]}
-
-
-def _check_ranks(parts: Sequence[Mapping[str, Any]]) -> None:
-    unlike = [
-        f"rank {rank} has {name} {shown(mine)} where rank 0 has {shown(theirs)}"
-        for rank, part in enumerate(parts)
-        for name, theirs, mine in changed(parts[0], part)
-    ]
-    if unlike:
-        tail = f"; and {len(unlike) - _MOST} more" if len(unlike) > _MOST else ""
-        raise ConfigError(
-            f"ranks: expected the same run on all {len(parts)}, got others: "
-            f"{'; '.join(unlike[:_MOST])}{tail}. Start all ranks with the same settings, data and "
-            "code"
-        )
+    digests = {f"the file of {name}": digest or "missing" for name, digest in inputs.files.items()}
+    return {**settings, **digests, "the version of evo-grpo": inputs.software["evo-grpo"]}

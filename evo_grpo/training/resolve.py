@@ -18,7 +18,6 @@ from evo_grpo.settings import DoubtfulSetting, RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import check_ranks, warn_of_shortages
-from evo_grpo.training.sizing.hub_files import check_available
 from evo_grpo.training.sizing.machine import (
     MACHINE,
     TOLERANCE,
@@ -28,7 +27,11 @@ from evo_grpo.training.sizing.machine import (
     machine_memory,
     within,
 )
-from evo_grpo.training.sizing.model_size import check_adapters_fit, read_model_size
+from evo_grpo.training.sizing.model_size import (
+    check_adapters_fit,
+    check_available,
+    read_model_size,
+)
 from evo_grpo.training.start_adapter import with_adapter
 from evo_grpo.training.strategies import task_of
 

@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,11 @@ from evo_grpo.settings.yaml import as_config, to_yaml
 from evo_grpo.training.assemble import Prepared, prepare, record_rewards
 from evo_grpo.training.followers import Followers
 from evo_grpo.training.judge import finish
-from evo_grpo.training.recorded_inputs import (
-    check_same_files,
-    check_same_run,
-    read_inputs_of,
-    refuse_own_code,
-)
+from evo_grpo.training.recorded_inputs import check_same_run, read_inputs_of, refuse_own_code
 from evo_grpo.training.resolve import checked_task, resolve
 from evo_grpo.training.restoring import restore
 from evo_grpo.training.resume_check import continued_inputs, record_changed, record_inputs
-from evo_grpo.training.steering import RunSteering, resumed
+from evo_grpo.training.steering import RunSteering, take_up_requests
 from evo_grpo.training.writer import FolderWriter, RankWriter, sees_folder
 from evo_grpo.types import Slot
 
@@ -106,7 +100,7 @@ def resume(
             if opened is not None:  # a kill may have kept its end from the observers
                 _tell_the_end(opened, observer, followers)
             return Path(folder)
-        check_same_files(team, config)
+        check_same_run(team, "resume", {}, config)
         task = checked_task(config, team)
         team.wait_for_all()  # all ranks pass their checks before anything is recorded
         if opened is not None and changed is not None:
@@ -145,7 +139,8 @@ def play_and_judge(
         None if folder is None else _read_history(config, folder, prepared, steers=steers)
     )
     assert past is not None, "the first rank has the folder"
-    rounds, slots = past.rounds, prepared.slots
+    rounds, earlier_summaries, taken_up = past
+    slots = prepared.slots
     if rounds:
         with reading(place):
             slots = restore(prepared, rounds, place)  # those of the next round
@@ -161,7 +156,8 @@ def play_and_judge(
         steering = None
         if folder is not None and steers:
             steering = RunSteering(path, folder, prepared.cohort.hp_config, writer.amend)
-            steering.record_resumed(rounds, past.recorded_requests, observer)
+            for sentence in taken_up:
+                observer.note(sentence)
         slots = play_rounds(
             prepared, slots, rounds, writer=writer, observer=observer, limit=limit,
             steering=steering, outlines=True,
@@ -169,7 +165,7 @@ def play_and_judge(
     # The writer is closed. A run that is unfinished here was ended by a request, for a resume.
     if not prepared.is_unfinished(rounds):
         observer.stage(len(rounds) - 1, "test", 0, 1)
-        summary = finish(folder, prepared, rounds, past.earlier_summaries, start)
+        summary = finish(folder, prepared, rounds, earlier_summaries, start)
         _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
         observer.finished(summary)
     if folder is not None:
@@ -238,33 +234,27 @@ def _removed_on_failure(folder: RunDir | None, *, fresh: bool) -> Generator[None
         raise
 
 
-@dataclass(frozen=True)
-class _History:
-    """The recorded rounds of a run, and its summaries from before each extension.
-
-    `recorded_requests` is the number of requests in the record of the last round.
-    """
-
-    rounds: list[RoundRecord]
-    earlier_summaries: list[dict[str, Any]]
-    recorded_requests: int
-
-
 def _read_history(
     config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool
-) -> _History:
-    """Record a run's inputs, read its rounds, add new requests, and update `checkpoints/best`."""
+) -> tuple[list[RoundRecord], list[dict[str, Any]], list[str]]:
+    """Record a run's inputs, update `checkpoints/best`, and take up requests if the run `steers`.
+
+    Returns the recorded rounds, the summaries from before each extension, and a sentence for each
+    request that was taken up.
+    """
     with reading(folder.path):
         record_inputs(folder, config, prepared.objects)
         rounds = folder.rounds()
         if rounds and _keeps_best(config):
             folder.keep_best()
-        past = _History(
-            rounds, earlier_ends(folder.path), len(rounds[-1].steering) if rounds else 0
+        earlier_summaries = earlier_ends(folder.path)
+    sentences = list[str]()
+    if steers:
+        unfinished = prepared.is_unfinished(rounds)
+        sentences = take_up_requests(
+            folder, rounds, prepared.cohort.hp_config, unfinished=unfinished
         )
-    if steers and rounds and prepared.is_unfinished(rounds):
-        rounds[-1] = resumed(folder, rounds, prepared.cohort.hp_config)
-    return past
+    return rounds, earlier_summaries, sentences
 
 
 def _keeps_best(config: RunConfig) -> bool:

@@ -108,12 +108,12 @@ def _plain(modules: str | Iterable[str] | None) -> Any:  # noqa: ANN401 -- as `L
 
 
 def _check_tensors(
-    state: Mapping[str, Tensor], base: ModelSize, own: LoraSettings, model: ModelConfig
+    state: Mapping[str, Tensor], base: ModelSize, lora: LoraSettings, model: ModelConfig
 ) -> None:
     """Refuse tensors other than A and B of the layers that a configuration names."""
     if not base.linears:
         return
-    layers = adapted_layers(base, own)
+    layers = adapted_layers(base, lora)
     if not model.lora.is_default and adapted_layers(base, model.lora).keys() != layers.keys():
         raise ConfigError(
             f"model.lora: expected the layers of model.adapter {model.adapter}, got "
@@ -124,8 +124,8 @@ def _check_tensors(
         f"base_model.model.{name}.lora_{part}.weight": shape
         for name, (inputs, outputs) in layers.items()
         for part, shape in (
-            ("A", (rank_in(name, own), inputs)),
-            ("B", (outputs, rank_in(name, own))),
+            ("A", (rank_in(name, lora), inputs)),
+            ("B", (outputs, rank_in(name, lora))),
         )
     }
     for key in sorted({*shapes, *state}):

@@ -16,14 +16,9 @@ from evo_grpo.evolve.steer import ON_RUN, NextRound, RoundEnd, steer
 from evo_grpo.population.plan import RoundPlan
 from evo_grpo.population.round import Steerer
 from evo_grpo.record.family import next_member_id
-from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.record.steering import (
-    carried_out,
-    read_requests,
-    remove_requests,
-)
+from evo_grpo.record.steering import carried_out, read_requests, remove_requests
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.types import Request, RequestOutcome
 
@@ -38,6 +33,8 @@ A single exchange must not last for days, or delay a signal longer than a proces
 @final
 class RunSteering(Steerer):
     """Carries out the requests in a run folder; see `round.Steerer`. Used on the first rank only.
+
+    `take_up_requests` has carried out those that were made before.
 
     Args:
         path: The folder as the user gave it, for messages.
@@ -54,37 +51,11 @@ class RunSteering(Steerer):
         amend: Callable[[RoundRecord], None],
     ) -> None:
         self.path = path
-        self._place = folder.path
         self.folder = folder
         self.hp_config = hp_config
         self._amend = amend
         self._next_id = 0
         self._done: set[str] = set()
-
-    def record_resumed(
-        self, rounds: Sequence[RoundRecord], before: int, observer: Observer
-    ) -> None:
-        """Record the requests that `resumed` carried out, except the first `before`."""
-        self.folder.lock.write_round(len(rounds))
-        new = rounds[-1].steering[before:] if rounds else ()
-        self._done |= carried_out(rounds)
-        # New requests are removed only after they are recorded.
-        ids = (self._done | self._of_earlier_processes()) - {outcome.request.id for outcome in new}
-        remove_requests(self._place, ids)
-        if new:
-            self._amend(rounds[-1])
-        for outcome in new:
-            text = f"asked for before this process: {_in_words(outcome)}"
-            self.folder.note(text)
-            observer.note(text)
-
-    def _of_earlier_processes(self) -> set[str]:
-        requests = read_requests(self._place).requests
-        return {
-            request.id
-            for request in requests
-            if request.op in ON_RUN and not is_new(request, self.folder)
-        }
 
     def steer(self, plan: RoundPlan, *, next_id: int) -> RoundPlan:
         """Carry out the requests made during a round."""
@@ -132,7 +103,7 @@ class RunSteering(Steerer):
     def _look(self, plan: RoundPlan) -> RoundPlan:
         # Announce first: requests made from now on name the next round and wait for its end.
         self.folder.lock.write_round(plan.record.round + 1)
-        requests = read_requests(self._place).requests
+        requests = read_requests(self.folder.path).requests
         fresh = [request for request in requests if request.id not in self._done]
         outcomes: list[RequestOutcome] = []
         if not plan.last:  # after the last round, they wait for an extension of the run
@@ -153,27 +124,43 @@ class RunSteering(Steerer):
         return with_steering(plan, outcomes, self._next_id)
 
 
-def resumed(
-    folder: RunDir, rounds: Sequence[RoundRecord], hp_config: HyperparameterConfig
-) -> RoundRecord:
-    """Return the last round plus the requests made while no process trained; write nothing.
+def take_up_requests(
+    folder: RunDir,
+    rounds: list[RoundRecord],
+    hp_config: HyperparameterConfig,
+    *,
+    unfinished: bool,
+) -> list[str]:
+    """Carry out and record the requests made while no process trained; return a sentence for each.
 
-    A request to pause or stop an ended process is not carried out.
+    They act after the last of `rounds`, which is replaced; after the last round of a finished run
+    they wait. A request to pause or stop an ended process is not carried out.
     """
     folder.lock.write_round(len(rounds))
-    done_before = carried_out(rounds)
-    fresh = [
-        request for request in read_requests(folder.path).requests if request.id not in done_before
-    ]
-    next_id = next_member_id(rounds)
-    plan = RoundPlan(rounds[-1], {}, last=False)
-    plan, outcomes, next_id = with_agents_steered(plan, fresh, hp_config, next_id)
-    outcomes += [
-        RequestOutcome(request, "the process that it was asked of has ended")
-        for request in fresh
-        if request.op in ON_RUN and not is_new(request, folder)
-    ]
-    return with_steering(plan, outcomes, next_id).record
+    done = carried_out(rounds)
+    requests = read_requests(folder.path).requests
+    to_ended = [r for r in requests if r.op in ON_RUN and r.id in folder.earlier_requests]
+    outcomes = list[RequestOutcome]()
+    if rounds and unfinished:
+        fresh = [request for request in requests if request.id not in done]
+        plan = RoundPlan(rounds[-1], {}, last=False)
+        plan, outcomes, next_id = with_agents_steered(
+            plan, fresh, hp_config, next_member_id(rounds)
+        )
+        outcomes += [
+            RequestOutcome(request, "the process that it was asked of has ended")
+            for request in to_ended
+            if request.id not in done
+        ]
+        if outcomes:
+            rounds[-1] = with_steering(plan, outcomes, next_id).record
+            folder.amend_round(rounds[-1])
+    # Requests are removed only after they are recorded.
+    remove_requests(folder.path, carried_out(rounds) | {request.id for request in to_ended})
+    sentences = [f"asked for before this process: {_in_words(outcome)}" for outcome in outcomes]
+    for sentence in sentences:
+        folder.note(sentence)
+    return sentences
 
 
 def with_agents_steered(
@@ -206,11 +193,6 @@ def with_steering(plan: RoundPlan, done: Sequence[RequestOutcome], next_id: int)
         return plan
     steering = (*plan.record.steering, *sorted(done, key=lambda outcome: outcome.request.id))
     return replace(plan, record=replace(plan.record, steering=steering, next_member=next_id))
-
-
-def is_new(request: Request, folder: RunDir) -> bool:
-    """Return whether a request was made after this process opened the run."""
-    return request.id not in folder.earlier_requests
 
 
 def _refused(request: Request, *, paused: bool, last: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from evo_grpo.envs.data.tables import SPLITS, require_columns
 from evo_grpo.envs.finding import find_name
@@ -13,14 +13,11 @@ from evo_grpo.envs.rewards.weights import check_rewards
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.checked import CheckedExplorer, CheckedSelector
-from evo_grpo.evolve.kinds import UserStrategy
+from evo_grpo.evolve.kinds import Exploration, Selection, UserStrategy
+from evo_grpo.evolve.protocols import Explorer, Selector
 from evo_grpo.evolve.start import with_first_choices
 from evo_grpo.schema.validation import shown
-
-if TYPE_CHECKING:
-    from evo_grpo.evolve.kinds import Exploration, Selection
-    from evo_grpo.evolve.protocols import Explorer, Selector
-    from evo_grpo.settings import AgentSettings, EvolveConfig, RunConfig
+from evo_grpo.settings import AgentSettings, EvolveConfig, RunConfig
 
 
 def selector(selection: Selection, significance: float | None = None) -> Selector:
@@ -110,25 +107,25 @@ def from_object(name: str, method: str, given: object) -> Selector | Explorer:
     return CheckedSelector(strategy) if method == "plan" else CheckedExplorer(strategy)
 
 
-def _instance(own: UserStrategy, where: str, method: str) -> Any:  # noqa: ANN401 -- of the user's class
-    factory = load_function(own.kind, where)
+def _instance(setting: UserStrategy, where: str, method: str) -> Any:  # noqa: ANN401 -- of the user's class
+    factory = load_function(setting.kind, where)
     try:
-        strategy = factory(**own.args)
+        strategy = factory(**setting.args)
     except Exception as error:  # the class is the user's code and may raise anything
-        raise _refused_arguments(own, where, f"{type(error).__name__}: {error}") from error
+        raise _refused_arguments(setting, where, f"{type(error).__name__}: {error}") from error
     if not callable(getattr(strategy, method, None)):
-        raise _without_method(own, where, method, shown(strategy))
+        raise _without_method(setting, where, method, shown(strategy))
     return strategy
 
 
-def _refused_arguments(own: UserStrategy, where: str, why: str) -> ConfigError:
+def _refused_arguments(setting: UserStrategy, where: str, why: str) -> ConfigError:
     return ConfigError(
-        f"{where}: {own.kind} refuses the arguments {own.args}: {why}; set {where}.args"
+        f"{where}: {setting.kind} refuses the arguments {setting.args}: {why}; set {where}.args"
     )
 
 
-def _without_method(own: UserStrategy, where: str, method: str, got: str) -> ConfigError:
+def _without_method(setting: UserStrategy, where: str, method: str, got: str) -> ConfigError:
     return ConfigError(
-        f"{where}: expected {own.kind!r} to make an object with a method {method}, got "
+        f"{where}: expected {setting.kind!r} to make an object with a method {method}, got "
         f"{got}; see evo_grpo.{'Selector' if method == 'plan' else 'Explorer'}"
     )

@@ -83,7 +83,6 @@ KINDS = {
     "move": "agents that move",
     "finalists": "finalists, at the end",
     "check_same_run": "comparison of inputs",
-    "check_same_files": "comparison of inputs",
     "check_same_base": "comparison of inputs",
     "agree_on_path": "comparison of inputs",
 }

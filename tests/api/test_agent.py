@@ -117,20 +117,6 @@ def test_assigning_hyperparameters_reaches_the_optimizer():
     assert [len(g) for g in agent.get_action(OBS)[0]] == [7, 7]
 
 
-def test_checkpoints_through_the_agent(tmp_path):
-    agent = make()
-    train(agent, 2)
-    agent.save_checkpoint(tmp_path / "a")
-    other = make()
-    other.load_checkpoint(tmp_path / "a", load_optimizer=True)
-    for mine in (agent, other):
-        mine.cohort.calls = 50  # the same draws for both
-        train(mine, 1)
-    assert same(weights(agent.cohort, 0), weights(other.cohort, 0))
-    with pytest.raises(CheckpointError, match=r"attributes.json is missing"):
-        other.load_checkpoint(tmp_path / "b")
-
-
 @pytest.mark.parametrize(
     ("merge", "changes", "message"),
     [

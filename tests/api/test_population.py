@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from peft import LoraConfig
-from tiny_cohort import fresh, make_rows, moments, same, weights
+from small_run import study_of
+from tiny_cohort import assert_same_agents, fresh, make_rows, moments, same, weights
 
 from evo_grpo import (
     GRPO,
@@ -149,17 +150,12 @@ def test_tests_share_their_draws():
 
 
 def test_a_folder_records_rounds_trials_and_checkpoints(tmp_path):
-    import optuna
-
     population = make()
     population.train("sums", rounds=2, out=tmp_path / "run", selection=NoSelection(), **ROUND)
     table = leaderboard(tmp_path / "run")
     pd.testing.assert_frame_equal(table, population.leaderboard())
     assert table["checkpoint"].notna().all()
-    storage = optuna.storages.JournalStorage(
-        optuna.storages.journal.JournalFileBackend(str(tmp_path / "run" / "journal.log"))
-    )
-    assert len(optuna.load_study(study_name="population", storage=storage).trials) == 6
+    assert len(study_of(tmp_path / "run").trials) == 6
     best = int(table["agent"][0])
     other = make(1)
     other[0].load_checkpoint(tmp_path / "run" / table["checkpoint"][0], load_optimizer=True)
@@ -204,10 +200,8 @@ def test_a_population_is_saved_and_loaded(tmp_path):
     assert loaded.cohort.settings == population.cohort.settings
     assert loaded.cohort.base.padding == (5, None)
     assert loaded.rounds == population.rounds
-    for one, other in zip(population, loaded, strict=True):
-        assert same(weights(population.cohort, one.slot), weights(loaded.cohort, other.slot))
-        assert other.state.member == one.state.member
-        assert other.hparams == one.hparams
+    assert_same_agents(population, loaded)
+    assert [a.state.member for a in loaded] == [a.state.member for a in population]
     assert repr(loaded) == repr(population)
     with pytest.raises(CheckpointError, match=r"Population.save, but population.json is missing"):
         Population.load(tmp_path)

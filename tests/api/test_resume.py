@@ -6,7 +6,7 @@ import shutil
 import pytest
 from peft import LoraConfig
 from small_run import Told, outcome
-from tiny_cohort import moments, same, weights
+from tiny_cohort import assert_same_agents
 
 from evo_grpo import GRPO, DatasetEnv, Population, evaluate_adapter, resume, sample, write_report
 from evo_grpo.analysis.verify import verify
@@ -82,16 +82,6 @@ def stopped(out, stop, **given):
         )
 
 
-def assert_equal(first, second):
-    assert first.slots == second.slots
-    for one, other in zip(first, second, strict=True):
-        assert same(weights(first.cohort, one.slot), weights(second.cohort, other.slot))
-        kept, found = moments(first.cohort, one.slot), moments(second.cohort, other.slot)
-        assert kept.keys() == found.keys()
-        assert all((kept[key] == found[key]).all() for key in kept)
-        assert (one.hparams, one.fitness) == (other.hparams, other.fitness)
-
-
 @pytest.mark.parametrize("stop", [("learn", 0), ("evaluate", 2), ("test", 2)])
 def test_it_ends_as_the_run_that_was_not_stopped(stop, uninterrupted, tmp_path):
     stopped(tmp_path / "run", stop)
@@ -100,7 +90,7 @@ def test_it_ends_as_the_run_that_was_not_stopped(stop, uninterrupted, tmp_path):
     population = Population.resume(
         tmp_path / "run", env(), selection=BestOfAll(), progress=False, **lora
     )
-    assert_equal(population, uninterrupted[0])
+    assert_same_agents(population, uninterrupted[0])
     assert outcome(tmp_path / "run") == outcome(uninterrupted[1])
     assert population.summary is not None
     assert [record.round for record in population.rounds] == [0, 1, 2]
@@ -112,10 +102,10 @@ def test_a_finished_run_is_loaded_and_extended(uninterrupted, tmp_path):
     loaded = Population.resume(out, env(), selection=BestOfAll(), progress=False)
     assert len(loaded.rounds) == 2
     extended = Population.resume(out, env(), selection=BestOfAll(), rounds=3, progress=False)
-    assert_equal(extended, uninterrupted[0])
+    assert_same_agents(extended, uninterrupted[0])
     # In memory too, with the selection that the last round has left out.
     loaded.train(env(), selection=BestOfAll(), **{**ROUND, "rounds": 1})
-    assert_equal(loaded, uninterrupted[0])
+    assert_same_agents(loaded, uninterrupted[0])
 
 
 def test_what_looks_at_runs_takes_it(uninterrupted, tmp_path):
@@ -151,7 +141,7 @@ def test_agents_that_had_trained_before_go_on(tmp_path):
                 part.train(env(), out=out, **given)
             part = Population.resume(out, env(), progress=False)
         found.append(part)
-    assert_equal(*found)
+    assert_same_agents(*found)
     assert outcome(folders[0])["leaderboard"] == outcome(folders[1])["leaderboard"]
 
 

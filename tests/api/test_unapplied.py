@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 from small_run import Told
-from tiny_cohort import moments, same, weights
+from tiny_cohort import assert_same_agents, same, weights
 
 from evo_grpo import GRPO, Population, leaderboard
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
@@ -73,15 +73,9 @@ def board(population):
 
 
 def assert_alike(first, second):
-    assert first.slots == second.slots
-    for one, other in zip(first, second, strict=True):
-        assert same(weights(first.cohort, one.slot), weights(second.cohort, other.slot))
-        kept, found = moments(first.cohort, one.slot), moments(second.cohort, other.slot)
-        assert kept.keys() == found.keys()
-        assert all((kept[key] == found[key]).all() for key in kept)
-        assert (one.hparams, one.steps) == (other.hparams, other.steps)
-        assert one.state.member == other.state.member
-        assert one.fitness == other.fitness
+    assert_same_agents(first, second)
+    members = [[agent.state.member for agent in population] for population in (first, second)]
+    assert members[0] == members[1]
     assert board(first).equals(board(second))
     assert [r.members for r in first.rounds] == [r.members for r in second.rounds]
     # As text, for NaN is not equal to itself.
@@ -276,17 +270,38 @@ def uninterrupted():
     return made
 
 
-@pytest.mark.parametrize("stop", [("learn", 0), ("done", 1), ("evaluate", 2)])
-def test_the_next_call_gives_what_one_call_gives(stop, uninterrupted):
-    population = make(5, **INTERRUPTED)
+@pytest.mark.parametrize(
+    ("stop", "played", "records"),
+    [
+        (("learn", 0), 0, False),
+        (("done", 1), 1, False),
+        (("evaluate", 2), 2, False),
+        (("evaluate", 1), 1, True),
+        (("test", 0), 1, True),  # with the selection that the first call has left out
+    ],
+)
+def test_the_next_call_gives_what_one_call_gives(stop, played, records, uninterrupted, tmp_path):
+    population, out = make(5, **INTERRUPTED), tmp_path / "run" if records else None
+    rounds = 1 if stop[0] == "test" else 3
     with pytest.raises(KeyboardInterrupt):
-        population.train(SUMS, rounds=3, observer=Told(stop), **LEAVING)
-    played = stop[1]
+        population.train(SUMS, rounds=rounds, out=out, observer=Told(stop), **LEAVING)
+    assert population.summary is None
     assert len(population.rounds) == played
+    assert not records or len(leaderboard(out)["round"].unique()) == played
     assert [agent.steps for agent in population] == [2 * played] * len(population)
-    assert len(population) == [5, 3, 2][played]
+    assert len(population) == (5 if stop[0] == "test" else [5, 3, 2][played])
     population.train(SUMS, rounds=3 - played, **LEAVING)
     assert_alike(population, uninterrupted[3])
+
+
+def test_a_call_after_an_interrupted_one_keeps_its_decisions():
+    population, given = make(3, **INTERRUPTED), {**LEAVING, "sizes": "constant"}
+    first = {"rounds": 5, "decisions": [1, 4, 5], "observer": Told(("learn", 2))}
+    with pytest.raises(KeyboardInterrupt):
+        population.train(SUMS, **first, **given)
+    population.train(SUMS, rounds=3, **given)
+    decided = [n for n, record in enumerate(population.rounds, start=1) if not record.between]
+    assert decided == [1, 4, 5]
 
 
 def test_gradients_of_an_unfinished_step_are_dropped(uninterrupted, monkeypatch):
@@ -306,22 +321,3 @@ def test_gradients_of_an_unfinished_step_are_dropped(uninterrupted, monkeypatch)
     assert population.rounds == []
     population.train(SUMS, rounds=1, **LEAVING)
     assert_alike(population, uninterrupted[1])
-
-
-def test_a_population_that_records_goes_on_in_memory(uninterrupted, tmp_path):
-    population, out = make(5, **INTERRUPTED), tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        population.train(SUMS, rounds=3, out=out, observer=Told(("evaluate", 1)), **LEAVING)
-    assert len(population.rounds) == len(leaderboard(out)["round"].unique()) == 1
-    population.train(SUMS, rounds=2, **LEAVING)
-    assert_alike(population, uninterrupted[3])
-
-
-def test_an_interrupted_test_leaves_the_population_at_its_last_round(uninterrupted, tmp_path):
-    population, out = make(5, **INTERRUPTED), tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        population.train(SUMS, rounds=1, out=out, observer=Told(("test", 0)), **LEAVING)
-    assert population.summary is None
-    assert len(population.rounds) == 1
-    population.train(SUMS, rounds=2, **LEAVING)  # with the selection that the first call left out
-    assert_alike(population, uninterrupted[3])

@@ -121,6 +121,16 @@ def stopped_and_resumed(config, folder, stop):
     return resume(folder)
 
 
+def study_of(folder):
+    """The study in the journal of a run folder."""
+    import optuna  # here, for ranks import this module and need none
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
+    return optuna.load_study(study_name=None, storage=storage)
+
+
 def outcome(folder):
     """All that must be equal between equal runs: everything but seconds."""
     summary = read_summary(folder)

@@ -197,6 +197,18 @@ def assert_same_image(first, second):
     assert first["owned"]
 
 
+def assert_same_agents(first, second):
+    """Two populations have the same weights, moments, hyperparameters, steps and scores."""
+    assert first.slots == second.slots
+    for one, other in zip(first, second, strict=True):
+        assert same(weights(first.cohort, one.slot), weights(second.cohort, other.slot))
+        kept, found = moments(first.cohort, one.slot), moments(second.cohort, other.slot)
+        assert kept.keys() == found.keys()
+        assert all(torch.equal(value, found[key]) for key, value in kept.items())
+        assert (one.hparams, one.steps) == (other.hparams, other.steps)
+        assert one.fitness == other.fitness
+
+
 def distance(first, second):
     return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
 

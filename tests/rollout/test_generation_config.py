@@ -11,7 +11,7 @@ from transformers import GenerationConfig, WatermarkingConfig
 
 from evo_grpo import GRPO
 from evo_grpo.model.base import SharedBase
-from evo_grpo.rollout.generation_config import warn_of_processors
+from evo_grpo.population.cohort.starting import warn_of_processors
 from evo_grpo.settings import AlgorithmConfig
 
 #: A value that acts, for each setting of a GenerationConfig that shapes what `generate` samples.

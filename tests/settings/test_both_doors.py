@@ -10,7 +10,7 @@ import torch
 from vllm_doubles import doubled
 
 from evo_grpo import GRPO
-from evo_grpo.api.objects import separated
+from evo_grpo.api.calls import separated
 from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.population.cohort.sampler import PopulationSampler

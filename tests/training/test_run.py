@@ -4,24 +4,20 @@ import hashlib
 import json
 import os
 import shutil
-import sys
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import optuna
 import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_run import Told, broken_step, outcome, small, stopped_and_resumed
+from small_run import Told, broken_step, outcome, small, stopped_and_resumed, study_of
 
 from evo_grpo import resume, run
 from evo_grpo.analysis.export.export import export
 from evo_grpo.errors import (
     CheckpointError,
-    RewardAbortError,
     RunDirError,
     RunFailedError,
 )
@@ -30,7 +26,6 @@ from evo_grpo.population.evaluate import evaluate
 from evo_grpo.record.family import ancestry, best_ever
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import leaderboard
-from evo_grpo.record.observer import Observer
 from evo_grpo.record.run_dir import kept_checkpoints
 from evo_grpo.record.summary import read_summary
 from evo_grpo.training.assemble import prepare
@@ -48,12 +43,6 @@ FILES = {
 }
 
 
-def trials(folder, name="small"):
-    backend = optuna.storages.journal.JournalFileBackend(str(folder / "journal.log"))
-    storage = optuna.storages.JournalStorage(backend)
-    return optuna.load_study(study_name=name, storage=storage).trials
-
-
 def same_outcome(first, second):
     first, second = outcome(first), outcome(second)
     for key in first:
@@ -64,10 +53,18 @@ def same_outcome(first, second):
             assert first[key] == second[key], key
 
 
+class Keeps(Told):
+    """Keeps the records too."""
+
+    def round_done(self, record):
+        super().round_done(record)
+        self.records = [*getattr(self, "records", ()), record]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    told = Told()
+    told = Keeps()
     return run(small(), out=folder, observer=told), told
 
 
@@ -131,30 +128,21 @@ def test_a_run_judged_on_one_sample_states_no_error(tmp_path):
     assert (summary["base"]["se"], summary["best"]["se"], summary["gain_se"]) == (None,) * 3
     assert leaderboard(folder)["fitness_se"].isna().all()
     assert leaderboard(folder)["fitness"].notna().all()
-    assert {trial.user_attrs["fitness_se"] for trial in trials(folder)} == {None}
+    assert {trial.user_attrs["fitness_se"] for trial in study_of(folder).trials} == {None}
     card = (export(folder, tmp_path / "best") / "README.md").read_text()
     assert "nan" not in card
     assert "±" not in card
 
 
-def test_the_observer_hears_every_round_in_order(finished):
-    _, told = finished
+def test_the_observer_hears_every_round_in_order_and_gets_the_record_that_is_written(finished):
+    folder, told = finished
     assert told.calls[0] == ("started", 0)
     assert [c for c in told.calls if c[0] == "done"] == [("done", 0), ("done", 1), ("done", 2)]
     assert told.calls[-2:] == [("test", 2), ("finished", 3)]
-
-
-def test_the_observer_gets_the_records_that_are_written(tmp_path):
-    class Collecting(Observer):  # no other method: a partial observer is enough
-        def round_done(self, record):
-            seen.append(record)
-
-    seen = []
-    folder = run(small(population__rounds=2), out=tmp_path / "run", observer=Collecting())
     written = read_rounds(folder)
     assert all(record.files for record in written)
     # The digests are known once the files are written.
-    assert seen == [with_files(record, {}) for record in written]
+    assert told.records == [with_files(record, {}) for record in written]
     for agent in (agent for record in written for agent in record.agents):
         checkpoint = folder / agent.checkpoint
         for file, digest in (
@@ -224,33 +212,20 @@ def test_a_run_with_everything_on_resumes_to_the_same_result(
     same_outcome(finished_with_everything, pieces)
 
 
-@pytest.fixture
-def shrinking(monkeypatch):
-    """Runs whose agents become fewer from round to round."""
-
-    def fewer(config, *rest):
-        made = prepare(config, *rest)
-        settings = made.round_settings
-        sizes = settings.population.replace(sizes=[4, 3, 2, 1])
-        return replace(made, round_settings=replace(settings, population=sizes))
-
-    monkeypatch.setattr("evo_grpo.training.run.prepare", fewer)
-    return small(population__size=4, population__rounds=4)
-
-
-def test_a_run_whose_agents_leave_resumes_to_the_same_result(shrinking, tmp_path):
-    whole = run(shrinking, out=tmp_path / "whole")
+def test_a_run_whose_agents_leave_resumes_to_the_same_result(tmp_path):
+    config = small(population__size=4, population__sizes=[4, 3, 2])
+    whole = run(config, out=tmp_path / "whole")
     rounds = read_rounds(whole)
-    assert [len(record.agents) for record in rounds] == [4, 3, 2, 1]
+    assert [len(record.agents) for record in rounds] == [4, 3, 2]
     for before, after in pairwise(rounds):
         assert [(m.agent, m.id) for m in before.members] == [
             (a.agent, a.member) for a in after.agents
         ]
         assert {a.agent for a in after.agents} < {a.agent for a in before.agents}
-    assert read_summary(whole)["best"]["agent"] == rounds[-1].agents[0].agent
+    assert read_summary(whole)["best"]["agent"] in {agent.agent for agent in rounds[-1].agents}
     assert set(leaderboard(whole)["agent"]) == {0, 1, 2, 3}
     # What a restore after each of the rounds removes is shown below.
-    same_outcome(whole, stopped_and_resumed(shrinking, tmp_path / "pieces", ("done", 1)))
+    same_outcome(whole, stopped_and_resumed(config, tmp_path / "pieces", ("done", 1)))
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +275,7 @@ def test_what_a_crash_left_undone_is_made_up_for(finished, tmp_path):
     same_outcome(finished[0], tmp_path / "run")
     csv = pd.read_csv(tmp_path / "run" / "leaderboard.csv", converters={"fitness": float})
     assert csv["fitness"].tolist() == leaderboard(finished[0])["fitness"].tolist()
-    numbers = [t.user_attrs["round"] for t in trials(tmp_path / "run")]
+    numbers = [t.user_attrs["round"] for t in study_of(tmp_path / "run").trials]
     assert numbers == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
@@ -316,30 +291,12 @@ def test_a_failed_agent_is_recorded_and_loses_the_tournament(tmp_path, monkeypat
     # Nobody descends from it, and its slot holds a child of somebody who was ranked.
     assert failed.member not in {m.parent for m in first.members}
     assert second.agents[1].parent in {first.agents[0].member, first.agents[2].member}
-    states = {(t.user_attrs["round"], t.user_attrs["agent"]): t.state.name for t in trials(folder)}
+    states = {
+        (t.user_attrs["round"], t.user_attrs["agent"]): t.state.name
+        for t in study_of(folder).trials
+    }
     assert states.pop((0, 1)) == "FAIL"
     assert set(states.values()) == {"COMPLETE"}
-
-
-def test_a_failed_agent_of_the_last_round_is_ranked_last(tmp_path, monkeypatch):
-    with broken_step(monkeypatch, {0}, round=1):
-        folder = run(small(population__rounds=2), out=tmp_path / "run")
-    table = leaderboard(folder)
-    assert table["agent"].iloc[-1] == 0
-    assert table["fitness"].isna().tolist() == [False, False, True]
-    assert read_summary(folder)["best"]["agent"] != 0
-
-
-def test_the_others_do_not_feel_a_failed_agent(tmp_path, monkeypatch):
-    config = small(population__rounds=1)
-    clean = run(config, out=tmp_path / "clean")
-    with broken_step(monkeypatch, {1}, round=0):
-        broken = run(config, out=tmp_path / "broken")
-    (one,), (other,) = read_rounds(clean), read_rounds(broken)
-    for agent in (0, 2):
-        assert one.agents[agent].adapter_sha256 == other.agents[agent].adapter_sha256
-        assert one.agents[agent].score == other.agents[agent].score
-    assert one.agents[1].adapter_sha256 != other.agents[1].adapter_sha256
 
 
 def test_a_run_whose_agents_all_failed_says_so(tmp_path, monkeypatch):
@@ -372,31 +329,6 @@ def test_kept_checkpoints_are_enough_to_go_on_and_hold_the_best(finished, tmp_pa
     assert hashlib.sha256(weights.read_bytes()).hexdigest() == best.adapter_sha256
 
 
-def test_one_agent_alone_trains_without_selection(tmp_path):
-    config = small(population__size=1, population__rounds=2, evolve__selection={"kind": "none"})
-    folder = run(config, out=tmp_path / "run")
-    first, second = read_rounds(folder)
-    assert first.agents[0].score is not None
-    assert second.agents[0].parent in (None, 0)
-    assert len(leaderboard(folder)) == 1
-
-
-def test_optuna_may_be_left_out(tmp_path):
-    folder = run(small(population__rounds=1, record__optuna=False), out=tmp_path / "run")
-    assert not (folder / "journal.log").exists()
-
-
-def test_a_stopped_run_may_be_moved_and_goes_on_from_any_folder(finished, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        run(small(), out="run", observer=Told(("done", 1)))
-    # Records hold paths relative to the folder.
-    os.rename("run", "moved")
-    monkeypatch.chdir("/")
-    assert resume(tmp_path / "moved") == tmp_path / "moved"
-    same_outcome(finished[0], tmp_path / "moved")
-
-
 class Wanders(Told):
     """Changes the working folder whenever it is called, as no observer should."""
 
@@ -412,7 +344,7 @@ class Wanders(Told):
         os.chdir(self.places[step % 2])
 
 
-def test_an_observer_that_changes_the_working_folder_does_not_move_the_run(
+def test_a_stopped_run_may_be_moved_and_goes_on_whatever_the_working_folder_becomes(
     finished, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -422,35 +354,21 @@ def test_an_observer_that_changes_the_working_folder_does_not_move_the_run(
     with pytest.raises(KeyboardInterrupt):
         run(small(), out="run", observer=Wanders(places, ("done", 1)))
     os.chdir(tmp_path)
-    resume("run", observer=Wanders(places))
-    same_outcome(finished[0], tmp_path / "run")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "run"]
+    # Records hold paths relative to the folder.
+    os.rename("run", "moved")
+    os.chdir(places[0])
+    assert resume("../moved", observer=Wanders(places)) == Path("../moved")
+    same_outcome(finished[0], tmp_path / "moved")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "moved"]
     assert [list(place.iterdir()) for place in places] == [[], []]
 
 
-def test_a_reward_that_changes_the_working_folder_ends_the_run_and_leaves_it_whole(
-    tmp_path, monkeypatch
-):
+def test_without_out_runs_are_numbered_and_optuna_may_be_left_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    module = "import os\ncalls = []\ndef reward(completion):\n    calls.append(1)\n"
-    leaves = "    if len(calls) == 20:\n        os.chdir('/')\n"
-    config = small(env={"kind": "dataset", "train": "t.jsonl", "reward": "wandering:reward"})
-    Path("t.jsonl").write_text("".join(f'{{"question": "1+{n}="}}\n' for n in range(40)))
-    Path("wandering.py").write_text(f"{module}{leaves}    return float(len(completion))\n")
-    with pytest.raises(
-        RewardAbortError, match=r"'reward', train \(t.jsonl\), line .* the working folder at / in"
-    ):
-        run(config, out="run")
-    assert Path.cwd() == tmp_path
-    assert {"population.yaml", "inputs.json"} <= {p.name for p in Path("run").iterdir()}
-
-
-def test_without_out_runs_are_numbered(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = small(population__rounds=1, population__size=2)
+    config = small(population__rounds=1, population__size=2, record__optuna=False)
     assert str(run(config)) == "runs/small-1"
     assert str(run(config)) == "runs/small-2"
+    assert not Path("runs/small-1/journal.log").exists()
 
 
 def test_a_folder_that_is_taken_is_refused_until_forced(tmp_path):
@@ -534,10 +452,10 @@ def test_a_population_that_fell_goes_on_from_its_best_and_resumes_to_the_same_re
     assert path == [(0, best.member), *((r, rounds[r].agents[0].member) for r in (2, 3))]
     trial = next(
         t
-        for t in trials(whole)
+        for t in study_of(whole).trials
         if t.user_attrs["round"] == 2 and t.user_attrs["agent"] == restored[0].agent
     )
-    parent = trials(whole)[trial.user_attrs["parent_trial"]].user_attrs
+    parent = study_of(whole).trials[trial.user_attrs["parent_trial"]].user_attrs
     assert (parent["member"], parent["round"]) == (best.member, 0)
     for stop in (("done", 0), ("evaluate", 1), ("done", 1), ("learn", 3), ("test", 3)):
         name = f"{stop[0]}-{stop[1]}"

@@ -5,10 +5,10 @@ import threading
 import time
 
 import pytest
-from small_run import Told, small
+from small_run import Told, small, study_of
 from steered_runs import OPERATIONS, Steers, steered_outcome, tensors
 
-from evo_grpo import resume, run
+from evo_grpo import export, resume, run
 from evo_grpo.analysis.verify import verify
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.readers.report.figures.rounds import drawn_names
@@ -81,38 +81,52 @@ def test_an_agent_that_is_stopped_leaves_and_its_rows_go_to_the_others(tmp_path)
     assert read_requests(tmp_path / "run").requests == ()
 
 
-def test_what_is_set_and_does_not_mutate_has_a_column_in_every_table(tmp_path):
-    asked = {("evaluate", 0): [("set", {"agent": 0, "values": {"temperature": 0.7}})]}
-    rounds, _ = steered(tmp_path / "run", asked, population__rounds=2)
+@pytest.fixture(scope="module")
+def set_by_hand(tmp_path_factory):
+    """The folder of a run of two rounds, between which values of all agents were set."""
+    folder = tmp_path_factory.mktemp("set") / "run"
+    values = [{"lr": 0.003, "group_size": 5, "temperature": 0.7}, {"lr": 0.003}, {"lr": 0.003}]
+    asked = [("set", {"agent": agent, "values": given}) for agent, given in enumerate(values)]
+    steered(folder, {("evaluate", 0): asked}, population__rounds=2)
+    sound(folder)
+    return folder
+
+
+def test_what_is_set_and_does_not_mutate_has_a_column_in_every_table(set_by_hand):
+    rounds = read_rounds(set_by_hand)
     assert "temperature" not in rounds[0].mutable
-    board = leaderboard(tmp_path / "run").set_index("agent")
+    board = leaderboard(set_by_hand).set_index("agent")
     trained = {agent.agent: agent.hparams.temperature for agent in rounds[-1].agents}
     assert board["temperature"].to_dict() == trained
-    written = (tmp_path / "run" / "leaderboard.csv").read_text().partition("\n")[0]
+    written = (set_by_hand / "leaderboard.csv").read_text().partition("\n")[0]
     assert "temperature" in written.split(",")
-    past = history(tmp_path / "run").set_index(["round", "agent"])["temperature"]
+    past = history(set_by_hand).set_index(["round", "agent"])["temperature"]
     assert [past[number, 0] for number in (0, 1)] == [1.0, 0.7]
-    schedule = read_schedule(tmp_path / "run")
+    schedule = read_schedule(set_by_hand)
     values = [one.hparams.temperature for one in schedule.rounds]
     assert schedule.frame()["temperature"].tolist() == values
     assert "temperature" in schedule.hyperparameters()
-    assert "temperature" in drawn_names(view_of(tmp_path / "run"))
+    assert "temperature" in drawn_names(view_of(set_by_hand))
 
 
-def test_values_that_are_set_train_in_the_next_round(tmp_path):
-    asked = {("evaluate", 0): [OPERATIONS["set"]]}
-    rounds, _ = steered(tmp_path / "run", asked, population__rounds=2)
+def test_values_that_are_set_train_in_the_next_round(set_by_hand):
+    rounds = read_rounds(set_by_hand)
     agent = rounds[1].agents[0]
-    assert (agent.hparams.lr, agent.hparams.group_size) == (0.002, 5)
+    assert (agent.hparams.lr, agent.hparams.group_size) == (0.003, 5)
     assert agent.mutation.op == "steer-set"
     assert agent.parent in {one.member for one in rounds[0].agents}
     before = next(one for one in rounds[0].agents if one.member == agent.parent)
-    assert agent.mutation.changes["lr"] == (before.hparams.lr, 0.002)
-    table = history(tmp_path / "run")
+    assert agent.mutation.changes["lr"] == (before.hparams.lr, 0.003)
+    table = history(set_by_hand)
     row = table[(table["round"] == 1) & (table["agent"] == 0)].iloc[0]
     assert row["op"] == "steer-set"
     assert set(row["mutated"].split(",")) == set(agent.mutation.changes)
-    sound(tmp_path / "run")
+
+
+def test_the_card_of_the_winner_says_what_was_set_by_hand(set_by_hand, tmp_path):
+    card = (export(set_by_hand, tmp_path / "out") / "README.md").read_text()
+    assert "| steer-set (lr " in card
+    assert "→ 0.003" in card
 
 
 def test_a_clone_trains_on_with_the_weights_and_moments_of_its_source(tmp_path):
@@ -125,28 +139,9 @@ def test_a_clone_trains_on_with_the_weights_and_moments_of_its_source(tmp_path):
     assert child.tokens > 0
     # Nobody else was touched, and nobody else has a new life.
     assert [a.member for a in rounds[3].agents] == [0, 1, 3]
-    trials = {t.user_attrs["member"]: t for t in _trials(tmp_path / "run")}
+    trials = {t.user_attrs["member"]: t for t in study_of(tmp_path / "run").trials}
     assert trials[3].user_attrs["op"] in ("steer-clone", "continue")
     sound(tmp_path / "run")
-
-
-def _trials(folder):
-    import optuna
-
-    backend = optuna.storages.journal.JournalFileBackend(str(folder / "journal.log"))
-    return optuna.load_study(
-        study_name="small", storage=optuna.storages.JournalStorage(backend)
-    ).trials
-
-
-def test_the_card_of_the_winner_says_what_was_set_by_hand(tmp_path):
-    from evo_grpo.analysis.export.export import export
-
-    asked = [("set", {"agent": agent, "values": {"lr": 0.003}}) for agent in (0, 1, 2)]
-    steered(tmp_path / "run", {("learn", 0): asked}, population__rounds=2)
-    card = (export(tmp_path / "run", tmp_path / "out") / "README.md").read_text()
-    assert "| steer-set (lr " in card
-    assert "→ 0.003)" in card
 
 
 def test_requests_are_done_in_the_order_in_which_they_are_asked_for(tmp_path):

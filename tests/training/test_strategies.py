@@ -9,7 +9,6 @@ from small_run import outcome, small, stopped_and_resumed
 from evo_grpo import GRPO, RunConfig, resume, run
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.errors import ConfigError, RunDirError, ShapeError
-from evo_grpo.evolve.explore.on_copy import NoExploration
 from evo_grpo.evolve.kinds import UserStrategy
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.settings import EvolveConfig, to_yaml
@@ -71,11 +70,6 @@ def test_a_class_of_this_folder_plans_with_its_arguments(folder):
         assert [one.parent for one in made.plan([[]] * 3, 3, None)] == [0, 1, 2]
     exploration = UserStrategy(kind="my_strategies:HalveLR")
     assert type(explorer(exploration).explorer).__name__ == "HalveLR"
-
-
-def test_a_strategy_of_the_library_is_the_setting_itself():
-    assert selector(TournamentSelection()) == TournamentSelection()
-    assert explorer(NoExploration()) == NoExploration()
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,8 @@
 
 import json
 
-import optuna
 import pytest
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
-from small_run import outcome, small, stopped_and_resumed
+from small_run import outcome, small, stopped_and_resumed, study_of
 from typer.testing import CliRunner
 
 from evo_grpo import GRPO, export, leaderboard, recipe, run, write_report
@@ -75,8 +72,7 @@ def test_all_checkpoints_of_the_front_are_kept_and_verified(played):
 
 
 def test_trials_have_a_value_for_each_objective(played):
-    storage = JournalStorage(JournalFileBackend(str(played / "journal.log")))
-    study = optuna.load_study(study_name=None, storage=storage)
+    study = study_of(played)
     assert [one.name for one in study.directions] == ["MAXIMIZE", "MINIMIZE"]
     assert study.metric_names == ["fitness", "tokens"]
     agents = [agent for record in read_rounds(played) for agent in record.agents]

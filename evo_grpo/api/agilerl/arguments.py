@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from peft import LoraConfig, PeftModel
 
-from evo_grpo.api.objects import separated
+from evo_grpo.api.calls import separated
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.updates import lr_factor
 from evo_grpo.model.loading import merge_dtype_keywords

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
+import numpy as np
+
+from evo_grpo.api.population import Population
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.mutate import Mutations as Strategy
 from evo_grpo.evolve.protocols import Candidate, Changes, Offspring, rank
 from evo_grpo.evolve.select.tournament import TournamentSelection as Tournament
-from evo_grpo.schema.search_space import warn_if_nothing_mutates
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.search_space import HyperparameterConfig, warn_if_nothing_mutates
 from evo_grpo.schema.validation import whole
 from evo_grpo.seeding import generator
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from evo_grpo.api.population import Population
-    from evo_grpo.schema.hparams import Hparams
-    from evo_grpo.schema.search_space import HyperparameterConfig
-    from evo_grpo.types import Score
+from evo_grpo.types import Score
 
 
 @final

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, final
 
 from evo_grpo.api import unapplied
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
+from evo_grpo.api.calls import shown_progress, warn_of_inert_mutations
 from evo_grpo.api.population import Population
-from evo_grpo.api.train_call import shown_progress, warn_of_inert_mutations
 from evo_grpo.envs import single_turn
 from evo_grpo.envs.builtin.dataset import Rewards
 from evo_grpo.envs.episodes.gym import MultiTurnGym

@@ -21,7 +21,6 @@ from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import few_prompts, shortages
 from evo_grpo.training.sizing.cards import Gpu
 from evo_grpo.training.sizing.duration import Duration, duration_of
-from evo_grpo.training.sizing.hub_files import fetch_small_files
 from evo_grpo.training.sizing.machine import (
     FEW_ROWS,
     FEW_TOKENS,
@@ -37,6 +36,7 @@ from evo_grpo.training.sizing.model_size import (
     ModelSize,
     check_adapters_fit,
     classifier_parameters,
+    fetch_small_files,
     lora_parameters,
     read_model_size,
 )

@@ -19,7 +19,7 @@ from evo_grpo.envs.template_keywords import dropped_sentence, rendered_chat
 from evo_grpo.errors import ModelError
 from evo_grpo.escaping import shorten
 from evo_grpo.model.files import config_file, gguf_header, read_object
-from evo_grpo.sources import Source, resolve
+from evo_grpo.sources import resolve
 
 MOST_READ = 10_000
 """Most rows whose prompts are read; of more rows, a sample is read."""
@@ -284,22 +284,24 @@ def chat_template_of(name: str) -> str | dict[str, str] | None:
     """Return a model's chat template, or several by name; "" if it has none, None if unknown."""
     source = resolve(name)
     if source.gguf_file is not None:
-        file = Path(source.path) / source.gguf_file
-        return _template_in(gguf_header(name, file).values.get("tokenizer.chat_template"))
-    return (
-        _templates_in_folder(name, Path(source.path))
-        if source.local
-        else _template_in_cache(source)
-    )
+        header = gguf_header(name, Path(source.path) / source.gguf_file)
+        return _template_in(header.values.get("tokenizer.chat_template"))
+    own, config = (_file(name, file) for file in (_TEMPLATE, _CONFIG))
+    files = [] if own is None else [own]
+    if source.local:
+        files += sorted((Path(source.path) / _TEMPLATES).glob("*.jinja"))
+    if files:
+        return {file.stem: _text_of(name, file) for file in files}
+    if config is None:
+        return None
+    template = _template_in(read_object(name, config).get("chat_template"))
+    if template or source.local:
+        return template
+    # Imported here: only a hub id needs it; it is a dependency of transformers.
+    from huggingface_hub import try_to_load_from_cache
 
-
-def _templates_in_folder(name: str, folder: Path) -> str | dict[str, str] | None:
-    files = [folder / _TEMPLATE, *sorted((folder / _TEMPLATES).glob("*.jinja"))]
-    templates = {file.stem: _text_of(name, file) for file in files if file.is_file()}
-    if templates:
-        return templates
-    file = folder / _CONFIG
-    return _template_in(read_object(name, file).get("chat_template")) if file.is_file() else None
+    # None: the file was never requested; otherwise the cache records that it does not exist.
+    return None if try_to_load_from_cache(source.path, _TEMPLATE) is None else ""
 
 
 def _template_in(value: object) -> str | dict[str, str]:
@@ -315,19 +317,3 @@ def _text_of(name: str, file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"model: {name!r}: {file} cannot be read: {error}") from error
-
-
-def _template_in_cache(source: Source) -> str | dict[str, str] | None:
-    """Look for the chat template of a hub model in the cache, where some files may be missing."""
-    # Imported here: only a hub id needs it; it is a dependency of transformers.
-    from huggingface_hub import try_to_load_from_cache
-
-    config, jinja = (try_to_load_from_cache(source.path, file) for file in (_CONFIG, _TEMPLATE))
-    if isinstance(jinja, str):
-        return _text_of(source.name, Path(jinja))
-    if not isinstance(config, str):
-        return None
-    if template := _template_in(read_object(source.name, Path(config)).get("chat_template")):
-        return template
-    # None: the file was never requested; otherwise the cache records that it does not exist.
-    return None if jinja is None else ""

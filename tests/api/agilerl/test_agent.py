@@ -200,22 +200,6 @@ def test_load_checkpoint_merges_lora_configurations(population, tmp_path):
         assert equal(own(agent), own(made), "actor", "reference", "moments")
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_load_checkpoint_overwrites_the_reference_when_asked(tmp_path, overwrite):
-    population = agilerl_agents(3, use_separate_reference_adapter=True)
-    for agent in population:
-        agent.set_reference_policy(1)
-        take(agent)
-    saved = own(population[1])
-    population[1].save_checkpoint(tmp_path)
-    with only_the_middle_one(population) as agent:
-        take(agent)
-        agent.set_reference_policy(2)
-        agent.load_checkpoint(tmp_path, overwrite_reference_adapter=overwrite)
-        wanted = saved["actor" if overwrite else "reference"]
-        assert equal({"reference": wanted}, own(agent), "reference")
-
-
 def test_the_loaded_actor_becomes_the_reference_of_a_chain(tmp_path):
     first = agilerl_agents(1, use_separate_reference_adapter=False)[0]
     take(first)

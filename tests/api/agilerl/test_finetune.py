@@ -222,11 +222,6 @@ def test_it_is_the_environment_of_evo_grpo(tokenizer):
     assert ours.task == theirs.task
 
 
-def test_a_step_has_at_least_one_prompt(tokenizer):
-    with pytest.raises(ConfigError, match="batch_size: expected >= 1 prompt per step, got 0"):
-        gym(tokenizer, 0)
-
-
 # --- budgets
 
 

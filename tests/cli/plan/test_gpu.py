@@ -57,7 +57,7 @@ def test_what_check_proposes_passes_check(options):
 
 
 def test_offline_nothing_is_asked_and_a_silent_hub_is_one_line(asked, monkeypatch):
-    monkeypatch.setattr("evo_grpo.training.sizing.hub_files.SECONDS", 0.5)
+    monkeypatch.setattr("evo_grpo.training.sizing.model_size.HUB_SECONDS", 0.5)
     offline = check("--offline")
     assert (offline.exit_code, asked) == (0, [])
     assert "its size is unknown until it is downloaded" in offline.stdout
@@ -92,7 +92,7 @@ def test_bad_input_is_named(monkeypatch):
     assert missing.exit_code == 2
     assert "has no such id, or a private one" in str(missing.stderr)
     assert "owner/qwem" in str(missing.stderr)
-    monkeypatch.setattr("evo_grpo.training.sizing.hub_files.SECONDS", 0.5)
+    monkeypatch.setattr("evo_grpo.training.sizing.model_size.HUB_SECONDS", 0.5)
     slow = check("--gpu", "24GB", "--set", "model.name=owner/slow")
     assert slow.exit_code == 2
     assert "--gpu 24GB: the memory of the run is unknown: http" in str(slow.stderr)

@@ -142,13 +142,13 @@ def test_the_first_prompt_is_shown_as_the_model_gets_it(model):
         ("{{ 'a' * 10**9 }}", "roles user: it needs more than 104,857,600 bytes of memory"),
         (
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "roles user: it takes more than 0.5 s",
+            "roles user: it takes more than 0.2 s",
         ),
         ("{{ 'a' * 2 * 10**6 }}", "it adds 1,9.*; expected at most 1,000,000"),
     ],
 )
 def test_a_template_without_an_end_is_refused(template, told, model, monkeypatch):
-    monkeypatch.setattr(prompt_lengths, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(prompt_lengths, "MOST_SECONDS", 0.2)
     kind = {"kind": "dataset", "train": [{"question": f"{n}"} for n in range(20)]}
     task = build_task(EnvConfig(**kind, reward=lambda completion: 1.0), 0)
     made = model("{{ messages }}")

@@ -1,4 +1,4 @@
-"""Handles a call of `Population.train`: its keywords, its record and its progress."""
+"""Turns the keywords of constructors and of `Population.train` into settings and Python objects."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from peft import LoraConfig
+
 from evo_grpo.envs.describing import recorded_task
 from evo_grpo.envs.resolve import named_task
 from evo_grpo.errors import ConfigError
@@ -15,12 +17,18 @@ from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.protocols import Explorer
 from evo_grpo.evolve.select.halving import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
-from evo_grpo.evolve.start import described_start
+from evo_grpo.evolve.start import Start, described_start, start_problems
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import rank_alpha
+from evo_grpo.record.history import resolved_start
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.schema.group import Group
+from evo_grpo.schema.hparams import RankAlpha
+from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.search_space import warn_if_nothing_mutates
 from evo_grpo.settings import (
+    AgentSettings,
+    DoubtfulSetting,
     EvolveConfig,
     ModelConfig,
     PopulationConfig,
@@ -28,17 +36,110 @@ from evo_grpo.settings import (
     RunConfig,
 )
 from evo_grpo.settings.evaluations import settled
-from evo_grpo.settings.keywords import TRAIN_KEYWORDS
-from evo_grpo.settings.run import without_effect_of_agents
+from evo_grpo.settings.keywords import TRAIN_KEYWORDS, agent_settings
+from evo_grpo.settings.model import begins_outside
+from evo_grpo.settings.run import doubts_of_agents, without_effect_of_agents
 from evo_grpo.settings.without_effect import KnownSettings, WithoutEffect, without_effect
 from evo_grpo.training.assemble import Objects, Prepared
 from evo_grpo.training.from_python import STRATEGIES, FromPython
+from evo_grpo.training.start_adapter import lora_config
 from evo_grpo.training.strategies import from_object
 from evo_grpo.types import Slot
 
 if TYPE_CHECKING:
     from evo_grpo.readers.terminal.progress import RunProgress
-    from evo_grpo.record.records import RoundRecord
+
+_NAMED_MODEL_ONLY = ("config", "trust_remote_code", "adapter")
+
+
+def separated(given: Mapping[str, Any], kind: str) -> tuple[AgentSettings, Objects]:
+    """Separate the keywords of a constructor into settings and Python objects.
+
+    Args:
+        given: Keywords of a constructor by the names of `AGENT_KEYWORDS`, and `tokenizer`.
+        kind: The algorithm: "grpo", "gspo" or "cispo".
+    """
+    keywords: dict[str, Any] = {**given}
+    tokenizer = keywords.pop("tokenizer", None)
+    model, lora = keywords.get("model"), keywords.get("lora")
+    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        raise _problem(
+            "tokenizer",
+            f"expected a transformers tokenizer, got {type(tokenizer).__name__}; load one with "
+            "AutoTokenizer.from_pretrained, or omit it: a model by name has its own",
+        )
+    peft = lora if isinstance(lora, LoraConfig) else None
+    if peft is not None:
+        # The adapter's adapter_config.json stores PEFT's object.
+        del keywords["lora"]
+    if isinstance(model, ModelConfig):
+        keywords.update({**dict(model), "model": model.name})
+        del keywords["name"]
+    if model is None or isinstance(model, str | ModelConfig):
+        return _checked(agent_settings(keywords, kind=kind), Objects(None, tokenizer, peft))
+    _check_module(model, keywords)
+    dropped = ("model", "lora", *_NAMED_MODEL_ONLY)
+    settings = agent_settings({n: v for n, v in keywords.items() if n not in dropped}, kind=kind)
+    if peft is None and lora is not None:
+        # Validate `lora` as for a named model; a module needs PEFT's object.
+        model_settings: dict[str, Any] = {"name": "object", "lora": lora}
+        adapter = ModelConfig(**model_settings).lora
+        settings = settings.replace(target_sets=adapter.target_sets)
+        peft = None if adapter.is_default else lora_config(adapter)
+    return _checked(settings, Objects(model, tokenizer, peft))
+
+
+def adapter_of(settings: AgentSettings, objects: Objects) -> RankAlpha:
+    """Return the rank and alpha of the adapters."""
+    return settings.lora.rank_alpha if objects.lora is None else rank_alpha(objects.lora)
+
+
+def _checked(settings: AgentSettings, objects: Objects) -> tuple[AgentSettings, Objects]:
+    """Check that initial rank and alpha are in their ranges, unless a start adapter gives them."""
+    is_named_model = settings.model is not None and settings.model.adapter is None
+    if objects.lora is not None or is_named_model:
+        adapter, above = adapter_of(settings, objects), ("hyperparameters",)
+        for name, text in begins_outside(settings.search_space(), adapter, above):
+            raise ConfigError(f"lora.{name}: {text}")
+    return settings, objects
+
+
+def checked_start(population: PopulationConfig, settings: AgentSettings, objects: Objects) -> Start:
+    """Return the checked `population.init`, with runs replaced by the settings of their agents."""
+    size, space = population.size, settings.search_space()
+    hparams = settings.algorithm.first_hparams(space, adapter_of(settings, objects))
+    init = resolved_start(population.init, hparams, space, size, settings.seed)
+    if problems := list(start_problems(hparams, space, size, init)):
+        raise Problems(*problems).below("init")
+    return init
+
+
+def warn_of_settings(settings: AgentSettings, init: Start = "same") -> None:
+    """Warn about each setting that was given and has no effect, or is doubtful."""
+    for finding in without_effect_of_agents(settings, init):
+        warnings.warn(str(finding), WithoutEffect, stacklevel=4)
+    for doubt in doubts_of_agents(settings, init):
+        warnings.warn(doubt, DoubtfulSetting, stacklevel=4)
+
+
+def _check_module(model: object, given: dict[str, Any]) -> None:
+    if not (hasattr(model, "config") and hasattr(model, "get_output_embeddings")):
+        raise _problem(
+            "model",
+            "expected the name of a model or a transformers causal language model, got "
+            f"{type(model).__name__}; load one with AutoModelForCausalLM.from_pretrained",
+        )
+    for name in _NAMED_MODEL_ONLY:
+        if given.get(name):
+            raise _problem(
+                name,
+                f"expected only with the name of a model, got {given[name]!r} beside a "
+                f"{type(model).__name__}; configure the module itself",
+            )
+
+
+def _problem(name: str, text: str) -> Problems:
+    return Problems(Problem((name,), text))
 
 
 def in_groups(
@@ -170,11 +271,13 @@ def recorded_config(prepared: Prepared, name: str, env: object) -> RunConfig:
 
 
 def unnamed_objects(
-    cohort: Cohort, slots: Sequence[Slot], env: object, own: Mapping[str, Any]
+    cohort: Cohort, slots: Sequence[Slot], env: object, strategies: Mapping[str, Any]
 ) -> list[str]:
-    """Return the names of objects that no file can name; only `Population.resume` can get them."""
-    strategies = [name for name, field, _ in STRATEGIES if field in own]
-    names = [*cohort.objects, *strategies]
+    """Return the names of objects that no file can name; only `Population.resume` can get them.
+
+    `strategies` are those given as objects, by their names in `RoundSettings`.
+    """
+    names = [*cohort.objects, *(name for name, field, _ in STRATEGIES if field in strategies)]
     task = named_task(env)
     names += [f"env ({type(env).__name__})"] if task is None else task.objects()
     trained = any(cohort.agents[slot].steps for slot in slots)
@@ -183,15 +286,17 @@ def unnamed_objects(
     return names
 
 
-def given_objects(cohort: Cohort, given: Mapping[str, Any], own: Mapping[str, Any]) -> FromPython:
-    """Return the Python objects of a call of `train`; `own` has the strategies."""
-    strategies = {name: given[name] for name, field, _ in STRATEGIES if field in own}
+def given_objects(
+    cohort: Cohort, keywords: Mapping[str, Any], strategies: Mapping[str, Any]
+) -> FromPython:
+    """Return the Python objects of a call of `train`; for `strategies` see `unnamed_objects`."""
+    named = {name: keywords[name] for name, field, _ in STRATEGIES if field in strategies}
     tokenizer = cohort.base.tokenizer if "tokenizer" in cohort.objects else None
-    return FromPython(given["env"], Objects(tokenizer=tokenizer), strategies)
+    return FromPython(keywords["env"], Objects(tokenizer=tokenizer), named)
 
 
 def shown_progress(
-    wanted: bool | None, title: str, names: Sequence[str]
+    wanted: bool | None, title: str = "", names: Sequence[str] = ()
 ) -> AbstractContextManager[RunProgress | None]:
     """Show progress: None in a terminal or notebook only, True everywhere, False nowhere."""
     if wanted is False:
