@@ -23,7 +23,7 @@ from evo_grpo.record.family import best_ever
 from evo_grpo.record.plain import damaged
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import read_replay
-from evo_grpo.record.run_dir import kept_checkpoints, refuse_lost_lines
+from evo_grpo.record.run_dir import Retention, kept_throughout, refuse_lost_lines
 from evo_grpo.record.summary import read_summary
 from evo_grpo.record.wording import count
 from evo_grpo.settings import RunConfig
@@ -102,20 +102,19 @@ class _Records:
     summary: Mapping[str, Any] | None
     finished: bool
 
-    def kept_checkpoints(self) -> set[str]:
-        """Return the checkpoints that the retention policy keeps.
-
-        Those of the rounds before a change of the policy are left out if they are not there.
-        """
-        inputs = self.inputs
-        if inputs is None:
-            return kept_checkpoints(self.rounds, "all")
+    def policies(self) -> list[tuple[int, Retention]]:
+        """Return the retention policies, each with the number of rounds up to which it applied."""
+        if self.inputs is None:
+            return []
+        # None if the run began with a version that kept every checkpoint.
+        earlier = [
+            (change["round"], change["from"])
+            for change in self.inputs.changes
+            if change["name"] == _RETENTION and change["from"] is not None
+        ]
         # population.yaml may have been changed for the next resume.
-        policy = inputs.settings.get(_RETENTION, self.config.record.checkpoints)
-        changed = [change["round"] for change in inputs.changes if change["name"] == _RETENTION]
-        since = kept_checkpoints(self.rounds[max(changed, default=0) :], "all")
-        kept = kept_checkpoints(self.rounds, policy)
-        return {name for name in kept if name in since or (self.folder / name).exists()}
+        present = self.inputs.settings.get(_RETENTION, self.config.record.checkpoints)
+        return [*earlier, (len(self.rounds), present)]
 
 
 def _check_folder(folder: Path) -> Findings:
@@ -206,7 +205,7 @@ def _check_end(records: _Records, findings: Findings) -> None:
 def _check_checkpoints(records: _Records, findings: Findings) -> None:
     """Compare the files of rounds, except those that retention removed, with their digests."""
     folder, rounds = records.folder, records.rounds
-    kept = records.kept_checkpoints()
+    kept = kept_throughout(rounds, records.policies())
     for record in rounds:
         expected = {
             name: digest

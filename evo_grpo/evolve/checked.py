@@ -99,6 +99,7 @@ def _checked_values(
     hparams, items = pair[0], cast("Mapping[str, Any]", pair[1])
     try:
         changes = {key: (_plain(old), _plain(new)) for key, (old, new) in items.items()}
+        with_values(before, {key: old for key, (old, _) in changes.items()})  # checks their types
         expected = with_values(before, {key: new for key, (_, new) in changes.items()})
     except (TypeError, ValueError) as error:
         raise ShapeError(

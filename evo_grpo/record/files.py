@@ -72,7 +72,8 @@ def many_objects() -> Generator[None]:
 def writing(path: Path, command: str = "resume") -> Generator[None]:
     """Turn an OSError of a write (disk full, no permission) into a RunFailedError.
 
-    The message names `command`, to be called once the cause is removed.
+    The message names `command`, to be called once the cause is removed. Raises RunDirError if this
+    process is a fork of the process that locked the folder.
     """
     for lock in list(_held):
         lock.check(path)
@@ -333,6 +334,7 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()  # user code may change the working folder
+        self._owner = os.getpid()
         self._descriptor: int | None = open_plain(path, os.O_RDWR | os.O_CREAT)
         try:
             with writing(path):
@@ -368,11 +370,17 @@ class FolderLock:
                 os.pwrite(self._descriptor, lines.encode(), 0)
 
     def check(self, path: Path) -> None:
-        """Refuse a write into the locked folder if another folder has taken its place."""
+        """Refuse a write by a fork of the process that locked the folder, or to another folder."""
         folder = self._path.parent
         if not path.absolute().is_relative_to(folder):
             return
-        assert self._descriptor is not None, "a fork of the process that locked a folder writes it"
+        if os.getpid() != self._owner:
+            raise RunDirError(
+                f"{path}: expected process {self._owner} to write it, which locked the folder, got "
+                f"{os.getpid()}, a fork of it; end a forked process with os._exit, or start it "
+                "with the method spawn"
+            )
+        assert self._descriptor is not None, "a lock that is checked is held"
         with suppress(OSError):
             if os.path.samestat(self._path.lstat(), os.fstat(self._descriptor)):
                 return

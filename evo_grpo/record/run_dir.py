@@ -354,3 +354,17 @@ def kept_checkpoints(rounds: Sequence[RoundRecord], policy: Retention) -> set[st
     if policy == "best":
         paths |= {best.checkpoint for record in rounds if (best := best_agent(record)) is not None}
     return {path for path in paths if path is not None}
+
+
+def kept_throughout(
+    rounds: Sequence[RoundRecord], policies: Sequence[tuple[int, Retention]]
+) -> set[str]:
+    """Return the paths of the checkpoints that remain after several policies, one after another.
+
+    Each policy is paired with the number of finished rounds when it was last applied.
+    """
+    paths = kept_checkpoints(rounds, "all")
+    for until, policy in policies:
+        played = rounds[:until]
+        paths -= kept_checkpoints(played, "all") - kept_checkpoints(played, policy)
+    return paths

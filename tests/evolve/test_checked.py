@@ -123,6 +123,7 @@ def test_what_changed_comes_through_in_plain_values(changes, new):
         ((INSIDE, {"lr": 2e-4}), r"expected changes such as \{'lr': \(old, new\)\}, got \{'lr': 0"),
         ((INSIDE, {"size": (1, 2)}), r"expected changes such as .* got \{'size': \(1, 2\)\}"),
         ((INSIDE, {"lr": (1e-4, "x")}), r"expected changes such as"),
+        ((INSIDE, {"lr": ("x", 1e-4)}), r"expected changes such as"),
         ((INSIDE.replace(lr=1e-3, beta=0.1), {}), r"got \{\} beside another lr, beta; name each"),
         ((INSIDE, {"lr": (1e-4, 1e-3)}), r"got \{'lr': \(0.0001, 0.001\)\} beside another lr"),
     ],

@@ -5,6 +5,7 @@ import gc
 import json
 import math
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -236,13 +237,13 @@ def test_a_fork_writes_nothing_into_the_folder_of_its_parent(tmp_path):
         try:
             atomic_write(outside, "mine")
             atomic_write(inside, "two writers")
-        except AssertionError as error:
+        except RunDirError as error:
             outside.write_text(str(error))
         finally:
             os._exit(0)
     os.waitpid(child, 0)
     lock.release()
-    assert "a fork of the process that locked a folder" in outside.read_text()
+    assert f"expected process {os.getpid()} to write it" in outside.read_text()
     assert not inside.exists()
 
 
@@ -261,3 +262,15 @@ def test_the_garbage_collector_is_back_after_many_objects_also_after_an_error():
     with pytest.raises(ZeroDivisionError):
         many_objects()(lambda: 1 / 0)()
     assert gc.isenabled()
+
+
+def test_objects_that_were_made_old_are_searched_for_garbage_too():
+    class Cycle:
+        def __init__(self):
+            self.own = self
+
+    made = []
+    for _ in range(60):
+        with many_objects():
+            made.append(weakref.ref(Cycle()))
+    assert sum(one() is not None for one in made) < 20

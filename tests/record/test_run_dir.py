@@ -28,7 +28,7 @@ from evo_grpo.record.folder import (
 )
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.records import NextAgents, outline
-from evo_grpo.record.run_dir import RunDir, checkpoint_name, kept_checkpoints
+from evo_grpo.record.run_dir import RunDir, checkpoint_name, kept_checkpoints, kept_throughout
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import RecordConfig
 from evo_grpo.types import Decision, Mutation, Request, RequestOutcome
@@ -665,6 +665,19 @@ def test_checkpoints_are_kept_as_the_policy_says():
     agents = tuple(replace(agent, checkpoint=None) for agent in records[0].agents)
     assert kept_checkpoints([replace(records[0], agents=agents)], "best") == set()
     assert kept_checkpoints([], "last") == set()
+
+
+def test_policies_that_follow_one_another_keep_what_they_would_round_by_round():
+    records, changes = make_run(rounds=8), {0: "all", 2: "best", 4: 3, 6: "best", 7: "all"}
+    there, policy = set(), "all"
+    for number, record in enumerate(records):
+        policy = changes.get(number, policy)
+        played = records[:number]
+        there &= kept_checkpoints(played, policy)  # as a resume does
+        there |= {agent.checkpoint for agent in record.agents}
+        there &= kept_checkpoints(records[: number + 1], policy)
+    policies = [(2, "all"), (4, "best"), (6, 3), (7, "best"), (8, "all")]
+    assert kept_throughout(records, policies) == there
 
 
 def test_the_best_ever_has_a_copy_unless_all_stay():
