@@ -106,7 +106,7 @@ def ranked(scores: Sequence[Score | None], level: float | None) -> list[Position
 
 
 def best_first(score: Score) -> tuple[float, ...]:
-    """Return a sort key: fitness, then, for equal fitness, the other objectives."""
+    """Return a sort key, best first: fitness, then, for equal fitness, the other objectives."""
     return tuple(-goal.mean for goal in score.goals)
 
 

@@ -113,8 +113,9 @@ class Candidate:
         round: The next round (0-based).
         twin: Whether another agent of the next round keeps the same hyperparameters, so that this
             one is free to try others; always true for a copy.
-        shares: Numbers in (0, 1], one for each hyperparameter that may change, spread evenly over
-            the twins of one agent (a Latin hypercube); empty for an agent without twins.
+        shares: Numbers in (0, 1], one for each hyperparameter that may change and one more for the
+            second end of a clip range, spread evenly over the twins of one agent (a Latin
+            hypercube); empty unless `twin`.
     """
 
     hparams: Hparams

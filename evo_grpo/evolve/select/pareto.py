@@ -83,7 +83,7 @@ class ParetoSelector:
         )
 
     def _front(self, known: Mapping[Position, Score], first: Position) -> set[Position]:
-        """Return the positions of the first front; `first` is the first in the order."""
+        """Return the positions of the first front; `first` is the best position of the order."""
         from evo_grpo.evolve.goals import dominates, fronts
 
         if not known[first].further:  # one goal: without a comparison of all pairs
