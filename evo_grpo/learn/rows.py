@@ -26,10 +26,10 @@ class Row:
             is never True: nothing predicts it.
         sampler_logprobs: (n,) float32, nats, of the n generated tokens as the rollout engine
             recorded them (see `RolloutEngine`), or None.
-        old: (n,) nats, under the policy before this learn call; None until computed.
-        ref: (n,) nats, under the reference; None until computed.
-        minibatch: Index of the optimizer step of an epoch this row belongs to.
-        number: Position among the agent's rows of this learn call.
+        old: (n,) log-probs, nats, under the policy before this learn call; None until computed.
+        ref: (n,) log-probs, nats, under the reference; None until computed.
+        minibatch: Index, within an epoch, of the optimizer step that uses this row.
+        number: Index among the agent's rows of this learn call.
     """
 
     token_ids: np.ndarray
@@ -56,7 +56,7 @@ class Row:
 class AgentBatch:
     """The B rows from which the agent in slot `agent` learns in one step, group by group.
 
-    `minibatches` are the optimizer steps over all rows if the agent's `batch_size` is None.
+    `minibatches` is the number of optimizer steps per epoch if the agent's `batch_size` is None.
     """
 
     agent: int
@@ -83,7 +83,7 @@ class AgentTraining:
 def rows_from_trajectories(
     trajectories: Sequence[Trajectory], advantages: np.ndarray, *, mask_truncated: bool = False
 ) -> list[Row]:
-    """Return rows from trajectories of one agent and their advantages (B,), without failed ones.
+    """Return rows from one agent's trajectories and their advantages (B,); omit failed ones.
 
     `mask_truncated` also omits trajectories whose last completion was truncated.
     """

@@ -58,7 +58,7 @@ class Updates(Protocol):
         ...
 
     def total(self, sums: MetricSums) -> None:
-        """Add the sums of all processes, in place."""
+        """Replace `sums`, in place, by the totals of all processes."""
         ...
 
 

@@ -115,7 +115,8 @@ class SurrogateInputs:
 
     Tensors are (B, T), logs in nats, and neutral where masked: log-probs 0, ratios 1. `advantages`
     may be (B, 1); clip values are ratios, float or (B, 1). `ratio` is new / old policy at the level
-    of `ratio_level`, and `sampler_log_weight` (B, 1) the log of each row's sampler correction.
+    of `ratio_level`, and `sampler_log_weight` (B, 1) the log of each row's sampler correction. In
+    the formulas of surrogates, r is `ratio`, A `advantages` and lp `logprobs`.
     """
 
     logprobs: Tensor
@@ -420,8 +421,8 @@ def token_terms_of(
 ) -> TokenTerms:
     """Compute `token_terms` of rows that may have different losses; rows stay independent.
 
-    `configs` has the settings of each of the B rows, and `inputs` the other arguments of
-    `token_terms` by name: None, or tensors with B rows. `logprobs` are (B, T) floats, nats, with
+    `configs` has the settings of each of the B rows. `inputs` has the other tensor arguments of
+    `token_terms` by name, each None or with B rows. `logprobs` are (B, T) floats, nats, with
     gradient.
     """
     distinct = list(dict.fromkeys(configs))
