@@ -68,7 +68,7 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies (M,) fp32; save slopes of the first `count` of the two.
 
-        `needs_input_grad` does not tell whether a backward follows: it is true in `no_grad`.
+        `count` is an argument because `needs_input_grad` is true in `no_grad` too.
         """
         ctx.set_materialize_grads(False)
         # The loss scale of float16 comes with the gradient, too late for slopes rounded here.

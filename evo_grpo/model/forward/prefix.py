@@ -1,8 +1,8 @@
 """Splits rows that share a prefix, so that the prefix is computed once.
 
 The G completions of a prompt are G rows with the same prefix, whose hidden states are equal under
-causal attention. The queries of all rows attend to its keys and values, and its gradient is the sum
-over the rows.
+causal attention. The queries of all rows attend to the prefix's keys and values, and the prefix's
+gradient is the sum over the rows.
 """
 
 from __future__ import annotations
@@ -111,7 +111,10 @@ def find_shared_prefixes(
 def _segments(
     rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], before: int, after: int
 ) -> list[npt.NDArray[np.int64]]:
-    """Return the arrays of `SharedPrefix.segments`, given the rows and lengths of prefixes."""
+    """Return the arrays of `SharedPrefix.segments`, from the numbers of rows and the lengths.
+
+    `before` and `after` are the padded lengths of prefixes and rests.
+    """
     count, total = len(rows), int(rows.sum())
     offsets = np.append(np.arange(count) * before, count * before + np.arange(total + 1) * after)
     arrays = [offsets, np.append(0, np.cumsum(rows)) * after, np.append(0, np.cumsum(lengths))]

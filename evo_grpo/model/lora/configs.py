@@ -199,7 +199,7 @@ def check_lora_config(config: LoraConfig, remedy: str = "") -> None:
 
 
 def differences(theirs: LoraConfig, ours: LoraConfig) -> list[tuple[str, Any, Any]]:
-    """Return (field, theirs, ours) for every field that changes what an adapter computes."""
+    """Return (field, theirs, ours) for each unequal field that changes an adapter's outputs."""
     pairs: list[tuple[str, Any, Any]] = [("r", theirs.r, ours.r)]
     pairs += [
         (field, _modules(getattr(theirs, field)), _modules(getattr(ours, field)))

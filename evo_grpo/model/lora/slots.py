@@ -36,8 +36,8 @@ class AdapterSlots:
     """Named LoRA adapters over one base. The first slot wraps the base's model in place.
 
     `config` holds the LoRA settings of new slots. `seed` seeds the initial A, which is the same for
-    all slots of one configuration, so that agents differ only by training. `target_sets` are named
-    `target_modules`, one of which each slot may have.
+    all slots of one configuration, so that agents differ only by training. `target_sets` maps names
+    to `target_modules`; a slot may adapt those of one name.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class AdapterSlots:
     def add(self, name: str, config: LoraConfig | None = None, *, trainable: bool = True) -> None:
         """Add a slot with B = 0, which does not change the model, under a new name without dots.
 
-        `config` replaces the default settings. A frozen reference is not trainable.
+        `config` replaces the default settings. `trainable` is False for a frozen reference.
         """
         if name in self._params or not name or "." in name:
             raise ConfigError(
