@@ -122,7 +122,7 @@ def _checked_values(
 
 
 def _plain(value: Any) -> Value:  # noqa: ANN401 -- what a user's class returned
-    """Return a value as Python's own type, such as float for a number of numpy."""
+    """Return a value as a built-in type, such as float for a number of numpy."""
     if isinstance(value, str | bool):
         return value
     return int(value) if is_whole(value) else float(value)

@@ -66,7 +66,7 @@ def chance(first: Score, second: Score) -> float:
 
 
 def _apart(first: Score, second: Score) -> np.ndarray:
-    """Return the finite differences on each prompt in the evaluation before racing, if any."""
+    """Return the finite differences per prompt, in the evaluation before any racing."""
     rewards, others = (score.first_look or score.per_prompt for score in (first, second))
     if len(rewards) != len(others):
         return np.empty(0)
@@ -75,7 +75,7 @@ def _apart(first: Score, second: Score) -> np.ndarray:
 
 
 def _skew_p_value(apart: np.ndarray) -> float:
-    """Return the two-sided p-value of Hall's skewness-corrected t; 0 for < 3 or equal values."""
+    """Return the two-sided p-value of Hall's corrected t; 0 for equal or fewer than 3 values."""
     count, spread = len(apart), apart.std()
     if count < 3 or not spread > 1e-12 * np.abs(apart).max():
         return 0.0

@@ -111,9 +111,10 @@ def with_training(
 ) -> Score:
     """Combine a fitness with rewards of training into one score.
 
-    The mean of the result is the mean of both estimates, weighted by completions and `WORTH`. Each
-    step adds an entry to `per_prompt`; entries are scaled so that their mean is the mean of the
-    result. With fewer than `LEAST_STEPS` steps, or a missing reward, `score` is returned.
+    The mean of the result is a mean of the fitness and of the end of a line fitted to `rewards`,
+    weighted by completions (see `WORTH`). Each step adds an entry to `per_prompt`; entries are
+    scaled so that their mean is the mean of the result. With fewer than `LEAST_STEPS` steps, or a
+    missing reward, `score` is returned.
 
     Args:
         score: A fitness over P prompts.

@@ -20,13 +20,13 @@ from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.types import Decision, Member, Mutation, Score, Slot
 
 ARCHIVE_LEVEL = 0.01
-"""Probability, over all decisions of a run, that an archive that is no better is restored."""
+"""Probability, over all decisions of a run, of restoring an archive that is not better."""
 RESTORED_LR = (0.5, 0.25)
-"""Factors on the lr of the best agent ever when it is restored, one per copy."""
+"""Factors on the lr of the best agent ever, one for each copy of it that is restored."""
 KL_LIMIT = 10.0
 """KL divergence from the reference, in nats per token, above which a policy has collapsed."""
 COLLAPSE_LEVEL = 0.01
-"""p-value of the gap to the best agent below which an agent without a gradient has collapsed."""
+"""An agent without a gradient has collapsed if its gap to the best agent has at most this p."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def decide(  # noqa: PLR0913 -- one argument for each result of a round
     trials: Sequence[Trial] = (),
     fresh: Mapping[Slot, Score] | None = None,
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return the agents of the next round and the decisions about the agents of this one.
+    """Return the agents of the next round and the decisions about the agents of this round.
 
     `standings` are ordered by position. `archive` is the best agent of earlier rounds. `round` was
     just evaluated, `next_id` is the first unused member id, and `trials` are all agents of all

@@ -59,7 +59,7 @@ def parts(hparams: Hparams, ranges: Mapping[str, RLParameter]) -> Iterator[tuple
 def first_parts(
     first: Hparams, hp_config: HyperparameterConfig
 ) -> tuple[dict[str, RLParameter], dict[str, RLParameter]]:
-    """Return the ranges that the first population is drawn from; those of clip ends are second."""
+    """Return the ranges of the first population's draws: without clip ends, and of clip ends."""
     ranges = {name: parameter.first for name, parameter in hp_config.parameters.items()}
     plain: dict[str, RLParameter] = {}
     clip_ends: dict[str, RLParameter] = {}

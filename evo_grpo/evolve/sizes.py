@@ -109,7 +109,7 @@ def prompts_of_agents(
 
 
 def planned_rows(rows: int, steps: int, group_sizes: Sequence[int]) -> int:
-    """Return the rows of a round that `prompts_of_agents` gives; the arguments are the same."""
+    """Return the number of rows of a round by `prompts_of_agents`, for the same arguments."""
     counts = _groups_of_agents(rows * steps, steps, group_sizes)
     return sum(count * size for count, size in zip(counts, group_sizes, strict=True))
 

@@ -1,4 +1,4 @@
-"""A schedule, which gives all agents the same values from given rounds on."""
+"""A schedule, which gives all agents the same values, each from a round on."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 

@@ -105,7 +105,7 @@ def _score(history: Sequence[Score]) -> Score:
 
 
 def _ends(front: Mapping[Position, Score]) -> set[Position]:
-    """Return the best agent of a front in each goal; of equal agents, the lowest position."""
+    """Return the position of a front's best agent in each goal; of equal agents, the lowest."""
     goals = range(min(len(score.goals) for score in front.values()))
     return {
         min(front, key=lambda position: (-front[position].goals[goal].mean, position))
