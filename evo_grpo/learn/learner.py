@@ -66,7 +66,7 @@ class _Call:
     metrics: list[dict[str, float]]
 
     def denominators(self, minibatch: int) -> Tensor:
-        """Return the numbers of rows and tokens (N, 2) of each agent's minibatch; 1 if none."""
+        """Return the rows and tokens (N, 2) of each agent's minibatch; 1 for agents without it."""
         counts = [
             (t.rows[minibatch], t.tokens[minibatch]) if minibatch < t.minibatches else (1, 1)
             for t in self.totals
@@ -106,7 +106,7 @@ class Learner:
 
         Args:
             agents: N agents.
-            batches: Their rows, in the same order.
+            batches: The rows of each agent, in the same order.
             seed: Seed of minibatch order and dropout.
             exact_sampler: Whether the rows' sampler log-probs equal this learner's up to rounding
                 (see `RolloutEngine.exact`). If False, the loss uses them for `sampler_correction`
@@ -157,7 +157,7 @@ class Learner:
         return finish(call.sums, call.metrics)
 
     def limit_output(self, longest: int) -> None:
-        """Set the maximum tokens of a completion, by which dr_grpo divides; check the buffer."""
+        """Set the tokens of the longest completion, for dr_grpo, and check `overlong_buffer`."""
         buffer = self.algorithm.overlong_buffer
         if buffer is not None and buffer > longest:
             raise ConfigError(
@@ -451,10 +451,7 @@ class Learner:
 
 
 def _has_gradient(row: Row, hparams: Hparams) -> bool:
-    """Return whether a row has a gradient.
-
-    Rows without one are left out, because AdamW takes a step even on a gradient of zero.
-    """
+    """Return whether a row has a gradient; AdamW would take a step even on a gradient of zero."""
     return (row.advantage != 0.0 or largest_penalty(hparams) > 0) and row.generated > 0
 
 

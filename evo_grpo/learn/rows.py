@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class AgentBatch:
-    """The B rows from which the agent in slot `agent` learns in one step, group by group.
+    """The B rows from which the agent in slot `agent` learns in one step, ordered by group.
 
     `minibatches` is the number of optimizer steps per epoch if the agent's `batch_size` is None.
     """

@@ -1,4 +1,4 @@
-"""Converts rewards to group-relative advantages, with numpy unless given a torch tensor.
+"""Converts rewards to group-relative advantages, by numpy; torch tensors are copied to the host.
 
 A reward of NaN (None in a list) is an abstention: the reward function does not rate that row.
 """
@@ -34,7 +34,7 @@ ZERO_SPREAD = 1e-8
 teach next to nothing, because an eps of 1e-4 is added to their spread."""
 
 ROUNDING_TERMS = 3
-"""Least number of terms that a reward counts as a sum of: a function may have added some."""
+"""A reward counts as a sum of at least this many terms: its function may have added some."""
 
 
 @overload
@@ -277,7 +277,7 @@ def _check_settings(scale: object, eps: float, ddof: object) -> None:
 
 
 def combined(values: Floats, weights: Floats | None) -> Floats:
-    """Sum the weighted reward functions of (B, K) rewards; NaN where all of them abstain.
+    """Sum (B, K) rewards over the functions, times weights (K,); NaN where all functions abstain.
 
     A reward, weighted or not, that is infinite or beyond `LARGEST` raises RewardError.
     """

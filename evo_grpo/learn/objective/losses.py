@@ -209,7 +209,7 @@ def _clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Totals:
-    """The rows and valid tokens of one optimizer step, numbers or (B, 1), all >= 1.
+    """The numbers of rows and valid tokens of one optimizer step, floats or (B, 1), >= 1.
 
     `row_tokens` (B, 1) has the number of valid tokens of each row. `max_completion_length` is the
     maximum number of tokens of a completion, or None.
