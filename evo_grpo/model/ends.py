@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from evo_grpo.settings.algorithm import AlgorithmConfig
 
 _MARGIN = 16
-"""Characters decoded before the longest stop string: if decoding starts within a text, the first
-characters may differ, since a leading space is dropped or a character lacks its first bytes."""
+"""Characters to decode before the longest stop string: if decoding starts within a text, its first
+characters may differ, because a leading space is dropped or a character lacks its first bytes."""
 
 
 @final

@@ -146,8 +146,8 @@ def _by_kernel(
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
     """Compute `_of_whole_rows` by a kernel, in half precision, reading the logits only twice.
 
-    Probabilities are relative to the likeliest token but the target, so that float16 can represent
-    those of unlikely tokens.
+    Probabilities are relative to that of the likeliest token other than the target, so that float16
+    can represent those of unlikely tokens.
     """
     logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
     above = torch.empty_like(logits) if count > 1 else logits

@@ -29,13 +29,13 @@ _FIXED = "default"
 
 
 class RowLimit:
-    """The limit on the row length of a model; `positions` is the number in its config, or 0.
+    """The limit on the row length of a model; a config without a number of positions gives 0.
 
     Attributes:
         longest: Tokens of the longest row; 0 without a limit.
         selection: Row length up to which sparse attention selects all tokens; None for other
             attention.
-        switch: Row length up to which the rotary frequencies are constant; None without a limit.
+        switch: Row length up to which the rotary frequencies are constant; None if they always are.
     """
 
     def __init__(self, trunk: nn.Module, name: str, positions: int) -> None:
@@ -113,7 +113,7 @@ def _selected(module: Any) -> int | None:  # noqa: ANN401 -- a layer of any mode
 
 
 def switch_length(trunk: nn.Module) -> int | None:
-    """Return the row length up to which the frequencies are constant; None without a limit."""
+    """Return the row length up to which the frequencies are constant; None if they always are."""
     lengths = [
         _switch(module, layer_type, rope_type)
         for module in _rotary(trunk)

@@ -58,8 +58,8 @@ def find_shared_prefixes(
 ) -> SharedPrefix | None:
     """Split rows at their first generated token; None if shared prefixes save too little.
 
-    `positions` (B,) of agents ascend; ids (B, T) are padded, T >= 2; masks (B, T) are True at
-    generated tokens, never in the first column.
+    `positions` (B,) are those of the rows' agents, ascending; `ids` (B, T) are padded, T >= 2;
+    `masks` (B, T) are True at generated tokens, never in the first column.
     """
     rows, width = ids.shape
     # A row without a generated token has an empty rest, since none of its tokens is predicted.
@@ -111,10 +111,7 @@ def find_shared_prefixes(
 def _segments(
     rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], before: int, after: int
 ) -> list[npt.NDArray[np.int64]]:
-    """Return the arrays of `SharedPrefix.segments`, from the numbers of rows and the lengths.
-
-    `before` and `after` are the padded lengths of prefixes and rests.
-    """
+    """Return `SharedPrefix.segments`, for prefixes and rests padded to `before` and `after`."""
     count, total = len(rows), int(rows.sum())
     offsets = np.append(np.arange(count) * before, count * before + np.arange(total + 1) * after)
     arrays = [offsets, np.append(0, np.cumsum(rows)) * after, np.append(0, np.cumsum(lengths))]

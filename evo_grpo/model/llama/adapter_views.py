@@ -115,7 +115,7 @@ class Part:
 
     Attributes:
         name: Its module name.
-        rows: Its rows of the joined rank, as many as the largest rank of all slots.
+        rows: Its rows of the joined A, as many as the largest LoRA rank of all slots.
         columns: Its columns of the joined output.
     """
 
@@ -125,7 +125,7 @@ class Part:
 
     @property
     def rank(self) -> int:
-        """The largest rank of all slots."""
+        """The largest LoRA rank of all slots."""
         return self.rows.stop - self.rows.start
 
     def block(self, b: Tensor) -> Block:
@@ -300,10 +300,7 @@ class AdapterViews:
 def adapter_views(
     slots: AdapterSlots, weights: LlamaWeights, adapters: Sequence[str | None]
 ) -> AdapterViews:
-    """Return the stacks of adapters, which share memory with the parameters if possible.
-
-    Adapters of unequal shapes are copied.
-    """
+    """Return the stacks of adapters, of which the parameters become views if shapes are equal."""
     trained = tuple(name for name in slots.names if slots.is_trainable(name))
     # Rounding may depend on the other adapters of a batch, so the adapters of a shard have their
     # own leaves: results do not depend on the number of processes.

@@ -61,9 +61,9 @@ class Refill:
     ) -> Tensor:
         """Return a buffer (B + J, heads, room, D) of the keys or values of all rows.
 
-        Rows that stay take theirs from columns `old` of `before` (B, heads, columns, D), and get
-        them in columns `new`. Rows that join take theirs from the prompts `joining` (NP, heads, Tp,
-        D); None if no row joins.
+        For rows that stay, columns `old` of `before` (B, heads, columns, D) become columns `new`.
+        For rows that join, the columns of their prompts in `joining` (NP, heads, Tp, D) end where
+        `new` ends; `joining` is None if no row joins.
         """
         count = len(before) + len(self.source)
         # Zeros: unused columns are multiplied by a weight of 0.

@@ -121,10 +121,7 @@ def find_departures(base: SharedBase) -> tuple[str, ...]:
 
 
 def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
-    """Return how a base's code differs from that of its model type, and its modules' values.
-
-    This takes 2 ms.
-    """
+    """Return how a base's code differs from its model type's, and its modules' values, in 2 ms."""
     trunk, config = base.trunk, base.model.config
     description = describe(config)
     assert description is not None, "the base is of no family"
@@ -179,10 +176,7 @@ def _of_layers(layers: Sequence[nn.Module], described: Sequence[LayerKind]) -> I
 def _departure(
     module: nn.Module, kinds: set[type[nn.Module]], config: object, weights: tuple[object, ...]
 ) -> str | None:
-    """Return how a module differs from the library's, or None.
-
-    `weights` are the expected class, dtype and device of its weights.
-    """
+    """Return how a module differs from the expected classes, configuration or weights; or None."""
     if type(module) not in kinds:
         return f"is a {_name(module)}, which is not of the library"
     if (problem := forward_change(module)) is not None:
@@ -223,13 +217,13 @@ def _of_code(
 
 
 class _LayersDiffer(Exception):
-    """Raised with a clause that describes the difference."""
+    """The modules and the joined layers differ; the message is a clause that says how."""
 
 
 def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str | None:
     """Return how outputs of a base's modules and of the joined layers differ; None if they agree.
 
-    No adapter is active. The code of the base must not differ from its model type.
+    No adapter is active. The code of the base must not differ from that of its model type.
     """
     size = sum(p.numel() for layer in layers_of(base) for p in layer.parameters())
     columns = max(_LEAST, min(_MOST, _PRODUCTS // max(1, size)))

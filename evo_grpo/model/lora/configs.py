@@ -1,9 +1,9 @@
 """Reads, checks, compares and merges LoRA configurations, without changing any slot.
 
-The population forward computes plain LoRA on linear layers, while PEFT's forward applies all
-settings, so the trained adapter would differ from the saved one. Other settings are therefore
-refused. Adapted modules are compared by their full names, since a regular expression, a list and
-"all-linear" may select the same modules.
+The population forward computes plain LoRA on linear layers. Settings for anything else are refused:
+PEFT's forward would apply them, so the saved adapter would differ from the trained one. Adapted
+modules are compared by their full names, because a regular expression, a list and "all-linear" may
+select the same modules.
 """
 
 from __future__ import annotations

@@ -98,9 +98,10 @@ def plan_copy(
 ) -> AdapterPlan:
     """Plan to load an adapter of a PEFT folder into a slot; the slot does not change yet.
 
-    The adapter's configuration is compared with `becomes`, which the slot gets, or with the slot's
-    present configuration. Different ones are merged if `merge`, else refused. An adapter of another
-    base raises CheckpointError; a merged configuration that cannot be trained raises ConfigError.
+    The adapter's configuration is compared with `becomes`, which the slot gets; if None, with the
+    slot's present configuration. Different configurations are merged if `merge`, else refused. An
+    adapter of another base raises CheckpointError; a merged configuration that cannot be trained
+    raises ConfigError.
     """
     model, present = slots.base.model, slots.lora_config(name)
     stored, live = adapter.config, present if becomes is None else slots.settled(becomes)
@@ -145,7 +146,7 @@ def plan_copy(
 def _check_tensors(
     state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], what: str, base: str
 ) -> None:
-    """Raise an error unless the tensors are the A and B of the layers in their configuration."""
+    """Raise CheckpointError unless the tensors are the A and B with these shapes, in floats."""
     for key in sorted({*shapes, *state}):
         tensor = state.get(key)
         # Torch does not compute in floats of 8 bits.

@@ -4,7 +4,7 @@ A token's column in the cache is its position, so a row attends to its first col
 
 The A of all agents are appended to the rows of the weight, so that one product gives x W^T and, in
 the "low" columns, x A^T of every agent. The B of all agents are in one buffer. A and B are copied
-once per rollout. No rank is padded to another agent's.
+once per rollout. No adapter is padded to another agent's LoRA rank.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class AdaptedLinear:
     """A joined linear layer with the adapters of all agents.
 
     Attributes:
-        weight: (columns, in), the layer's own rows, then those of A if they extend it.
+        weight: (columns, in), the rows of the layer's weight, then, if `a` is None, those of A.
         width: Output features of the layer.
         bias: (width,) or None.
         a: (low columns, in), the A of all agents if `weight` lacks them; else None.
         b: The B of all agents, see `kernels`.
         table: (N, parts, 3) int64, see `kernels`.
-        rank: The greatest rank, rounded up to a multiple of 16; 0 without an adapter.
+        rank: The greatest LoRA rank, rounded up to a multiple of 16; 0 without an adapter.
     """
 
     weight: Tensor
@@ -129,7 +129,7 @@ class _Plan:
     Attributes:
         stacks: The adapters of each part; None where no agent adapts it.
         entries: The entries of the table, flat.
-        ranks: For each part, the ranks of all agents.
+        ranks: For each part, the LoRA ranks of all agents.
     """
 
     base: JoinedLinear
@@ -161,10 +161,7 @@ class _Plan:
         self, modules: list[Any], table: Tensor, before: dict[int, Tensor],
         buffers: dict[int, Tensor],
     ) -> AdaptedLinear:  # fmt: skip
-        """Return the layer with copies of its adapters.
-
-        An extended weight is taken from `before`, or made, and put in `buffers`.
-        """
+        """Return the layer with its adapters; a weight with A moves from `before` to `buffers`."""
         base, base_weight = self.base, self.base.weight.detach()
         width, low_columns = base_weight.shape[0], sum(map(sum, self.ranks))
         if not low_columns:

@@ -136,7 +136,7 @@ class _Kept:
         x: Input of the layer (M, H); `normed` is the normalized input.
         joined: Concatenated q, k and v before their norms; None without norms.
         heads: q, keys and values, and the outputs of the heads.
-        attention: What `Segments.gradients` needs.
+        attention: The tensors of `Segments.attend` for `Segments.gradients`.
         middle: Input of the MLP half (M, H); `middle_normed` is the normalized input.
         added: Inputs (M, H) of the norms after attention and MLP; empty if there are no such norms.
         both: Gate and up (M, 2 I).
@@ -354,7 +354,7 @@ class _Batch:
                 operators.outer(d_low, x, low, grad, tiles, self.firsts, linear.offset, splits)
 
         def gradient_of_update(grad: Tensor, half: int) -> Tensor:
-            """Return the gradient of the output of attention or MLP, before the norm of it."""
+            """Return the gradient of the output of attention (0) or MLP (1), before its norm."""
             if d.residual_multiplier != 1.0:
                 grad = grad * d.residual_multiplier
             post, eps, _, _ = parts.norms[half]

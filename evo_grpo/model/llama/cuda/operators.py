@@ -173,7 +173,7 @@ def attend(
 def attend_splits(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Return fp32 sums (B, heads, splits, D) and (B, heads, splits, 2); see `attend`."""
+    """Return fp32 sums (B, heads, splits, D) and (B, heads, splits, 2); see `kernels.attend`."""
     (rows, heads, size), room = q.shape, keys.shape[2]
     splits = -(-min(room, window or room) // _SPLIT)
     mixed = q.new_empty(rows, heads, splits, size, dtype=torch.float32)
