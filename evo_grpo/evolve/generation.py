@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generation:
-    """The agents of the next round, by position; other agents of this round leave.
+    """The agents of the next round, in order of position; all other agents of this round leave.
 
     `parents` has the slot from which each agent's weights are copied; for an agent that keeps its
     weights, this is the agent's slot. `next_id` is the first unused member id.

@@ -50,7 +50,7 @@ class Selector(Protocol):
         """Return the agents of the next round, in ascending order of position.
 
         Args:
-            histories: The scores to compare, by position, latest last; empty for a failed agent.
+            histories: By position, the scores to compare, latest last; empty for a failed agent.
             places: Maximum number of agents in the next round, 1 to len(histories).
             rng: Stream of all draws: equal streams give equal plans.
 

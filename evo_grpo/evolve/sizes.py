@@ -95,7 +95,7 @@ def wrong_sizes(size: int, sizes: Sizes, *, archive: bool) -> Iterator[str]:
 def prompts_of_agents(
     rows: int, steps: int, group_sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide the rows of a step among the agents; return, for each step, each agent's prompts.
+    """Divide the rows of a step among the agents; return each agent's number of prompts by step.
 
     An agent gets at least one prompt. All agents get equal shares in whole groups. The remainder
     carries over to the next agent, from the largest of `group_sizes` down, so the total is off by
