@@ -260,7 +260,7 @@ class StepTotals:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> StepTotals:
-        """Count rows after `assign_minibatches`."""
+        """Count the rows and tokens of each minibatch that `assign_minibatches` made."""
         count = max((row.minibatch for row in rows), default=-1) + 1
         return cls(
             tuple(sum(row.minibatch == m for row in rows) for m in range(count)),

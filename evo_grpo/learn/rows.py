@@ -106,7 +106,7 @@ class MicroBatch:
     """Rows of several agents in one forward pass, sorted by agent.
 
     Attributes:
-        owners: Position of each row's agent among those of the learn call.
+        owners: Position of each row's agent among the agents of the learn call.
         positions: (B,) `owners` as a tensor on the device.
         counts: Rows per agent of `present`, the positions of the agents that have rows here.
         input_ids: (B, T) int64, padded on the right, without the last token of the longest row.
@@ -147,7 +147,7 @@ class MicroBatch:
         return self.pad(torch.cat(parts))
 
     def sampler_logprobs(self, old: Tensor) -> Tensor:
-        """Return the sampler's log-probs (B, C), nats; those of `old` for rows without any."""
+        """Return the sampler's log-probs (B, C), nats; `old` in rows that have none recorded."""
         for row in self.rows:
             if row.sampler_logprobs is not None and len(row.sampler_logprobs) != row.generated:
                 raise ShapeError(

@@ -138,7 +138,7 @@ class Surrogate:
 
 
 def clipped(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
-    """-min(min(r, delta) A, clip(r, low, high) A): DeepSeekMath eq. 3."""
+    """Return -min(min(r, delta) A, clip(r, low, high) A): DeepSeekMath eq. 3."""
     ratio, advantages = inputs.ratio, inputs.advantages
     bounded = _clamp(ratio, inputs.clip_low, inputs.clip_high)
     free = ratio if config.delta is None else ratio.clamp(max=config.delta)
@@ -150,7 +150,7 @@ def clipped(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
 
 
 def capped(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
-    """-detach(min(r, high)) A lp: MiniMax-M1 eq. 4 and 5 without a lower bound."""
+    """Return -detach(min(r, high)) A lp: MiniMax-M1 eq. 4 and 5 without a lower bound."""
     del config  # one signature for the table
     high = inputs.clip_high
     ratio = inputs.ratio.detach()
@@ -161,7 +161,7 @@ def capped(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
 
 
 def soft_gate(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A: SAPO."""
+    """Return -(4 / tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A: SAPO."""
     temperature = _by_sign(
         inputs.advantages > 0,
         config.sapo_temperature_pos,
@@ -173,7 +173,7 @@ def soft_gate(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
 
 
 def gamma_weight(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
-    """-phi(w) A lp with phi(w) = w^k exp(lambda (1 - w)) of the row's ratio w, detached: VESPO."""
+    """Return -phi(w) A lp; phi(w) = w^k exp(lambda (1 - w)), w the row's ratio, detached: VESPO."""
     log_ratio = inputs.log_ratio.detach()
     log_weight = log_ratio.clamp(-VESPO_LOG_CLAMP, VESPO_LOG_CLAMP).sum(-1, keepdim=True)
     if inputs.sampler_log_weight is not None:
