@@ -29,7 +29,7 @@ _FIXED = "default"
 
 
 class RowLimit:
-    """The limit on the row length of a model; a config without a number of positions gives 0.
+    """The limit on the row length of a model, whose config has `positions` positions, or 0.
 
     Attributes:
         longest: Tokens of the longest row; 0 without a limit.

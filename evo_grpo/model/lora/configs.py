@@ -97,8 +97,8 @@ _Alpha = int | Annotated[float, Field(allow_inf_nan=False)]
 class _Fields:
     """The fields of adapter_config.json that affect an adapter's output or are compared.
 
-    Refused settings (`_LEFT_OUT`) are read without conversion; settings of the initialisation are
-    not read.
+    Refused settings (`_LEFT_OUT`) are read without conversion. Of the initialisation, only
+    `init_lora_weights` is read.
     """
 
     peft_type: str

@@ -81,8 +81,9 @@ class AdapterSlots:
         return tuple(self._params)
 
     def add(self, name: str, config: LoraConfig | None = None, *, trainable: bool = True) -> None:
-        """Add a slot with B = 0, which does not change the model, under a new name without dots.
+        """Add a slot under a new name without dots, as its `init_lora_weights` says.
 
+        With False, B is random; otherwise the slot does not change the model's outputs yet.
         `config` replaces the default settings. `trainable` is False for a frozen reference.
         """
         if name in self._params or not name or "." in name:
