@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @final
 class CheckedSelector:
-    """Checks the plans of a user-defined `selector` before an adapter is overwritten."""
+    """A selector that checks each plan of a user-defined `selector`, before an agent is copied."""
 
     def __init__(self, selector: Selector) -> None:
         self.selector = selector
@@ -63,7 +63,7 @@ def _checked_plan(name: str, plan: object, size: int, places: int) -> tuple[Offs
 
 @final
 class CheckedExplorer:
-    """Checks what a user-defined `explorer` returns before agents train with it."""
+    """An explorer that checks the values of a user-defined one before agents train with them."""
 
     def __init__(self, explorer: Explorer) -> None:
         self.explorer = explorer
@@ -75,7 +75,7 @@ class CheckedExplorer:
     def explore(
         self, candidate: Candidate, hp_config: HyperparameterConfig, rng: np.random.Generator
     ) -> tuple[Hparams, Changes]:
-        """Vary an agent, and check the result."""
+        """Vary an agent's hyperparameters, and check the result."""
         try:
             result: object = self.explorer.explore(candidate, hp_config, rng)
         except Exception as error:  # the class is the user's code and may raise anything
@@ -89,7 +89,7 @@ class CheckedExplorer:
 def _checked_values(
     name: str, result: object, before: Hparams, hp_config: HyperparameterConfig
 ) -> tuple[Hparams, Changes]:
-    """Check that the changes of an exploration give its values; return values and changes."""
+    """Check that the changes lead from `before` to the returned hyperparameters; return both."""
     pair = cast("tuple[object, ...]", result) if isinstance(result, tuple) else ()
     if len(pair) != 2 or not isinstance(pair[0], Hparams) or not isinstance(pair[1], Mapping):
         raise ShapeError(
@@ -123,7 +123,7 @@ def _checked_values(
 
 
 def _plain(value: Any) -> Value:  # noqa: ANN401 -- what a user's class returned
-    """Return a value as Python's own type, such as float for a number of numpy."""
+    """Return a value as a built-in type, such as float for a number of numpy."""
     if isinstance(value, str | bool):
         return value
     return int(value) if is_whole(value) else float(value)

@@ -1,6 +1,6 @@
 """Decides which differences between agents may be claimed, from their rewards on shared prompts.
 
-Evolution copies and removes agents by `evolve.compare`. This module decides what reports say.
+These tests are for reports. Evolution copies and removes agents by the test of `evolve.compare`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TIE_LEVEL = 0.1
 
 
 def claims(scores: Sequence[Score], index: int, level: float) -> list[int]:
-    """Return for each score 1 if the score at `index` is shown to be ahead, -1 if behind, else 0.
+    """Compare the score at `index` with each score: 1 if it is shown to be ahead, -1 if behind.
 
-    All `scores` have the same prompts in the same order.
+    The number is 0 if neither is shown. All `scores` have the same prompts in the same order.
     """
     gaps = [_apart(scores[index], other) for other in scores]
     p_values = [chance(scores[index], other) for other in scores]
@@ -38,7 +38,7 @@ def signs(
     `differences` are those between one agent and the others, and `chances` their p-values; NaN is
     never claimed. This is Holm's test (1979) over all pairs of `agents` agents, with the count of
     Shaffer (1986), since fewer pairs can be equal once some agents are known to differ. So the
-    probability of any claim about two equal agents is at most `level`, however the one agent was
+    probability of any claim about two equal agents is at most `level`, however that one agent was
     chosen.
     """
     pairs = [math.comb(agents, 2), math.comb(agents - 1, 2), 1 + math.comb(max(agents - 2, 0), 2)]
@@ -54,11 +54,11 @@ def signs(
 def chance(first: Score, second: Score) -> float:
     """Return the two-sided p-value of the difference of two scores; 1 without a shared prompt.
 
-    The null hypothesis is that both have the same distribution of rewards on every prompt, so that
-    each difference has either sign with the same probability; see `sign_flip`. If only the means
-    are equal, as with a constant 1 and a rare 20, that test exceeds its level. So the p-value
-    returned is at least that of the t statistic corrected for skewness (Hall 1992, J. R. Statist.
-    Soc. B 54).
+    The null hypothesis of `sign_flip` is that both have the same distribution of rewards on every
+    prompt, so that each difference has either sign with the same probability. If only the means
+    are equal, as with a constant 1 and a rare 20, the sign-flip test exceeds its level. So the
+    p-value returned is at least that of the t statistic corrected for skewness (Hall 1992, J. R.
+    Statist. Soc. B 54).
     """
     differences = _apart(first, second)
     nonzero = differences[differences != 0]
@@ -66,7 +66,7 @@ def chance(first: Score, second: Score) -> float:
 
 
 def _apart(first: Score, second: Score) -> np.ndarray:
-    """Return the differences per prompt in the first evaluation, before racing."""
+    """Return the finite differences per prompt, in the evaluation before any racing."""
     rewards, others = (score.first_look or score.per_prompt for score in (first, second))
     if len(rewards) != len(others):
         return np.empty(0)
@@ -75,7 +75,7 @@ def _apart(first: Score, second: Score) -> np.ndarray:
 
 
 def _skew_p_value(apart: np.ndarray) -> float:
-    """Return the two-sided p-value of Hall's skewness-corrected t, 0 without a spread."""
+    """Return the two-sided p-value of Hall's corrected t; 0 for equal or fewer than 3 values."""
     count, spread = len(apart), apart.std()
     if count < 3 or not spread > 1e-12 * np.abs(apart).max():
         return 0.0

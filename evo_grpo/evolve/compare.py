@@ -16,9 +16,9 @@ import numpy as np
 from evo_grpo.types import Score
 
 _GRID = 840
-"""Steps from zero to the largest difference; a multiple of 1 to 8, so most means are exact."""
+"""Grid steps from 0 to the largest difference; divisible by 1 to 8, so most means are exact."""
 _CELLS = 10**9
-"""Bound of the steps times the squared number of prompts: it takes 0.2 s on one core."""
+"""Maximum of grid steps times the squared number of prompts, which take 0.2 s on one core."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ def sign_flip(moved: np.ndarray) -> float:
 
 
 LEAST_STEPS = 4
-"""Fewest steps through which a line is drawn."""
+"""Fewest training steps to which a line is fitted."""
 WORTH = 0.125
-"""Weight of a completion of training against one of an evaluation: 1/4, since the end of a line has
-four times the variance of a mean of as many values, and half of that, since completions of one
-prompt are alike."""
+"""Weight of a training completion relative to an evaluation completion. The end of a fitted line
+has four times the variance of a mean of as many values, hence 1/4; completions of one prompt are
+alike, hence half of that."""
 
 
 def with_training(
@@ -111,8 +111,10 @@ def with_training(
 ) -> Score:
     """Combine a fitness with rewards of training into one score.
 
-    The mean of the result is the mean of both estimates, weighted by their completions. Each step
-    adds an entry to `per_prompt`; entries are scaled so that their mean is the mean of the result.
+    The mean of the result is a mean of the fitness and of the end of a line fitted to `rewards`,
+    weighted by completions (see `WORTH`). Each step adds an entry to `per_prompt`; entries are
+    scaled so that their mean is the mean of the result. With fewer than `LEAST_STEPS` steps, or a
+    missing reward, `score` is returned.
 
     Args:
         score: A fitness over P prompts.

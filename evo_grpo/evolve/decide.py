@@ -20,13 +20,13 @@ from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.types import Decision, Member, Mutation, Score, Slot
 
 ARCHIVE_LEVEL = 0.01
-"""Probability, over all decisions of a run, that an archive that is no better is restored."""
+"""Probability, over all decisions of a run, of restoring an archive that is not better."""
 RESTORED_LR = (0.5, 0.25)
-"""Factors on the lr of the best agent ever when it is restored, one per copy."""
+"""Factors on the lr of the best agent ever, one for each copy of it that is restored."""
 KL_LIMIT = 10.0
 """KL divergence from the reference, in nats per token, above which a policy has collapsed."""
 COLLAPSE_LEVEL = 0.01
-"""p-value of the gap to the best agent below which an agent without a gradient has collapsed."""
+"""An agent without a gradient has collapsed if its gap to the best agent has at most this p."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ def decide(  # noqa: PLR0913 -- one argument for each result of a round
     trials: Sequence[Trial] = (),
     fresh: Mapping[Slot, Score] | None = None,
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return the agents of the next round and the decisions about the agents of this one.
+    """Return the agents of the next round and the decisions about the agents of this round.
 
     `standings` are ordered by position. `archive` is the best agent of earlier rounds. `round` was
     just evaluated, `next_id` is the first unused member id, and `trials` are all agents of all
-    rounds. `fresh` maps the slots of the archive and of the round's best agent to scores from new
-    samples, not used to select either; if one is missing, they are not compared.
+    rounds. `fresh` maps the slots of the archive and of the round's best agent to scores on new
+    samples, by which neither was selected; if a score is missing, the two are not compared.
     """
     # If all agents are unusable, collapsed ones may continue: there are no others.
     any_usable = any(map(_usable, standings))
@@ -133,7 +133,7 @@ def keep_all(
 ) -> tuple[Generation, tuple[Decision, ...]]:
     """Return the agents unchanged, and a decision for each that collapsed or leaves.
 
-    With `drop`, agents that failed or collapsed leave, unless all of them did.
+    With `drop`, agents that failed or collapsed leave, unless all agents failed or collapsed.
     """
     usable = [s for s in standings if _usable(s)] or standings
     decisions = [
@@ -156,12 +156,14 @@ def why_collapsed(
 ) -> str:
     """Return why an agent can no longer learn, or an empty string if it can.
 
+    Equal rewards are a reason only if the agent is behind the best agent.
+
     Args:
         score: Fitness of the agent.
         best: Fitness of the best agent of the round, on the same prompts.
         kl: Mean KL divergence from the reference, in nats per token; 0 if none is computed.
         dead_steps: Number of latest GRPO steps in a row in which all groups of the agent had equal
-            rewards; 0 if they are too few. An agent that is not behind the best does not collapse.
+            rewards; 0 if fewer than `evolve.dead_steps`.
         last: Whether the run ends here: then an evaluation in which all prompts had equal rewards
             counts as a dead step, because no later step can show the effect of the last update.
     """
@@ -194,7 +196,7 @@ def _decline(
     fresh: Mapping[Slot, Score],
     level: float,
 ) -> Comparison | None:
-    """Return how far the archive is ahead of the best agent; None if not ahead or not measured."""
+    """Return how far the archive is ahead of the best agent; None if it is not, or not measured."""
     if archive is None or archive.slot not in fresh:
         return None
     best = next((fresh[s.slot] for s in standings if s.slot in fresh), None)
@@ -238,7 +240,7 @@ def _all_restored(
     round: int,
     next_id: int,
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return copies of the best agent ever alone, because no agent of the round can be ranked."""
+    """Return a generation of copies of the best agent ever; no agent of the round can be ranked."""
     agents = [s.slot for s in standings]
     count = min(places, len(RESTORED_LR), len(agents))
     copies = _copies_of_archive(archive, agents[:count], strategy, None, round, next_id)

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generation:
-    """The agents of the next round, by position; other agents of this round leave.
+    """The agents of the next round, in order of position; all other agents of this round leave.
 
-    `parents` has the slot from which each agent's weights are copied; an agent that stays has its
-    own slot. `next_id` is the first unused member id.
+    `parents` has the slot from which each agent's weights are copied; for an agent that keeps its
+    weights, this is the agent's slot. `next_id` is the first unused member id.
     """
 
     members: tuple[Member, ...]
@@ -50,11 +50,11 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
     next_id: int,
     trials: Sequence[Trial] = (),
 ) -> Generation:
-    """Return the generation that a plan and an exploration give; no adapter is copied here.
+    """Return the generation that follows from a plan and an exploration; copy no adapter.
 
     A copy, or an agent whose hyperparameters changed, becomes a new member; a survivor without
     changes keeps its member. The plan has passed `check_plan`; `members` and `hparams` are by
-    position. Hyperparameters that are only drawn at the start are changed by a schedule alone.
+    position. Only a schedule changes hyperparameters that are otherwise drawn once, at the start.
     """
     space = hp_config if getattr(explorer, "scheduled", False) else hp_config.mutating()
     new_members: list[Member] = []
@@ -109,7 +109,7 @@ def _shares_of_twins(
 
 
 def check_plan(name: str, plan: Sequence[Offspring], size: int, places: int) -> None:
-    """Check that the plan of method `name` suits `size` agents and `places` in the next round."""
+    """Raise ShapeError if the plan of method `name` is wrong for `size` agents and `places`."""
     if wrong := _wrong_in(plan, size, places):
         raise ShapeError(f"{name}: {wrong}")
 

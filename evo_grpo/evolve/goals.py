@@ -19,8 +19,9 @@ from evo_grpo.types import Position, Score
 def dominates(first: Score, second: Score, level: float | None) -> bool:
     """Return whether the first agent is worse in no goal and significantly better in one.
 
-    `level`, the p-value, is not divided among the goals; None counts every difference of means. A
-    worse mean counts without a test, because a copy destroys the agent that it overwrites.
+    `level`, the largest p-value of a significant difference, is not divided among the goals; None
+    counts every difference of means. A worse mean counts without a test, because a copy destroys
+    the agent that it overwrites.
     """
     pairs = list(zip(first.goals, second.goals, strict=False))
     return all(goal.mean >= other.mean for goal, other in pairs) and any(
@@ -106,7 +107,7 @@ def ranked(scores: Sequence[Score | None], level: float | None) -> list[Position
 
 
 def best_first(score: Score) -> tuple[float, ...]:
-    """Return a sort key: fitness, then, for equal fitness, the other objectives."""
+    """Return a sort key, best first: fitness, then, for equal fitness, the other objectives."""
     return tuple(-goal.mean for goal in score.goals)
 
 

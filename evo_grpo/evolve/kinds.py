@@ -55,7 +55,7 @@ by_kind = Discriminator(_kind)
 def kind_or_settings(default: str, method: str) -> BeforeValidator:
     """Return the validator that turns a strategy setting into a mapping with a kind.
 
-    An object with the method is an error, because a file cannot hold it; see `Population.train`.
+    An object that has `method` is an error, because a file cannot hold it; see `Population.train`.
     """
 
     def expand(value: object) -> object:

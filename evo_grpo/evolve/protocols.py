@@ -34,9 +34,10 @@ class Offspring:
 class Selector(Protocol):
     """Plans the next round from the fitness of the current round.
 
-    A class may also declare `copies = False` if it copies no agent, `selects = False` if all stay,
-    `by_lot = True` if it draws, and a method `at(significance)` that returns a selector with tests
-    at the level `evolve.significance`. A field `size` is the number of agents of a tournament.
+    A class may also declare `copies = False` if it copies no agent, `selects = False` if all agents
+    stay, `by_lot = True` if it draws agents at random, and a method `at(significance)` that returns
+    a selector with tests at the level `evolve.significance`. A field `size` is the number of agents
+    of a tournament.
 
     A plan refers to agents by their positions in this round, 0 to len(histories) - 1. Parents must
     survive at their positions, so that copies can be made in any order. An agent whose position no
@@ -49,7 +50,7 @@ class Selector(Protocol):
         """Return the agents of the next round, in ascending order of position.
 
         Args:
-            histories: The scores to compare, by position, latest last; empty for a failed agent.
+            histories: By position, the scores to compare, latest last; empty for a failed agent.
             places: Maximum number of agents in the next round, 1 to len(histories).
             rng: Stream of all draws: equal streams give equal plans.
 
@@ -112,9 +113,10 @@ class Candidate:
         trials: All agents of all finished rounds so far, for an exploration that learns from them.
         round: The next round (0-based).
         twin: Whether another agent of the next round keeps the same hyperparameters, so that this
-            one is free to try others; always true for a copy.
-        shares: Numbers in (0, 1], one for each hyperparameter that may change, spread evenly over
-            the twins of one agent (a Latin hypercube); empty for an agent without twins.
+            agent is free to try other values; always true for a copy.
+        shares: Numbers in (0, 1], one for each hyperparameter that may change and one more for the
+            second end of a clip range, spread evenly over the twins of one agent (a Latin
+            hypercube); empty unless `twin`.
     """
 
     hparams: Hparams
@@ -129,10 +131,10 @@ class Candidate:
 class Explorer(Protocol):
     """Varies the hyperparameters of the agents that a selection planned.
 
-    If survivors keep their values, a class may declare `copies_only = True`; if its values apply
-    from given rounds on, `scheduled = True`. Its method `check(first, hp_config)`, if any, is
-    called before a run and raises the ConfigError that `explore` would raise. A method `problems`,
-    with the same arguments, yields the errors that can be found from the settings alone.
+    If survivors keep their values, a class may declare `copies_only = True`; if its values follow a
+    schedule by round, `scheduled = True`. Its method `check(first, hp_config)`, if any, is called
+    before a run and raises the ConfigError that `explore` would raise. A method `problems`, with
+    the same arguments, yields the errors that can be found from the settings alone.
     """
 
     def explore(

@@ -59,7 +59,7 @@ def parts(hparams: Hparams, ranges: Mapping[str, RLParameter]) -> Iterator[tuple
 def first_parts(
     first: Hparams, hp_config: HyperparameterConfig
 ) -> tuple[dict[str, RLParameter], dict[str, RLParameter]]:
-    """Return the ranges from which the first population is drawn, and those of clip ends."""
+    """Return the ranges of the first population's draws: without clip ends, and of clip ends."""
     ranges = {name: parameter.first for name, parameter in hp_config.parameters.items()}
     plain: dict[str, RLParameter] = {}
     clip_ends: dict[str, RLParameter] = {}
@@ -81,7 +81,7 @@ def latin_hypercube(rows: int, columns: int, rng: np.random.Generator) -> np.nda
 
 
 def draw_value(name: str, parameter: RLParameter, rng: np.random.Generator) -> Value:
-    """Draw a choice or a value from a range; all integers of a range are equally likely."""
+    """Draw a choice, or a value: log-uniform in a range above 0, uniform in a range from 0."""
     if parameter.choices is not None:
         return parameter.choices[int(rng.integers(len(parameter.choices)))]
     measure = distance_range(name, parameter) or parameter

@@ -95,10 +95,11 @@ def wrong_sizes(size: int, sizes: Sizes, *, archive: bool) -> Iterator[str]:
 def prompts_of_agents(
     rows: int, steps: int, group_sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide the rows of a step among the agents; return P_i >= 1 of each agent, for each step.
+    """Divide the rows of a step among the agents; return each agent's number of prompts by step.
 
-    All agents get equal shares in whole groups. The remainder carries over to the next agent, from
-    the largest of `group_sizes` down, so the total is off by at most half of the smallest group.
+    An agent gets at least one prompt. All agents get equal shares in whole groups. The remainder
+    carries over to the next agent, from the largest of `group_sizes` down, so the total is off by
+    at most half of the smallest group.
     """
     counts = _groups_of_agents(rows * steps, steps, group_sizes)
     return tuple(

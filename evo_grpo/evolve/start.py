@@ -1,4 +1,4 @@
-"""Returns the hyperparameters of the first population, some perhaps of earlier runs."""
+"""Chooses the hyperparameters of the first population; some may come from earlier runs."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def start_hparams(
     `same`: all agents have the values of `first`.
 
     `latin_hypercube` (McKay, Beckman & Conover 1979): agent 0 has the values of `first`, and the
-    others cover every range evenly, on a log scale if its minimum is above 0. Each choice is given
-    to the same number of agents, or to one more. A clip pair with low >= high is drawn at random
-    instead.
+    others cover every range evenly, on a log scale if its minimum is above 0. All choices of a
+    hyperparameter go to equally many agents, up to a difference of one. A clip pair with low >=
+    high is drawn at random instead.
 
     `sample`: agent 0 has the values of `first`, and each other agent draws independently.
 
@@ -83,7 +83,7 @@ def start_problems(
 
 
 def with_first_choices(first: Hparams, hp_config: HyperparameterConfig) -> Hparams:
-    """Return hyperparameters with the first choice of each name that has no value."""
+    """Return `first` with the first choice for each unset hyperparameter of names or bools."""
     for name in hp_config.names():
         choices = hp_config[name].choices
         if choices is not None and has_no_order(name) and first.get(name) is None:
@@ -94,7 +94,7 @@ def with_first_choices(first: Hparams, hp_config: HyperparameterConfig) -> Hpara
 def described_start(
     hparams: Sequence[Hparams], first: Hparams, hp_config: HyperparameterConfig, seed: int
 ) -> Start:
-    """Return a setting for which `start_hparams` returns these hyperparameters.
+    """Return the `population.init` for which `start_hparams` returns these hyperparameters.
 
     If a value is outside its range, the setting is "same"; a resumed run reads the values from
     checkpoints.
@@ -158,7 +158,7 @@ def spread(
 def _places(
     choices: Sequence[Value], first: Value | None, count: int, rng: np.random.Generator
 ) -> list[Value]:
-    """Return `count` choices in random order, evenly frequent together with agent 0's `first`."""
+    """Return `count` choices in random order; with agent 0's `first`, all are equally frequent."""
     shuffled = [choices[index] for index in rng.permutation(len(choices)).tolist()]
     order = [c for c in shuffled if c == first] + [c for c in shuffled if c != first]
     begin = 1 if first in choices else 0
@@ -171,7 +171,7 @@ def _clip_pair_at(
     shares: Sequence[float],
     rng: np.random.Generator,
 ) -> Hparams:
-    """Return the clip pair at shares of the ranges of its ends, or a random one if low >= high."""
+    """Set the clip pair at shares of the ranges of its ends, or a random pair if low >= high."""
     pair: dict[str, float] = dict(zip(CLIP_ENDS, base.clip_bounds, strict=True))
     for (name, end), share in zip(clip_ends.items(), shares, strict=True):
         pair[name] = placed(name, end, share)
@@ -202,8 +202,8 @@ def _draw_clip_pair(
 def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[str] = ()) -> Hparams:
     """Return hyperparameters with some values replaced, by name.
 
-    Reward weights, and values in place of a setting of the run, such as a prompt or a LoRA rank,
-    can be set only if `first` or `searched` has them.
+    Reward weights, and settings of the run in which agents may differ, such as a prompt or a LoRA
+    rank, can be replaced only if `first` or `searched` has them.
     """
     of_every_agent = filter(is_of_every_agent, MUTABLE)
     names = dict.fromkeys((*of_every_agent, *first.named(), *searched))
@@ -251,10 +251,10 @@ def starts_with(
 def carried_over(
     earlier: Hparams, names: Collection[str], first: Hparams, hp_config: HyperparameterConfig
 ) -> Hparams:
-    """Return `first` with those values of an earlier agent that may mutate in both runs.
+    """Return `first` with the values of an earlier agent for `names`, which mutate in both runs.
 
     A number outside its range is replaced by the nearest end or choice. A name or bool that is none
-    of the choices is left out.
+    of the choices is ignored.
     """
     hparams = first
     for name in (key for key in names if key not in CLIPS):
@@ -267,7 +267,7 @@ def carried_over(
 
 
 def in_both(names: Collection[str], hp_config: HyperparameterConfig) -> list[str]:
-    """Return the hyperparameters of `names` that a run also searches; all clip forms are equal."""
+    """Return the searched hyperparameters that are in `names`; any clip name matches the others."""
     clips = bool(set(names) & set(CLIPS))
     return [name for name in hp_config.names() if name in names or (name in CLIPS and clips)]
 

@@ -52,8 +52,8 @@ def steer(
     """Carry out a request about agents; return the new plan, and the outcome of the request.
 
     The parent of a clone is the member whose weights it copies: a member that finished the round,
-    or the best agent ever. A member that has not trained yet keeps its id. A refused request
-    changes no agent.
+    or the best agent ever. A member that has not trained yet passes its id on to the member that
+    replaces it. A refused request changes no agent.
     """
     why = ""
     try:
@@ -158,7 +158,7 @@ def _plain(value: object) -> str:
 
 
 def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig) -> Changes:
-    """Return the differences as mutations record them: name -> (old, new).
+    """Return the differences in the form of a mutation's changes: name -> (old, new).
 
     The ends of a clip range are separate entries if one of the values is a pair or the ends mutate.
     Values that are None in `old` or `new` are left out.
@@ -204,7 +204,7 @@ def _with_child(
     hparams: Hparams,
     boundary: RoundEnd,
 ) -> NextRound:
-    """Replace a member by a child, which keeps the id of a member that has not trained yet."""
+    """Replace a member by a child, which takes the member's id if the member has not trained."""
     old, played = plan.members[index], boundary.played
     unused_id = max([boundary.next_id - 1, *(member.id for member in plan.members)]) + 1
     source = parent.id if parent.id in played else parent.parent

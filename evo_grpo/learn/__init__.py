@@ -1,1 +1,1 @@
-"""Rows, micro-batches, and one optimizer step for any set of agents."""
+"""Trains any set of agents: rows, micro-batches, losses and optimizer steps."""

@@ -65,7 +65,7 @@ class _Call:
     metrics: list[dict[str, float]]
 
     def denominators(self, minibatch: int) -> Tensor:
-        """Return the numbers of rows and tokens (N, 2) of each agent's minibatch; 1 without one."""
+        """Return the rows and tokens (N, 2) of each agent's minibatch; 1 for agents without it."""
         counts = [
             (t.rows[minibatch], t.tokens[minibatch]) if minibatch < t.minibatches else (1, 1)
             for t in self.totals
@@ -76,8 +76,8 @@ class _Call:
 class Learner:
     """Trains any set of agents at once over one base.
 
-    All agents share the shaping of advantages in `algorithm`. `updates` takes the optimizer steps,
-    at first with each agent's own optimizer.
+    All agents share the shaping of advantages in `algorithm`. `updates` takes the optimizer steps:
+    with each agent's optimizer, until an engine replaces it.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class Learner:
         seed: int,
         exact_sampler: bool = True,
     ) -> list[dict[str, float]]:
-        """Take every agent's optimizer steps on its rows; an agent may have none.
+        """Take every agent's optimizer steps on its rows; an agent may have no rows.
 
         Args:
             agents: N agents.
-            batches: Their rows, in the same order.
+            batches: The rows of each agent, in the same order.
             seed: Seed of minibatch order and dropout.
             exact_sampler: Whether the rows' sampler log-probs equal this learner's up to rounding
                 (see `RolloutEngine.exact`). If False, the loss uses them for `sampler_correction`
@@ -156,7 +156,7 @@ class Learner:
         return finish(call.sums, call.metrics)
 
     def limit_output(self, longest: int) -> None:
-        """Set the longest completion, by which dr_grpo divides, and check `overlong_buffer`."""
+        """Set the tokens of the longest completion, for dr_grpo, and check `overlong_buffer`."""
         buffer = self.algorithm.overlong_buffer
         if buffer is not None and buffer > longest:
             raise ConfigError(
@@ -281,8 +281,8 @@ class Learner:
         """Call `attempt`, with smaller micro-batches each time the device runs out of memory.
 
         If a kernel fails to compile or launch, `attempt` is called again without kernels.
-        `start_anew` removes partial results. RunFailedError is raised for a too large row, or on
-        several processes.
+        `start_anew` removes partial results. RunFailedError is raised if a single row needs too
+        much memory, or with several processes.
         """
         while True:
             try:
@@ -321,7 +321,7 @@ class Learner:
     def _loss_terms(
         self, call: _Call, batch: MicroBatch, flat: Tensor, entropies: Tensor
     ) -> TokenTerms:
-        """Return the loss terms (B, C) from log-probs (M,) and entropies (B, C), nats."""
+        """Return the loss terms (B, C) from log-probs `flat` (M,) and entropies (B, C), nats."""
         hparams = [agent.hparams for agent in call.agents]
         values = LossValues.of_agents(hparams, batch.positions, flat.dtype)
         logprobs, old, reference, kl = batch.pad(flat), batch.gather("old"), None, None
@@ -450,7 +450,7 @@ class Learner:
 
 
 def _has_gradient(row: Row, hparams: Hparams) -> bool:
-    """Return whether a row has a gradient; a zero gradient would still move AdamW's moments."""
+    """Return whether a row has a gradient; AdamW would take a step even on a gradient of zero."""
     return (row.advantage != 0.0 or largest_penalty(hparams) > 0) and row.generated > 0
 
 

@@ -25,7 +25,7 @@ class MetricSums:
         return sums
 
     def put_back(self, other: MetricSums) -> None:
-        """Replace the sums by copies of those of `other`."""
+        """Replace the sums by copies of the sums of `other`."""
         self.values = {name: value.clone() for name, value in other.values.items()}
         self.peaks = {name: value.clone() for name, value in other.peaks.items()}
 
@@ -70,8 +70,8 @@ def measure(
     """Add one micro-batch and its loss terms to the sums.
 
     `weights` (B, C) is each token's weight in the loss. `entropies` (B, C) and the log-probs `flat`
-    (M,) are in nats, for the generated tokens. `first` is True before any update, when the policy
-    is still that of the sampler.
+    (M,) are in nats, for the generated tokens. `first` is True before any update, while the policy
+    is the one that sampled the rows.
     """
     mask, positions, tokens = batch.mask, batch.positions, batch.mask.sum(-1)
     zero = torch.zeros((), device=mask.device)

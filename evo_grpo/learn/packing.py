@@ -1,8 +1,8 @@
 """Divides rows into minibatches, and these into micro-batches under a token budget.
 
-Rows of similar length need less padding; rows of one prompt compute its tokens once (see
-`evo_grpo.model.forward.prefix`). Which order saves more depends on the lengths of prompts and
-completions, so both orders are tried and the one with fewer tokens is used.
+Rows in order of length need less padding; rows in order of prompt compute the tokens of a prompt
+once (see `evo_grpo.model.forward.prefix`). Which order saves more depends on the lengths of prompts
+and completions, so both orders are tried and the one with fewer tokens is used.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Bucket:
         return min(rows * length, prefixes * before + rows * after)
 
     def fits(self, added: Sequence[_SizedRow], token_budget: int, max_rows: int | None) -> bool:
-        """Return whether rows fit; any rows fit into an empty bucket."""
+        """Return whether the bucket can take the rows `added`; an empty bucket takes any rows."""
         if not self.rows:
             return True
         rows = len(self.rows) + len(added)
@@ -117,8 +117,9 @@ def pack(
     """Split (position of its agent, row) pairs into micro-batches, each sorted by agent.
 
     Micro-batches have little padding and, if possible, the same number of rows of each agent, for
-    plain batched matmuls. With many agents, each micro-batch has some of them. The budget counts
-    padded tokens, a shared prefix once. A row above the budget becomes a separate micro-batch.
+    plain batched matmuls. With many agents, each micro-batch has rows of some agents only. The
+    budget counts padded tokens, a shared prefix once. A row above the budget becomes a separate
+    micro-batch.
     """
     sized = [_SizedRow.of(position, row) for position, row in rows]
     if not sized:
@@ -200,7 +201,7 @@ def _by_prefix(rows: Sequence[_SizedRow]) -> list[_Tier]:
 
 
 def _fill(tiers: Sequence[_Tier], token_budget: int, max_rows: int | None) -> list[_Bucket]:
-    """Cut tiers into the cheapest buckets: tokens, plus `BUCKET_SHARE` budgets per bucket.
+    """Cut tiers into the cheapest buckets; one costs its tokens plus `BUCKET_SHARE` of the budget.
 
     A tier above the budget is split between blocks, a block above the budget between rows.
     """
@@ -220,7 +221,7 @@ def _fill(tiers: Sequence[_Tier], token_budget: int, max_rows: int | None) -> li
 def _cut(
     tiers: Sequence[_Tier], token_budget: int, max_rows: int | None
 ) -> Iterator[Sequence[_Tier]]:
-    """Yield runs of neighbouring tiers, one per bucket; a tier above the budget is a run."""
+    """Yield runs of neighbouring tiers, one per bucket; a tier above the budget is a run alone."""
     bucket_cost = token_budget * BUCKET_SHARE
     # All pairs of ends are tried; neighbours of many tiers are joined to limit their number.
     size = -(-len(tiers) // MOST_CUTS)
@@ -259,7 +260,7 @@ class StepTotals:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> StepTotals:
-        """Count rows after `assign_minibatches`."""
+        """Count the rows and tokens of each minibatch that `assign_minibatches` made."""
         count = max((row.minibatch for row in rows), default=-1) + 1
         return cls(
             tuple(sum(row.minibatch == m for row in rows) for m in range(count)),
@@ -273,7 +274,7 @@ class StepTotals:
 def assign_minibatches(
     rows: Sequence[Row], hparams: Hparams, seed: int, minibatches: int = 1
 ) -> None:
-    """Assign rows to minibatches of `batch_size` in random order; clear their log-probs.
+    """Assign rows to minibatches of `batch_size` in random order; clear `old` and `ref`.
 
     Without a `batch_size` there are `minibatches` of equal size.
     """

@@ -26,10 +26,10 @@ class Row:
             is never True: nothing predicts it.
         sampler_logprobs: (n,) float32, nats, of the n generated tokens as the rollout engine
             recorded them (see `RolloutEngine`), or None.
-        old: (n,) nats, under the policy before this learn call; None until computed.
-        ref: (n,) nats, under the reference; None until computed.
-        minibatch: Index of the optimizer step of an epoch this row belongs to.
-        number: Position among the agent's rows of this learn call.
+        old: (n,) log-probs, nats, under the policy before this learn call; None until computed.
+        ref: (n,) log-probs, nats, under the reference; None until computed.
+        minibatch: Index, within an epoch, of the optimizer step that uses this row.
+        number: Index among the agent's rows of this learn call.
     """
 
     token_ids: np.ndarray
@@ -54,9 +54,9 @@ class Row:
 
 @dataclass(frozen=True)
 class AgentBatch:
-    """The B rows from which the agent in slot `agent` learns in one step, group by group.
+    """The B rows from which the agent in slot `agent` learns in one step, ordered by group.
 
-    `minibatches` are the optimizer steps over all rows if the agent's `batch_size` is None.
+    `minibatches` is the number of optimizer steps per epoch if the agent's `batch_size` is None.
     """
 
     agent: int
@@ -83,7 +83,7 @@ class AgentTraining:
 def rows_from_trajectories(
     trajectories: Sequence[Trajectory], advantages: np.ndarray, *, mask_truncated: bool = False
 ) -> list[Row]:
-    """Return rows from trajectories of one agent and their advantages (B,), without failed ones.
+    """Return rows from one agent's trajectories and their advantages (B,); omit failed ones.
 
     `mask_truncated` also omits trajectories whose last completion was truncated.
     """
@@ -106,7 +106,7 @@ class MicroBatch:
     """Rows of several agents in one forward pass, sorted by agent.
 
     Attributes:
-        owners: Position of each row's agent among those of the learn call.
+        owners: Position of each row's agent among the agents of the learn call.
         positions: (B,) `owners` as a tensor on the device.
         counts: Rows per agent of `present`, the positions of the agents that have rows here.
         input_ids: (B, T) int64, padded on the right, without the last token of the longest row.
@@ -147,7 +147,7 @@ class MicroBatch:
         return self.pad(torch.cat(parts))
 
     def sampler_logprobs(self, old: Tensor) -> Tensor:
-        """Return the sampler's log-probs (B, C), nats; those of `old` for rows without any."""
+        """Return the sampler's log-probs (B, C), nats; `old` in rows that have none recorded."""
         for row in self.rows:
             if row.sampler_logprobs is not None and len(row.sampler_logprobs) != row.generated:
                 raise ShapeError(

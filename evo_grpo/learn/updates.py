@@ -57,7 +57,7 @@ class Updates(Protocol):
         ...
 
     def total(self, sums: MetricSums) -> None:
-        """Add the sums of all processes, in place."""
+        """Replace `sums`, in place, by the totals of all processes."""
         ...
 
 
@@ -114,9 +114,9 @@ def _norms(grads: Sequence[list[Tensor]]) -> list[float]:
 def lr_factor(schedule: LRSchedule, step: int, warmup: float | None = None) -> float:
     """Return the factor in (0, 1] on an agent's lr in a GRPO step (0-based).
 
-    `warmup` is the share of steps that warm up, in [0, 1); None takes the schedule's. Then follows
-    the cosine of Loshchilov and Hutter 2016, arXiv:1608.03983. After the end the factor keeps its
-    last value.
+    `warmup` is the share of steps that warm up, in [0, 1); None takes the schedule's share. After
+    the warm-up, the factor is the cosine of Loshchilov and Hutter 2016, arXiv:1608.03983. After the
+    end of the schedule, it keeps its last value.
     """
     share = schedule.warmup_proportion if warmup is None else warmup
     warm = math.ceil(share * schedule.steps)

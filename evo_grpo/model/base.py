@@ -206,7 +206,7 @@ class SharedBase:
         return next(ids, 0)
 
     def set_padding(self, pad_id: int, pad_token: str | None = None) -> None:
-        """Set the padding id, and the padding token of a tokenizer without one."""
+        """Set the padding id, and the padding token of a tokenizer that has none."""
         if not 0 <= pad_id < self.vocabulary:
             raise ModelError(
                 f"pad_token_id: expected an id in [0, {self.vocabulary}) of {self.name!r}, "
@@ -298,9 +298,9 @@ class SharedBase:
         return self.run(input_ids=input_ids, use_cache=False, **kwargs)
 
     def run(self, cache: Cache | None = None, **inputs: Any) -> Tensor:
-        """Run the trunk, as every forward pass does; return final hidden states (B, T, H).
+        """Run the trunk and return final hidden states (B, T, H); every forward pass calls this.
 
-        `cache` holds keys and values of earlier tokens; those of `inputs` are appended to it.
+        `cache` holds keys and values of earlier tokens. The call appends those of its inputs.
         """
         if cache is not None:
             inputs |= {self._cache_keyword: cache, "use_cache": True}

@@ -55,7 +55,7 @@ class Classifier:
     def load(
         cls, name: str, *, device: str, dtype: str, label: str | None, max_tokens: int | None
     ) -> Self:
-        """Load a classifier by the name of a folder or hub id, from safetensors alone."""
+        """Load a classifier from a folder or by a hub id, from safetensors files only."""
         target = pick_device(device)
         try:
             model, tokenizer = from_pretrained(
@@ -130,7 +130,7 @@ class Classifier:
         return scores
 
     def _batched(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> Tensor:
-        """Return `_logits`; without a padding id, one that no text has serves as padding."""
+        """Return `_logits`; if the model has no padding id, pad with an id that no text has."""
         config = self.model.config.get_text_config()
         if config.pad_token_id is not None or len(rows) == 1:
             return self._logits(rows)

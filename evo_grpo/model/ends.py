@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from evo_grpo.settings.algorithm import AlgorithmConfig
 
 _MARGIN = 16
-"""Characters decoded before the longest stop string: if decoding starts within a text, the first
-characters may differ, since a leading space is dropped or a character lacks its first bytes."""
+"""Characters to decode before the longest stop string: if decoding starts within a text, its first
+characters may differ, because a leading space is dropped or a character lacks its first bytes."""
 
 
 @final
@@ -79,7 +79,7 @@ class StopRules:
         return texts
 
     def stops(self, row: Sequence[int]) -> bool:
-        """Return whether a row has a stop string, which its last token must have completed."""
+        """Return whether a row has a stop string; only its last token may have completed one."""
         if len(row) <= self._least or not self._may_complete(row[-1]):
             return False
         # Decode only the end of the row, as long as it has no stop string.

@@ -21,9 +21,9 @@ from evo_grpo.model.loading import DTYPES, as_model_error, from_pretrained, load
 from evo_grpo.sources import Source
 
 TOLERANCE = 1e-3
-"""Greatest difference in nats between a merged model and base plus adapter, in float32."""
+"""Greatest difference, in nats, of a merged model's log-probs from those of base and adapter."""
 _TOKENS = 16
-"""Number of tokens for this comparison."""
+"""Number of tokens on which a merged model is compared with base and adapter."""
 
 
 def tokenizer_files(
@@ -45,7 +45,7 @@ def tokenizer_files(
 def write_base(source: Source, dtype: str, digest: str | None, folder: Path) -> None:
     """Write a base, dequantised if it is a GGUF file, as a model folder without its tokenizer.
 
-    If `digest` is given, weights of another digest raise CheckpointError.
+    Weights with another digest than `digest` raise CheckpointError; None accepts all weights.
     """
     model, _ = from_pretrained(source, DTYPES[dtype], {}, with_tokenizer=False)
     _check_base(model, source, digest)

@@ -51,7 +51,7 @@ GGUF_KEYS = {
     "max_position_embeddings": "context_length",
     "vocab_size": "vocab_size",
 }
-"""Keys of config.json -> those of a GGUF header, without the architecture before them."""
+"""Key of config.json -> key of a GGUF header, without its prefix, the architecture."""
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
@@ -73,10 +73,10 @@ MOST_DEPTH = 4
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the key, for a number of objects or features no model has.
+    """Raise ValueError, naming the key, for a number of layers, experts or features no model has.
 
-    Configurations inside of the configuration, of any depth, are checked too; a part of a model
-    may have no layers.
+    Configurations inside of the configuration, of any depth, are checked too; these may have no
+    layers.
     """
     parts = [config]
     for part in parts:  # the loop appends to `parts`
@@ -91,7 +91,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def read_config(name: str, file: Path) -> dict[str, Any]:
-    """Return the config.json of a model."""
+    """Return the config.json of a model; raise ModelError if it is implausible."""
     config = read_object(name, file)
     if "model_type" not in config:
         raise ModelError(f"model {name!r}: expected a model_type in {file}, found none")

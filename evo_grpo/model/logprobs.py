@@ -68,7 +68,7 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies (M,) fp32; save slopes of the first `count` of the two.
 
-        `needs_input_grad` does not tell whether a backward follows: it is true in `no_grad`.
+        `count` is an argument because `needs_input_grad` is true in `no_grad` too.
         """
         ctx.set_materialize_grads(False)
         # The loss scale of float16 comes with the gradient, too late for slopes rounded here.
@@ -146,8 +146,8 @@ def _by_kernel(
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
     """Compute `_of_whole_rows` by a kernel, in half precision, reading the logits only twice.
 
-    Probabilities are relative to the likeliest token but the target, so that float16 can represent
-    those of unlikely tokens.
+    Probabilities are relative to that of the likeliest token other than the target, so that float16
+    can represent those of unlikely tokens.
     """
     logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
     above = torch.empty_like(logits) if count > 1 else logits

@@ -77,7 +77,7 @@ def probe_ids(
 
 @contextmanager
 def own_generator(device: torch.device) -> Generator[None]:
-    """Restore the global generators at the end, so that a probe changes no later draws."""
+    """Disable gradients; restore the global generators at the end, so later draws do not change."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         yield
@@ -134,8 +134,8 @@ def in_float32(trunk: nn.Module) -> Generator[None]:
 def _units(trunk: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """Yield each module, and whether the weights of its submodules are converted with it.
 
-    This holds for the layers of the outermost ModuleLists, since some read a submodule's weights
-    without calling it. Of the modules around them, only their own weights are converted.
+    They are for the layers of the outermost ModuleLists, because some layers read a submodule's
+    weights without calling it. They are not for the modules around these layers.
     """
     for module in trunk.children():
         if isinstance(module, nn.ModuleList):
@@ -256,9 +256,9 @@ def check_causal(
 ) -> None:
     """Refuse a model whose hidden states depend on later tokens or on other rows.
 
-    `run` maps ids (B, T) to `hidden` (B, T, H), and beginnings of the first row to `firsts` (1,
-    ..., H). Half precision is checked in float32 too, since rounding hides a small dependence; a
-    model that does not run in float32, or does not fit into memory, passes.
+    `hidden` (B, T, H) is `run` of `ids` (B, T). Each of `firsts` (1, ..., H) is `run` of a
+    beginning of the first row. Half precision is checked in float32 too, because rounding hides a
+    small dependence; a model that cannot run in float32, or exceeds the memory there, passes.
     """
 
     def compare(hidden: Tensor, firsts: Sequence[Tensor]) -> float:

@@ -70,7 +70,7 @@ def quantization_keywords(
 def use_plain_products(model: nn.Module, kind: Quantization, name: str) -> None:
     """Make a model's quantised layers multiply by their weights in the compute dtype.
 
-    nf4 needs widths in multiples of 64, else ModelError: bitsandbytes 0.50 packs others wrongly.
+    nf4 with a width that 64 does not divide raises ModelError: bitsandbytes 0.50 packs it wrongly.
     """
     for layer, module in model.named_modules():
         if is_quantized(module):

@@ -1,4 +1,4 @@
-"""Limits the length of rows to that at which a model computes prefixes as it does whole rows.
+"""Limits rows to lengths at which a model computes a prefix as it computes the whole row.
 
 In longer rows, log-probs of sampling and training would differ, or depend on other agents' rows:
 
@@ -29,13 +29,13 @@ _FIXED = "default"
 
 
 class RowLimit:
-    """The limit on the row length of a model with `positions` in its config, 0 for no number.
+    """The limit on the row length of a model, whose config has `positions` positions, or 0.
 
     Attributes:
         longest: Tokens of the longest row; 0 without a limit.
         selection: Row length up to which sparse attention selects all tokens; None for other
             attention.
-        switch: Row length up to which the rotary frequencies are constant; None without a limit.
+        switch: Row length up to which the rotary frequencies are constant; None if they always are.
     """
 
     def __init__(self, trunk: nn.Module, name: str, positions: int) -> None:
@@ -95,13 +95,13 @@ class RowLimit:
 
 
 def selection_length(trunk: nn.Module) -> int | None:
-    """Return the row length up to which sparse attention selects all tokens; None without it."""
+    """Return the row length up to which sparse attention selects all tokens; None if not sparse."""
     lengths = [n for module in trunk.modules() if (n := _selected(module)) is not None]
     return min(lengths, default=None)
 
 
 def _selected(module: Any) -> int | None:  # noqa: ANN401 -- a layer of any model
-    """Return the number of tokens that a layer's sparse attention selects; None without it."""
+    """Return the number of tokens that a layer's sparse attention selects; None if not sparse."""
     names = ("index_topk", "compress_rate", "topk_blocks", "block_size")
     tokens, rate, blocks, size = (
         value if type(value := getattr(module, name, None)) is int else None for name in names
@@ -113,7 +113,7 @@ def _selected(module: Any) -> int | None:  # noqa: ANN401 -- a layer of any mode
 
 
 def switch_length(trunk: nn.Module) -> int | None:
-    """Return the row length up to which the frequencies are constant; None without a limit."""
+    """Return the row length up to which the frequencies are constant; None if they always are."""
     lengths = [
         _switch(module, layer_type, rope_type)
         for module in _rotary(trunk)

@@ -34,7 +34,7 @@ _PATIENCE = timedelta(minutes=10)
 
 @final
 class ShardedLayers:
-    """The decoder layers of a base without adapters, each divided among all processes."""
+    """The decoder layers of a base, each divided among all processes before it gets adapters."""
 
     def __init__(self, base: SharedBase, device: torch.device) -> None:
         layers = decoder_layers(base)

@@ -1,4 +1,4 @@
-"""Mutation: at most one hyperparameter moves by a factor."""
+"""Mutation: one hyperparameter of an agent moves, or none."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -57,7 +57,8 @@ class Mutations(Group):
 
         The weight `rl_hp` is used if a hyperparameter has a range, `choice` if one has choices. One
         end of a clip_coef pair moves, by its distance from 1. A batch_size of None (all rows)
-        counts as the maximum of its range.
+        counts as the maximum of its range. With `between`, all hyperparameters move as long as no
+        agent has tried other values.
         """
         hparams = candidate.hparams
         if not hp_config or not self._may_mutate(candidate):

@@ -165,7 +165,7 @@ def _value(name: str, parameter: RLParameter, proposed: Value) -> Value:
 
 
 def _params(hparams: Hparams, space: Mapping[str, RLParameter]) -> dict[str, Any]:
-    """Return the hyperparameters of a trial as proposals, without pairs."""
+    """Return a trial's hyperparameters as Optuna's parameters, some as distances from 1."""
     params: dict[str, Any] = {}
     for name, parameter in space.items():
         value, measure = value_of(hparams, name, parameter), _measure(name, parameter)

@@ -1,4 +1,4 @@
-"""A schedule, which gives all agents the same values from given rounds on."""
+"""A schedule, which gives all agents the same values, each from a round on."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -25,7 +25,7 @@ ROUND = "round"
 
 
 def _entries(value: object) -> object:
-    """Accept a list of mappings, each with a round and at least one value."""
+    """Return a list of mappings as plain values; raise ValueError for anything else."""
     items = cast("list[object]", list(value)) if isinstance(value, list | tuple) else []
     if items and all(isinstance(item, Mapping) for item in items):
         return [plain(item) for item in items]
@@ -83,7 +83,7 @@ class ScheduleExploration(Group):
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
     ) -> tuple[Hparams, Changes]:
-        """Set those values of the agent's next round that have a range; nothing is drawn."""
+        """Give an agent the values of its next round, if they have a range; nothing is drawn."""
         del rng
         hparams = candidate.hparams
         space = dict(parts(hparams, hp_config.parameters))
@@ -99,7 +99,7 @@ class ScheduleExploration(Group):
         refuse(below(self.problems(first, hp_config), "exploration"))
 
     def problems(self, first: Hparams, hp_config: "HyperparameterConfig") -> Iterator[Problem]:
-        """Yield values that no agent of a run can take, with their paths below the strategy."""
+        """Yield a problem, with its path below the strategy, for each value no agent can take."""
         hparams = first
         for index, entry in enumerate(self.rounds):
             values = {name: value for name, value in entry.items() if name != ROUND}

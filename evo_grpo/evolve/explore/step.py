@@ -46,10 +46,10 @@ def lower_lr(
 def step(
     hparams: Hparams, name: str, parameter: RLParameter, draw: float
 ) -> tuple[Hparams, Changes]:
-    """Move a hyperparameter or an end of the clip range by a factor; return the changes too.
+    """Move a hyperparameter or an end of the clip range by a factor; return values and changes.
 
-    For an end, `parameter` is the range of the bound itself. Ends and decay rates move by their
-    distance from 1. `draw` is a uniform number in [0, 1).
+    For an end, `parameter` is the range of the end, not of its distance from 1. Ends and decay
+    rates move by their distance from 1. `draw` is a uniform number in [0, 1).
     """
     if name in CLIP_ENDS:
         return _step_clip_end(hparams, name, parameter, draw)

@@ -83,7 +83,7 @@ class ParetoSelector:
         )
 
     def _front(self, known: Mapping[Position, Score], first: Position) -> set[Position]:
-        """Return the positions of the first front; `first` is the first in the order."""
+        """Return the positions of the first front; `first` is the best position of the order."""
         from evo_grpo.evolve.goals import dominates, fronts
 
         if not known[first].further:  # one goal: without a comparison of all pairs
@@ -105,7 +105,7 @@ def _score(history: Sequence[Score]) -> Score:
 
 
 def _ends(front: Mapping[Position, Score]) -> set[Position]:
-    """Return the best agent of a front in each goal; of equal agents, the lowest position."""
+    """Return the position of a front's best agent in each goal; of equal agents, the lowest."""
     goals = range(min(len(score.goals) for score in front.values()))
     return {
         min(front, key=lambda position: (-front[position].goals[goal].mean, position))

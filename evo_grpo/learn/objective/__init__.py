@@ -1,1 +1,1 @@
-"""Pure functions of GRPO: advantages, ratios, losses, learning-rate schedule."""
+"""Pure functions of GRPO: advantages and their shaping, ratios, losses."""

@@ -1,4 +1,4 @@
-"""Converts rewards to group-relative advantages, with numpy unless given a torch tensor.
+"""Converts rewards to group-relative advantages, by numpy; torch tensors are copied to the host.
 
 A reward of NaN (None in a list) is an abstention: the reward function does not rate that row.
 """
@@ -30,11 +30,11 @@ Sizes: TypeAlias = "int | npt.NDArray[np.intp]"
 Scale = Literal["group", "batch", "none"]
 
 ZERO_SPREAD = 1e-8
-"""Rewards of one group at most this far apart are equal, whatever their magnitude: they would teach
-next to nothing, since their spread is added to an eps of 1e-4."""
+"""Rewards of one group at most this far apart count as equal, whatever their magnitude: they would
+teach next to nothing, because an eps of 1e-4 is added to their spread."""
 
 ROUNDING_TERMS = 3
-"""Terms that a reward is taken to be a sum of, at least: a user may have summed it already."""
+"""A reward counts as a sum of at least this many terms: its function may have added some."""
 
 
 @overload
@@ -98,9 +98,9 @@ def group_advantages(
         deviation. With every scale, the groups that `zero_variance_groups` finds get exactly 0.
 
     Raises:
-        ShapeError: The shapes of rewards, weights and group_size do not fit.
+        ShapeError: The shapes of rewards, weights and group_size do not match.
         ConfigError: scale, eps or ddof is out of range.
-        RewardError: A reward is infinite or beyond 1e15, alone or by its weight, so that results
+        RewardError: A reward is infinite or beyond 1e15, alone or times its weight, so that results
             would leave float32; or half precision cannot hold its advantage.
     """
     _check_settings(scale, eps, ddof)
@@ -277,7 +277,7 @@ def _check_settings(scale: object, eps: float, ddof: object) -> None:
 
 
 def combined(values: Floats, weights: Floats | None) -> Floats:
-    """Sum the weighted reward functions of (B, K) rewards; NaN where all of them abstain.
+    """Sum (B, K) rewards over the functions, times weights (K,); NaN where all functions abstain.
 
     A reward, weighted or not, that is infinite or beyond `LARGEST` raises RewardError.
     """
@@ -423,7 +423,7 @@ def refuse_unusable(values: Floats) -> None:
 
 
 def check_weighted_rewards(magnitudes: Floats, weights: Floats) -> None:
-    """Raise RewardError for the first row with magnitude (B, K) times weight beyond `LARGEST`."""
+    """Raise RewardError for the first row whose magnitudes times weights sum beyond `LARGEST`."""
     heavy = magnitudes @ weights > LARGEST
     if heavy.any():
         row = int(heavy.argmax())

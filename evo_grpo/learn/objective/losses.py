@@ -115,7 +115,8 @@ class SurrogateInputs:
 
     Tensors are (B, T), logs in nats, and neutral where masked: log-probs 0, ratios 1. `advantages`
     may be (B, 1); clip values are ratios, float or (B, 1). `ratio` is new / old policy at the level
-    of `ratio_level`, and `sampler_log_weight` (B, 1) the log of each row's sampler correction.
+    of `ratio_level`, and `sampler_log_weight` (B, 1) the log of each row's sampler correction. In
+    the formulas of surrogates, r is `ratio`, A `advantages` and lp `logprobs`.
     """
 
     logprobs: Tensor
@@ -137,7 +138,7 @@ class Surrogate:
 
 
 def clipped(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
-    """-min(min(r, delta) A, clip(r, low, high) A): DeepSeekMath eq. 3."""
+    """Return -min(min(r, delta) A, clip(r, low, high) A): DeepSeekMath eq. 3."""
     ratio, advantages = inputs.ratio, inputs.advantages
     bounded = _clamp(ratio, inputs.clip_low, inputs.clip_high)
     free = ratio if config.delta is None else ratio.clamp(max=config.delta)
@@ -149,7 +150,7 @@ def clipped(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
 
 
 def capped(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
-    """-detach(min(r, high)) A lp: MiniMax-M1 eq. 4 and 5 without a lower bound."""
+    """Return -detach(min(r, high)) A lp: MiniMax-M1 eq. 4 and 5 without a lower bound."""
     del config  # one signature for the table
     high = inputs.clip_high
     ratio = inputs.ratio.detach()
@@ -160,7 +161,7 @@ def capped(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
 
 
 def soft_gate(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A: SAPO."""
+    """Return -(4 / tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A: SAPO."""
     temperature = _by_sign(
         inputs.advantages > 0,
         config.sapo_temperature_pos,
@@ -172,7 +173,7 @@ def soft_gate(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
 
 
 def gamma_weight(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
-    """-phi(w) A lp with phi(w) = w^k exp(lambda (1 - w)) of the row's ratio w, detached: VESPO."""
+    """Return -phi(w) A lp; phi(w) = w^k exp(lambda (1 - w)), w the row's ratio, detached: VESPO."""
     log_ratio = inputs.log_ratio.detach()
     log_weight = log_ratio.clamp(-VESPO_LOG_CLAMP, VESPO_LOG_CLAMP).sum(-1, keepdim=True)
     if inputs.sampler_log_weight is not None:
@@ -208,7 +209,7 @@ def _clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Totals:
-    """The rows and valid tokens of one optimizer step, numbers or (B, 1), all >= 1.
+    """The numbers of rows and valid tokens of one optimizer step, floats or (B, 1), >= 1.
 
     `row_tokens` (B, 1) has the number of valid tokens of each row. `max_completion_length` is the
     maximum number of tokens of a completion, or None.
@@ -420,8 +421,8 @@ def token_terms_of(
 ) -> TokenTerms:
     """Compute `token_terms` of rows that may have different losses; rows stay independent.
 
-    `configs` has the settings of each of the B rows, and `inputs` the other arguments of
-    `token_terms` by name: None, or tensors with B rows. `logprobs` are (B, T) floats, nats, with
+    `configs` has the settings of each of the B rows. `inputs` has the other tensor arguments of
+    `token_terms` by name, each None or with B rows. `logprobs` are (B, T) floats, nats, with
     gradient.
     """
     distinct = list(dict.fromkeys(configs))

@@ -12,7 +12,7 @@ from evo_grpo.schema.hparams import RatioLevel
 from evo_grpo.settings.algorithm import LossConfig
 
 LOG_RATIO_CLAMP = 80.0
-"""Beyond it exp() overflows in float32, and a clipped token's gradient would be 0 x inf = NaN."""
+"""Bound of |log-ratio|: beyond, exp() overflows float32, and clipping gives 0 x inf = NaN."""
 
 
 def policy_ratio(
@@ -23,7 +23,7 @@ def policy_ratio(
     `log_ratio` (B, T) are nats per token, 0 where masked. Level "sequence" is the exponential of
     the row's mean log-ratio (GSPO, arXiv:2507.18071, eq. 7). With `per_token`, the gradient of a
     sequence's ratio at a token reaches only that token's log-prob (GSPO-token, eq. 14 of that
-    paper), so that shaped advantages or a KL, which differ between tokens, affect their own token.
+    paper), so that shaped advantages or a KL, which differ between tokens, affect that token only.
     If all tokens have the same advantage, the gradient is that of GSPO.
     """
     if level == "sequence":
@@ -82,7 +82,7 @@ class SamplerWeight:
 def sampler_weight(
     old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, config: LossConfig
 ) -> SamplerWeight | None:
-    """Return the weights trainer / sampler, either truncated at the cap or 0 above it.
+    """Return the ratios trainer / sampler, either truncated at the cap or 0 above it.
 
     Truncation is that of "Your efficient RL framework secretly brings you off-policy RL training"
     (Yao et al. 2025). Per sequence, the tokens' log-ratios are summed, not averaged. Log-probs are

@@ -25,13 +25,13 @@ def token_advantages(
     filter_zero: bool = False,
     filter_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Spread one agent's advantages (B,) over the tokens of a mask (B, T), and shape them in order.
+    """Spread one agent's advantages (B,) over the tokens of a mask (B, T), and shape them.
 
-    `filter_zero` drops rows with |A| <= filter_eps. `whiten` replaces A by (A - mean) /
+    First, `filter_zero` drops rows with |A| <= filter_eps. Then `whiten` replaces A by (A - mean) /
     sqrt(var + 1e-8), with the biased variance, over the valid tokens of the kept rows, so long rows
-    weigh more. KL shaping adds beta (baseline_t - kl_t). Its policy gradient is that of -beta times
-    the sum over the tokens of KL(policy || reference) after the sampled prefix. `clip_range` clamps
-    to [-clip_range, clip_range].
+    weigh more. Then KL shaping adds beta (baseline_t - kl_t). Its policy gradient is that of -beta
+    times the sum over the tokens of KL(policy || reference) after the sampled prefix. At the end,
+    `clip_range` clamps A to [-clip_range, clip_range].
 
     As an advantage, `kl` must be the signed k1, log policy - log reference: the expectation of grad
     log policy times k1 is the gradient of KL(policy || reference). With k3, which is never
@@ -90,7 +90,7 @@ def with_overlong_penalty(experience: Experience, penalties: Floats, weight: flo
     """Return an experience with penalties (B,) as a further column of its rewards.
 
     `weight` is the weight of the column. Rows without any reward get no penalty. The metric
-    `overlong_penalty` is the weighted mean over the other rows.
+    `overlong_penalty` is the weighted mean over the rows with a reward.
     """
     has_reward = ~np.isnan(experience.rewards).all(axis=1)
     column = np.where(has_reward, penalties, np.nan)[:, None]

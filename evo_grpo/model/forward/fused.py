@@ -56,7 +56,7 @@ class FusedForward:
         self.set_layout(layout)
 
     def set_layout(self, layout: RowLayout) -> None:
-        """Change the rows; if adapters are removed, the cached stacks shrink."""
+        """Set the layout of the rows; drop removed adapters from the cached stacks."""
         previous: RowLayout = getattr(self, "layout", layout)
         if previous.adapters != layout.adapters and self._stacks:
             positions = torch.tensor([previous.adapters.index(name) for name in layout.adapters])
@@ -87,7 +87,7 @@ class FusedForward:
         return stack
 
     def add(self, x: Tensor, result: Tensor, stack: Stack) -> Tensor:
-        """Add every agent's update for x (B, ..., in) to its own rows of `result` (B, ..., out).
+        """Add the update of each row's agent for x (B, ..., in) to `result` (B, ..., out).
 
         `result` is the output of the base layer; it is overwritten if `frozen`.
         """

@@ -30,7 +30,7 @@ class RowLayout:
         return sum(self.counts)
 
     def counts_of(self, adapters: Sequence[str | None]) -> tuple[int, ...]:
-        """Return the number of rows of each of `adapters`, 0 for those not in the layout.
+        """Return the number of rows of each of `adapters`, 0 for an adapter without rows.
 
         `adapters` must contain the adapters of the layout in the same order.
         """

@@ -1,8 +1,8 @@
 """Splits rows that share a prefix, so that the prefix is computed once.
 
 The G completions of a prompt are G rows with the same prefix, whose hidden states are equal under
-causal attention. The queries of all rows attend to its keys and values, and its gradient is the sum
-over the rows.
+causal attention. The queries of all rows attend to the prefix's keys and values, and the prefix's
+gradient is the sum over the rows.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def find_shared_prefixes(
 ) -> SharedPrefix | None:
     """Split rows at their first generated token; None if shared prefixes save too little.
 
-    `positions` (B,) of agents ascend; ids (B, T) are padded, T >= 2; masks (B, T) are True at
-    generated tokens, never in the first column.
+    `positions` (B,) are those of the rows' agents, ascending; `ids` (B, T) are padded, T >= 2;
+    `masks` (B, T) are True at generated tokens, never in the first column.
     """
     rows, width = ids.shape
     # A row without a generated token has an empty rest, since none of its tokens is predicted.
@@ -111,7 +111,7 @@ def find_shared_prefixes(
 def _segments(
     rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], before: int, after: int
 ) -> list[npt.NDArray[np.int64]]:
-    """Return the arrays of `SharedPrefix.segments`, given the rows and lengths of prefixes."""
+    """Return `SharedPrefix.segments`, for prefixes and rests padded to `before` and `after`."""
     count, total = len(rows), int(rows.sum())
     offsets = np.append(np.arange(count) * before, count * before + np.arange(total + 1) * after)
     arrays = [offsets, np.append(0, np.cumsum(rows)) * after, np.append(0, np.cumsum(lengths))]

@@ -28,7 +28,7 @@ class Stack:
     b: Tensor
 
     def select(self, agents: Tensor) -> Stack:
-        """Return the stack of the agents at these positions (M,), on any device."""
+        """Return the stack of some agents; `agents` are their positions, on any device."""
         rows = agents.to(self.a.device)
         return Stack(self.a.index_select(0, rows), self.b.index_select(0, rows))
 
@@ -131,7 +131,7 @@ class Chunks:
         return x.reshape(self.count, -1, x.shape[-1])
 
     def per_chunk(self, stack: Tensor) -> Tensor:
-        """Select the agent's entry of a stack (N, ...) for each chunk; return (count, ...)."""
+        """Return, for each chunk, its agent's entry of a stack (N, ...): (count, ...)."""
         return stack if self.owners is None else stack.index_select(0, self.owners)
 
     def per_agent(self, values: Tensor, agents: int) -> Tensor:
@@ -150,7 +150,7 @@ class Chunks:
 
 
 def make_chunks(counts: tuple[int, ...], columns: int, rank: int, device: torch.device) -> Chunks:
-    """Choose the cheapest chunks for the rows of each agent, of `columns` tokens.
+    """Divide the agents' rows, of `columns` tokens each, into the cheapest chunks.
 
     Small chunks repeat A and B; large chunks need padding. Both costs are counted in rows of
     activations; A and B of one chunk count as `rank` rows.

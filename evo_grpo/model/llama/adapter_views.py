@@ -42,7 +42,7 @@ class Block(NamedTuple):
 
 
 def multiplies_separately(ranks: Sequence[int], device: torch.device) -> bool:
-    """Return whether separate products may be faster for parts of these ranks."""
+    """Return whether separate products may be faster for parts with these LoRA ranks."""
     return device.type == "cpu" and min(ranks) >= _LEAST_RANK
 
 
@@ -115,7 +115,7 @@ class Part:
 
     Attributes:
         name: Its module name.
-        rows: Its rows of the joined rank, as many as the largest rank of all slots.
+        rows: Its rows of the joined A, as many as the largest LoRA rank of all slots.
         columns: Its columns of the joined output.
     """
 
@@ -125,7 +125,7 @@ class Part:
 
     @property
     def rank(self) -> int:
-        """The largest rank of all slots."""
+        """The largest LoRA rank of all slots."""
         return self.rows.stop - self.rows.start
 
     def block(self, b: Tensor) -> Block:
@@ -140,7 +140,7 @@ class JoinedAdapters:
     Attributes:
         a: (N, R, in) leaf, the A of all parts, stacked along the rank.
         b: (N, size, rank) leaf of each part.
-        scale: (N, R) LoRA scaling of each row.
+        scale: (N, R) LoRA scaling of each row of A.
         width: Output features of all parts.
         kept: Cache of tensors computed from A, B and scale in this step; None to cache nothing.
     """
@@ -183,7 +183,7 @@ class JoinedAdapters:
         return self.kept[name, dtype]
 
     def apart(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the gradients (N, size, rank) of the parts' leaves, given those of the blocks."""
+        """Turn the gradients of the blocks into those of the parts' leaves (N, size, rank)."""
         if len(grads) == len(self.parts):
             return tuple(grads)
         return tuple(grads[0][:, part.columns, part.rows] for part in self.parts)
@@ -300,7 +300,7 @@ class AdapterViews:
 def adapter_views(
     slots: AdapterSlots, weights: LlamaWeights, adapters: Sequence[str | None]
 ) -> AdapterViews:
-    """Return stacks of these adapters: views if their shapes are equal, else copies."""
+    """Return the stacks of adapters, of which the parameters become views if shapes are equal."""
     trained = tuple(name for name in slots.names if slots.is_trainable(name))
     # Rounding may depend on the other adapters of a batch, so the adapters of a shard have their
     # own leaves: results do not depend on the number of processes.

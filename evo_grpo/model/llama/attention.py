@@ -129,7 +129,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
 
 
 def causal(columns: int, like: Tensor, window: int | None = None) -> Tensor:
-    """Return the causal mask (columns, columns) of 0 and -inf, within a window if given."""
+    """Return the causal mask (columns, columns) of 0 and -inf, within `window` unless None."""
     never = torch.full((columns, columns), float("-inf"), dtype=like.dtype, device=like.device)
     mask = never.triu(1)
     return mask if window is None else mask.add_(never.tril_(-window))
@@ -140,8 +140,8 @@ def after_prefix(
 ) -> Tensor:
     """Return the mask, 0 or -inf, of tokens that attend to a prefix and causally to each other.
 
-    `lengths` are those of the rows' prefixes without padding, (B,), or (1,) if all are equal. With
-    Tp = `prefix` and C = `rest` the mask is (B, C, Tp + C), or (C, Tp + C).
+    `lengths` (B,) are the numbers of tokens of the rows' prefixes, without padding; (1,) if all are
+    equal. With Tp = `prefix` and C = `rest` the mask is (B, C, Tp + C), or (C, Tp + C).
     """
     device = lengths.device
     causal_rest = torch.ones(rest, rest, dtype=torch.bool, device=device).tril_()

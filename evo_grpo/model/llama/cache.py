@@ -22,13 +22,13 @@ _LEAST = 64
 
 @dataclass(frozen=True)
 class Refill:
-    """Rows that stay in a cache, and rows that join them.
+    """B rows that stay in a cache, and J rows that join them.
 
     Attributes:
-        stay_to: (K,) new positions of the rows of the cache.
-        join_to: (M,) positions of the rows that join.
-        source: (M,) row of the prompt in the other cache, for each row that joins.
-        lengths: (M,) lengths of their prompts.
+        stay_to: (B,) new position of each row that stays.
+        join_to: (J,) position of each row that joins.
+        source: (J,) row of its prompt in the cache of the prompts, for each row that joins.
+        lengths: (J,) length of its prompt, for each row that joins.
     """
 
     stay_to: Tensor
@@ -37,10 +37,10 @@ class Refill:
     lengths: Tensor
 
     def masks(self, mask: Tensor, joining: int, room: int) -> tuple[Tensor, slice, slice, int]:
-        """Return the mask and columns after the refill, given the mask (K, 1, 1, used) before it.
+        """Return the mask and columns after the refill, given the mask (B, 1, 1, used) before it.
 
         Leading columns to which no row attends are removed. The joining prompts, `joining` columns
-        wide, end at the column where the staying rows end. Returns the mask (K + M, 1, 1, room),
+        wide, end at the column where the staying rows end. Returns the mask (B + J, 1, 1, room),
         True also at unused columns; the slice of the kept columns; the slice of their new places;
         and the number of columns in use.
         """
@@ -59,7 +59,12 @@ class Refill:
     def moved(
         self, before: Tensor, joining: Tensor | None, room: int, old: slice, new: slice
     ) -> Tensor:
-        """Join keys or values (K, heads, room, D) and (NP, heads, T, D) in one buffer."""
+        """Return a buffer (B + J, heads, room, D) of the keys or values of all rows.
+
+        For rows that stay, columns `old` of `before` (B, heads, columns, D) become columns `new`.
+        For rows that join, the columns of their prompts in `joining` (NP, heads, Tp, D) end where
+        `new` ends; `joining` is None if no row joins.
+        """
         count = len(before) + len(self.source)
         # Zeros: unused columns are multiplied by a weight of 0.
         out = before.new_zeros(count, before.shape[1], room, before.shape[3])
@@ -238,9 +243,9 @@ class FixedCache:
             self._places = self._places.index_select(0, rows)
 
     def refill(self, arrived: FixedCache | None, moves: Refill) -> int:
-        """Remove rows and unused columns, and add the prompts of another cache.
+        """Move the rows that stay, remove unused columns, and add rows of the cache `arrived`.
 
-        `arrived`, None if no row joins, is emptied. Returns the number of columns then in use.
+        `arrived` is emptied; it is None if no row joins. Returns the number of columns then in use.
         """
         room, used = self._bias.shape[-1], int(self.column) + 1
         attended = self._bias[..., :used] == 0

@@ -119,7 +119,7 @@ class _Layer:
 class LlamaDecoder:
     """One rollout over `LlamaWeights` with the active adapters; see `Decoder`.
 
-    `columns` is the longest prompt plus completion, for the rotary tables.
+    `columns` is the maximum number of tokens of a row, for the rotary tables.
     """
 
     def __init__(self, weights: LlamaWeights, fused: FusedForward, columns: int) -> None:

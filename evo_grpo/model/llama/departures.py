@@ -121,7 +121,7 @@ def find_departures(base: SharedBase) -> tuple[str, ...]:
 
 
 def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
-    """Return how a base's code differs from its type, and its modules' values; takes 2 ms."""
+    """Return how a base's code differs from its model type's, and its modules' values, in 2 ms."""
     trunk, config = base.trunk, base.model.config
     description = describe(config)
     assert description is not None, "the base is of no family"
@@ -176,7 +176,7 @@ def _of_layers(layers: Sequence[nn.Module], described: Sequence[LayerKind]) -> I
 def _departure(
     module: nn.Module, kinds: set[type[nn.Module]], config: object, weights: tuple[object, ...]
 ) -> str | None:
-    """Return how a module differs; `weights` is the expected class, dtype and device."""
+    """Return how a module differs from the expected classes, configuration or weights; or None."""
     if type(module) not in kinds:
         return f"is a {_name(module)}, which is not of the library"
     if (problem := forward_change(module)) is not None:
@@ -197,7 +197,7 @@ def _name(module: nn.Module) -> str:
 def _of_code(
     code: Mapping[str, Any], kinds: set[type[nn.Module]], attention: str | None
 ) -> Iterator[str]:
-    """Describe classes and functions of torch and transformers that were replaced."""
+    """Yield a sentence for each class or function of torch or transformers that was replaced."""
     for kind in kinds:
         if not class_from_libraries(kind):
             yield f"{kind.__module__}.{kind.__qualname__} runs other code"
@@ -217,13 +217,13 @@ def _of_code(
 
 
 class _LayersDiffer(Exception):
-    """Raised with a clause that describes the difference."""
+    """The modules and the joined layers differ; the message is a clause that says how."""
 
 
 def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str | None:
     """Return how outputs of a base's modules and of the joined layers differ; None if they agree.
 
-    No adapter is active. The code of the base must not differ from its model type.
+    No adapter is active. The code of the base must not differ from that of its model type.
     """
     size = sum(p.numel() for layer in layers_of(base) for p in layer.parameters())
     columns = max(_LEAST, min(_MOST, _PRODUCTS // max(1, size)))
@@ -308,7 +308,7 @@ def _joined(
     module: nn.Module,
     x: Tensor,
 ) -> Tensor:
-    """Return the output of the joined layer of a module, x (1, T, H)."""
+    """Return the output (1, T, H) of a module's joined layer for the module's input x (1, T, H)."""
     d = weights.description
     kind = d.layers[number]
     # A copy of one layer: in half precision its weights have been widened for now.

@@ -28,8 +28,8 @@ class Family:
         module: Name of its module in transformers.models.
         norms: Names of the norms before and after the attention, before and after the MLP; a norm
             after one of them acts before the residual is added. Empty for no norm.
-        head_norms: Norms of q and k before the rotary positions: "each" head has its own mean
-            square, or "all" heads have one.
+        head_norms: Norms of q and k before the rotary positions: "each" head is divided by a
+            separate root mean square, or "all" heads by one; empty for no norms.
         one_plus: Whether a norm multiplies by 1 + weight instead of weight.
         rounds_once: Whether a norm in half precision rounds only after the weight.
         windows: Which layers have the configured sliding window: none, "all", or by layer "types".
@@ -39,7 +39,7 @@ class Family:
             factors.
         scale: Factor of the attention scores, from the configuration and the size of a head.
         trunk: Name of the model below the head, after the prefix.
-        embedding: Class of the embeddings after the prefix; empty for torch's own.
+        embedding: Name of the class of the embeddings, after the prefix; empty for torch's class.
         activation: Key of the activation in the configuration.
         kernels: Whether the kernels of `llama.cuda` support the family.
         biases: Two items, each a bool or a key of the configuration: whether q, k and v have
@@ -170,7 +170,7 @@ class Description:
 
 
 def describe(config: Any) -> Description | None:  # noqa: ANN401 -- a configuration of any model
-    """Return the description of a model's layers; None if no family fits."""
+    """Return the description of a model's layers; None if the model belongs to no family."""
     family = FAMILIES.get(config.model_type)
     if family is None or getattr(config, "use_bidirectional_attention", False):
         return None

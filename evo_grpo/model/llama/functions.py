@@ -252,7 +252,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor | None, *, out: Tensor | None = N
 
 
 def rotate_back(grad: Tensor, cos: Tensor, sin: Tensor | None, *, out: Tensor) -> None:
-    """Write the gradient of `rotate`'s input to `out`, given that of its output."""
+    """Write the gradient of `rotate`'s input to `out`; `grad` is the gradient of its output."""
     half = grad.shape[-1] // 2
     torch.mul(grad, cos, out=out)
     if sin is None:

@@ -167,7 +167,8 @@ def run_layer(
     """Run a decoder layer on hidden states (M, H).
 
     `attention` maps concatenated q, k and v to the outputs of the heads. `product` takes a joined
-    linear layer, its input and an optional summand of its output; `norm` a norm and its input.
+    linear layer, its input and an optional summand of its output. `norm` takes a norm and its
+    input.
     """
     before, after, before_mlp, after_mlp = layer.norms
 

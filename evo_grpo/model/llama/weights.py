@@ -121,9 +121,10 @@ class JoinedLayer:
         *,
         in_place: bool,
     ) -> JoinedLayer:
-        """Join the linear layers of a decoder layer; `names` are their module names by id.
+        """Join the linear layers of a decoder layer; `names` maps a module's id to its name.
 
-        With `in_place`, parameters become views of the joined weights; else these are copies.
+        With `in_place`, parameters become views of the joined weights; else the joined weights are
+        copies.
         """
         q, k, v, o, gate, up, down = linears_of(layer)
         norms = norms_of(layer, family)

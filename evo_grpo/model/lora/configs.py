@@ -1,9 +1,9 @@
 """Reads, checks, compares and merges LoRA configurations, without changing any slot.
 
-The population forward computes plain LoRA on linear layers, while PEFT's forward applies all
-settings, so the trained adapter would differ from the saved one. Other settings are therefore
-refused. Adapted modules are compared by their full names, since a regular expression, a list and
-"all-linear" may select the same modules.
+The population forward computes plain LoRA on linear layers. Settings for anything else are refused:
+PEFT's forward would apply them, so the saved adapter would differ from the trained one. Adapted
+modules are compared by their full names, because a regular expression, a list and "all-linear" may
+select the same modules.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ _Alpha = int | Annotated[float, Field(allow_inf_nan=False)]
 class _Fields:
     """The fields of adapter_config.json that affect an adapter's output or are compared.
 
-    Refused settings (`_LEFT_OUT`) are read without conversion; settings of the initialisation are
-    not read.
+    Refused settings (`_LEFT_OUT`) are read without conversion. Of the initialisation, only
+    `init_lora_weights` is read.
     """
 
     peft_type: str
@@ -199,7 +199,7 @@ def check_lora_config(config: LoraConfig, remedy: str = "") -> None:
 
 
 def differences(theirs: LoraConfig, ours: LoraConfig) -> list[tuple[str, Any, Any]]:
-    """Return (field, theirs, ours) for every field that changes what an adapter computes."""
+    """Return (field, theirs, ours) for each unequal field that changes an adapter's outputs."""
     pairs: list[tuple[str, Any, Any]] = [("r", theirs.r, ours.r)]
     pairs += [
         (field, _modules(getattr(theirs, field)), _modules(getattr(ours, field)))

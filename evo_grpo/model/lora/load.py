@@ -96,11 +96,12 @@ def plan_copy(
     merge: bool = False,
     becomes: LoraConfig | None = None,
 ) -> AdapterPlan:
-    """Check that an adapter of a PEFT folder fits a slot, without changing the slot.
+    """Plan to load an adapter of a PEFT folder into a slot; the slot does not change yet.
 
-    The slot gets the configuration `becomes` first; None keeps its own. `merge` merges different
-    configurations, which are refused otherwise. Another base raises CheckpointError; a merged
-    configuration that cannot be trained raises ConfigError.
+    The adapter's configuration is compared with `becomes`, which the slot gets; if None, with the
+    slot's present configuration. Different configurations are merged if `merge`, else refused. An
+    adapter of another base raises CheckpointError; a merged configuration that cannot be trained
+    raises ConfigError.
     """
     model, present = slots.base.model, slots.lora_config(name)
     stored, live = adapter.config, present if becomes is None else slots.settled(becomes)
@@ -145,7 +146,7 @@ def plan_copy(
 def _check_tensors(
     state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], what: str, base: str
 ) -> None:
-    """Raise an error unless the tensors are the A and B of the layers in their configuration."""
+    """Raise CheckpointError unless the tensors are the A and B with these shapes, in floats."""
     for key in sorted({*shapes, *state}):
         tensor = state.get(key)
         # Torch does not compute in floats of 8 bits.
@@ -166,7 +167,7 @@ def copy_slot(slots: AdapterSlots, source: str, target: str) -> None:
 
 
 def fit_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> None:
-    """Rebuild a slot if its configuration differs; it then has new parameters."""
+    """Rebuild a slot, with new parameters, if its configuration differs from `config`."""
     if differences(config, slots.lora_config(name)):
         slots.rebuild(name, trainable(config))
 

@@ -156,7 +156,7 @@ def _energy(a: Tensor, b: Tensor) -> float:
 
 
 def mix_slots(slots: AdapterSlots, sources: Sequence[str], target: str) -> None:
-    """Write the means of the A and of the B matrices of other slots, of equal shapes, to a slot.
+    """Overwrite a slot with the mean A and the mean B of other slots, whose shapes are equal.
 
     For related agents, this is close to the mean of the products B A, with the same rank.
     """
@@ -171,8 +171,8 @@ def mix_products(slots: AdapterSlots, sources: Sequence[str], target: str) -> No
 
     The mean of A and of B (`mix_slots`) depends on how the products are factored. The target gets
     the configuration of the source with the largest rank, and the modules of all sources. The mean,
-    whose rank is the sum of their ranks, is cut to the largest rank. In a module that a source does
-    not adapt, its product is zero. The decompositions run on the CPU in float64.
+    whose rank is the sum of their ranks, is cut to the largest rank. The product of a source is
+    zero in modules that it does not adapt. The decompositions run on the CPU in float64.
     """
     widest = max(sources, key=lambda name: slots.lora_config(name).r)
     states = [slots.state(name) for name in sources]

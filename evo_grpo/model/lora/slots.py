@@ -36,8 +36,8 @@ class AdapterSlots:
     """Named LoRA adapters over one base. The first slot wraps the base's model in place.
 
     `config` holds the LoRA settings of new slots. `seed` seeds the initial A, which is the same for
-    all slots of one configuration, so that agents differ only by training. `target_sets` are named
-    `target_modules`, one of which each slot may have.
+    all slots of one configuration, so that agents differ only by training. `target_sets` maps names
+    to `target_modules`; a slot may adapt those of one name.
     """
 
     def __init__(
@@ -81,9 +81,10 @@ class AdapterSlots:
         return tuple(self._params)
 
     def add(self, name: str, config: LoraConfig | None = None, *, trainable: bool = True) -> None:
-        """Add a slot with B = 0, which does not change the model, under a new name without dots.
+        """Add a slot under a new name without dots, as its `init_lora_weights` says.
 
-        `config` replaces the default settings. A frozen reference is not trainable.
+        With False, B is random; otherwise the slot does not change the model's outputs yet.
+        `config` replaces the default settings. `trainable` is False for a frozen reference.
         """
         if name in self._params or not name or "." in name:
             raise ConfigError(

@@ -63,7 +63,7 @@ def resolve_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
 
 
 def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
-    """Return the supported linear layers, with a warning, or None if all are supported."""
+    """Return the supported linear layers, and warn of the others; None if all are supported."""
     linear, unserved = set(base.linear_inputs), _unserved(base)
     served = {name for name in linear - unserved.keys() if _peft_takes(base, config, name)}
     if _is_converted(base, config, linear):
@@ -147,7 +147,7 @@ def _leaves(names: Collection[str]) -> list[str]:
 
 
 def _has_stacked_experts(base: SharedBase) -> bool:
-    """Return whether modules hold experts' weights as their own parameters, by their class."""
+    """Return whether a module with "expert" in its class name has a matrix as a parameter."""
     return any(
         "expert" in type(module).__name__.lower()
         and not isinstance(module, nn.Linear)
@@ -200,7 +200,7 @@ class TargetSets:
         return with_targets(config, self._declared_as(name))
 
     def check(self) -> None:
-        """Check all sets."""
+        """Raise ConfigError if a set is invalid, or if two sets have the same layers."""
         names: dict[frozenset[str], str] = {}
         for name in self:
             other = names.setdefault(self.modules(name), name)

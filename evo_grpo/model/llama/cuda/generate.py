@@ -1,10 +1,10 @@
-"""Runs prompts and decode steps by kernels; more rows or ranks need no more launches.
+"""Runs prompts and decode steps by kernels; more rows or larger LoRA ranks need no more launches.
 
 A token's column in the cache is its position, so a row attends to its first columns without a mask.
 
 The A of all agents are appended to the rows of the weight, so that one product gives x W^T and, in
 the "low" columns, x A^T of every agent. The B of all agents are in one buffer. A and B are copied
-once per rollout. No rank is padded to another agent's.
+once per rollout. No adapter is padded to another agent's LoRA rank.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class AdaptedLinear:
     """A joined linear layer with the adapters of all agents.
 
     Attributes:
-        weight: (columns, in), the layer's own rows, then those of A if they extend it.
+        weight: (columns, in), the rows of the layer's weight, then, if `a` is None, those of A.
         width: Output features of the layer.
         bias: (width,) or None.
         a: (low columns, in), the A of all agents if `weight` lacks them; else None.
         b: The B of all agents, see `kernels`.
         table: (N, parts, 3) int64, see `kernels`.
-        rank: The greatest rank, rounded up to a multiple of 16; 0 without an adapter.
+        rank: The greatest LoRA rank, rounded up to a multiple of 16; 0 without an adapter.
     """
 
     weight: Tensor
@@ -78,7 +78,7 @@ class AdaptedLinear:
 
 @dataclass(frozen=True)
 class RowTables:
-    """Tables of rows: `owners` (B,) int64 has each row's agent; `tiles` (T, 3) int64.
+    """Tables of rows: `owners` (B,) int64 has each row's agent, `tiles` (tiles, 3) int64 the tiles.
 
     A tile has its first row, its number of rows and their agent.
     """
@@ -88,7 +88,7 @@ class RowTables:
 
     @classmethod
     def of(cls, counts: Sequence[int], device: torch.device) -> RowTables:
-        """Return the tables of rows sorted by agent, given the number of rows of each."""
+        """Return the tables of rows sorted by agent; `counts` are the numbers of rows of agents."""
         tiles: list[tuple[int, int, int]] = []
         start = 0
         for agent, count in enumerate(counts):
@@ -129,7 +129,7 @@ class _Plan:
     Attributes:
         stacks: The adapters of each part; None where no agent adapts it.
         entries: The entries of the table, flat.
-        ranks: For each part, the ranks of all agents.
+        ranks: For each part, the LoRA ranks of all agents.
     """
 
     base: JoinedLinear
@@ -161,7 +161,7 @@ class _Plan:
         self, modules: list[Any], table: Tensor, before: dict[int, Tensor],
         buffers: dict[int, Tensor],
     ) -> AdaptedLinear:  # fmt: skip
-        """Copy the adapters; an extended weight is taken from `before` and put in `buffers`."""
+        """Return the layer with its adapters; a weight with A moves from `before` to `buffers`."""
         base, base_weight = self.base, self.base.weight.detach()
         width, low_columns = base_weight.shape[0], sum(map(sum, self.ranks))
         if not low_columns:
@@ -256,7 +256,7 @@ def rotations_of(weights: LlamaWeights, columns: int) -> dict[str | None, Rotati
 
 
 def parts_of(weights: LlamaWeights) -> tuple[list[LayerParts], tuple[Tensor, float]]:
-    """Return the parts of each layer, and the first norm."""
+    """Return the parts of each layer, and the weight and eps of the first norm."""
     norms = [*(layer.norms[0] for layer in weights.layers), weights.norm]
     assert norms[0] is not None, "a family of kernels has a norm before the attention"
     return [
@@ -292,7 +292,7 @@ def _norms(after: Norm | None, following: Norm) -> tuple[Tensor | None, float, T
 class KernelDecoder:
     """One rollout over `LlamaWeights` with the active adapters; see `Decoder`.
 
-    `columns` is the longest prompt plus completion, for the rotary tables.
+    `columns` is the maximum number of tokens of a row, for the rotary tables.
     """
 
     def __init__(self, weights: LlamaWeights, fused: FusedForward, columns: int) -> None:
@@ -407,7 +407,7 @@ class KernelDecoder:
     ) -> Tensor:
         """Run tokens (M,) at positions; return final hidden states (M, H).
 
-        `attend` takes a layer and its queries (M, heads, D), and returns their outputs.
+        `attend` maps a layer's number and queries (M, heads, D) to outputs (M, heads * D).
         """
         d = self._described
         x, normed = embedded(self.weights, self._first, tokens)

@@ -25,7 +25,7 @@ def _add_product(
     y, low, low_stride, rows, present, entry, b, b_stride, columns, inside,
     RANK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Return y (16, C) plus the product of a tile's low columns with its agent's B."""
+    """Return y (16, columns) plus the product of a tile's low columns with its agent's B."""
     start, rank = tl.load(entry), tl.load(entry + 1)
     agent_b = b + tl.multiple_of(tl.load(entry + 2), 16)
     for first_rank in tl.static_range(0, RANK, 16):
@@ -225,7 +225,7 @@ def join_splits(
 def _add_ranks(
     y, low, b, stride: tl.constexpr, first, rank, inside, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return y (C,) plus the product of some ranks of a row's low columns and B."""
+    """Return y (columns,) plus the product of a row's low columns and B, for CHUNK LoRA ranks."""
     r = first + tl.arange(0, CHUNK)
     left = tl.load(low + r, r < rank, 0.0).to(tl.float32)
     right = tl.load(b + r[:, None] * stride, (r < rank)[:, None] & inside[None, :], 0.0)
@@ -313,7 +313,7 @@ def gate_up(
 
 @triton.jit
 def _scaled(raw, temperature, scale, cap, CAP: tl.constexpr):
-    """Return logits (C,) fp32 of the head's outputs, divided by the temperature."""
+    """Return logits (BLOCK,) fp32 of the head's outputs, divided by the temperature."""
     z = raw.to(tl.float32) * scale
     if CAP:
         z = cap * (2.0 * tl.sigmoid(2.0 * z / cap) - 1.0)
@@ -428,7 +428,7 @@ def head_slopes(
 
     With SLOPES, the logits are overwritten with exp(z - top), 0 at the target; multiplied by the
     first factor, these are probabilities. With two SLOPES, `above` gets these numbers times
-    (log-prob + entropy), divided by the second factor so that they fit float16.
+    (log-prob + entropy), divided by the second factor so that float16 can represent them.
     """
     row = tl.program_id(0).to(tl.int64)
     target, per_temperature = tl.load(targets + row), tl.load(inverse + row)

@@ -1,4 +1,4 @@
-"""Runs the learn pass by kernels; more agents, ranks or prefixes need no more launches.
+"""Runs the learn pass by kernels; more agents, prefixes or LoRA ranks need no more launches.
 
 All layers are one autograd function. A `_Kept` has the tensors that a layer saves for its backward;
 it is freed after that layer's backward. The tokens of all prefixes come first, then those of all
@@ -80,7 +80,7 @@ class _Linear:
         return y, low
 
     def gradients(self, grad: Tensor, tiles: Tensor, *, of_x: bool = True) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x and of the low columns; that of x is unused if not `of_x`."""
+        """Return the gradients of x, to ignore if not `of_x`, and of the low columns."""
         dx = torch.mm(grad, self.weight) if of_x else grad
         if self.adapters is None:
             return dx, grad
@@ -136,7 +136,7 @@ class _Kept:
         x: Input of the layer (M, H); `normed` is the normalized input.
         joined: Concatenated q, k and v before their norms; None without norms.
         heads: q, keys and values, and the outputs of the heads.
-        attention: What `Segments.gradients` needs.
+        attention: The tensors of `Segments.attend` for `Segments.gradients`.
         middle: Input of the MLP half (M, H); `middle_normed` is the normalized input.
         added: Inputs (M, H) of the norms after attention and MLP; empty if there are no such norms.
         both: Gate and up (M, 2 I).
@@ -156,7 +156,7 @@ class _Kept:
 
 
 class KernelForward(LlamaForward):
-    """Runs `LlamaForward` by kernels; micro-batches without support use the base class.
+    """Runs `LlamaForward` by kernels; micro-batches that these cannot run use the base class.
 
     With `recompute`, only the input of each layer, plain and normalized, is kept.
     """
@@ -294,7 +294,7 @@ class _Batch:
         return normed
 
     def add_gradients(self, grad: Tensor) -> None:
-        """Add the gradients of the adapters, given that of the final hidden states."""
+        """Add the gradients of the adapters; `grad` is that of the final hidden states."""
         assert self.last is not None
         norm = self.run.weights.norm
         weight = norm.weight.detach()
@@ -343,7 +343,7 @@ class _Batch:
         return output, output_normed, state
 
     def _layer_backward(self, number: int, grad: Tensor, kept: _Kept) -> Tensor:
-        """Return the gradient of a layer's input, given that of its output."""
+        """Return the gradient of a layer's input; `grad` is the gradient of its output."""
         d, parts, tiles = self.run.weights.description, self.run.parts[number], self.tiles
         layer = self.run.layers[number]
         qkv, out, gate_up, down = layer.linears
@@ -354,7 +354,7 @@ class _Batch:
                 operators.outer(d_low, x, low, grad, tiles, self.firsts, linear.offset, splits)
 
         def gradient_of_update(grad: Tensor, half: int) -> Tensor:
-            """Return the gradient of the attention's or MLP's output, before the norm after it."""
+            """Return the gradient of the output of attention (0) or MLP (1), before its norm."""
             if d.residual_multiplier != 1.0:
                 grad = grad * d.residual_multiplier
             post, eps, _, _ = parts.norms[half]
@@ -395,7 +395,7 @@ class _Batch:
 
 
 def _finished(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int, None]:
-    """Return an operator's first arguments for a product z without adapters."""
+    """Return an operator's first arguments for a z that includes adapters and bias."""
     return z, z, z, z, 0, None
 
 

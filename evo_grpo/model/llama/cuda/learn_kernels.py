@@ -125,7 +125,7 @@ def outer(
 def norm_backward(
     more, grad, x, weight, out, eps, H: tl.constexpr, COLUMNS: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a row of x from that of the normalized row, and add `more`."""
+    """Write the gradient of a row of x, plus `more`; `grad` is that of the normalized row."""
     c = tl.arange(0, COLUMNS)
     offsets, inside = tl.program_id(0).to(tl.int64) * H + c, c < H
     g = tl.load(grad + offsets, inside, 0.0).to(tl.float32)

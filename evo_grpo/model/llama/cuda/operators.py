@@ -173,7 +173,7 @@ def attend(
 def attend_splits(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Return fp32 sums (B, heads, splits, D) and (B, heads, splits, 2); see `attend`."""
+    """Return fp32 sums (B, heads, splits, D) and (B, heads, splits, 2); see `kernels.attend`."""
     (rows, heads, size), room = q.shape, keys.shape[2]
     splits = -(-min(room, window or room) // _SPLIT)
     mixed = q.new_empty(rows, heads, splits, size, dtype=torch.float32)
@@ -340,7 +340,7 @@ def outer(
 def norm_backward(
     more: Tensor | None, grad: Tensor, x: Tensor, weight: Tensor, eps: float
 ) -> Tensor:
-    """Return the gradient (M, H) of x, given that of the normalized x, plus `more`."""
+    """Return the gradient (M, H) of x, plus `more`; `grad` is that of the normalized x."""
     rows, size = x.shape
     out, columns = torch.empty_like(x), _power(size)
     _learn_kernels().norm_backward[(rows,)](
@@ -368,9 +368,9 @@ def qkv_backward(
 ) -> Tensor:  # fmt: skip
     """Return the gradient (M, (heads + 2 kv) D) of concatenated q, k and v.
 
-    `more` are gradients to add: those of the last tokens' queries, and those of keys and values, at
-    the rows that `places` (M',) gives for the first tokens, -1 for none. `joined` is the input of
-    the norms of q and k.
+    `more` has gradients to add: of queries, for the last tokens; of keys and values, for the first
+    M' tokens. `places` (M',) is the row of each of the first tokens in the gradients of keys and
+    values, -1 for no row. `joined` is the input of the norms of q and k.
     """
     (tokens, heads, size), kv = dq.shape, dk.shape[1]
     out = dq.new_empty(tokens, (heads + 2 * kv) * size)

@@ -159,7 +159,7 @@ class WindowSegments(Segments):
 def _in_a_fixed_order() -> Generator[None]:
     """Make the kernel add gradients of queries in a fixed order, not by atomic sums.
 
-    A mode that only warns would not fix the order. New memory is not filled meanwhile.
+    Torch's deterministic mode "warn" would not fix the order. New memory is not filled meanwhile.
     """
     settings: Any = torch.utils.deterministic
     mode, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
