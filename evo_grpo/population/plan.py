@@ -71,7 +71,7 @@ class EvaluationRequest:
 
     Request 0 is the first, for all agents. Without validation prompts (`prompts` 0), the rewards of
     training replace an evaluation. With `fresh`, the archive and the best agent are evaluated only
-    to compare them.
+    to compare the two.
     """
 
     slots: tuple[Slot, ...]
@@ -101,10 +101,10 @@ def next_evaluation(
     request: EvaluationRequest,
     round: int,
 ) -> EvaluationRequest | None:
-    """Return the agents that are evaluated again; None if the round can be planned.
+    """Return the request to evaluate undecided agents again; None if the round can be planned.
 
-    The number of completions in further evaluations is at most the share `evolve.fitness.racing` of
-    those in the first.
+    Further evaluations have at most the share `evolve.fitness.racing` of the completions of the
+    first evaluation.
     """
     if request.fresh or not settings.decides(round):
         return None
@@ -143,8 +143,8 @@ def archive_evaluation(
 class RoundPlan:
     """The outcome of a round, created on the first rank and carried out by all ranks.
 
-    `steps` are the numbers of GRPO steps that each agent's slot has taken; `last` says whether this
-    is the last round. `notes` are sentences for the observers; `warning` says why the first round
+    `steps` has the steps of each agent (see `AgentState`); `last` says whether this is the last
+    round. `notes` are sentences for the observers; `warning` says why the first round
     had no signal to learn from.
     """
 
@@ -168,8 +168,8 @@ class PlanInputs:
     with the score of the round. `past` are the records of the known earlier rounds, `archive` is
     the best agent before this round. `check` raises an error for hyperparameters with which no
     agent can train, which a user's exploration may return. `task` names the environment, for
-    errors, and `limited` says whether a limit ends training. `seconds` and `starts` are counted up
-    to the end of the round.
+    errors, and `limited` says whether a limit ends training. `seconds` is the time since the start
+    of the round, and `starts` the number of starts that the run has used.
     """
 
     settings: RoundSettings
@@ -384,7 +384,8 @@ def _with_training(inputs: PlanInputs, standings: Sequence[Standing]) -> list[St
     """Return standings whose latest scores are combined with the rewards of training.
 
     These are the rewards of the steps since the last decision. The standings stay unchanged if
-    training and fitness are not alike, or if an agent lacks a reward for one of these steps.
+    rounds without a decision have an evaluation, or if an agent lacks a reward for one of the
+    steps.
     """
     settings = inputs.settings
     if settings.evolve.fitness.in_between:

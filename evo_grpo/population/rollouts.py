@@ -172,10 +172,10 @@ class _DynamicBatch:
 
 
 def joined(parts: Sequence[Experience]) -> Experience:
-    """Return the experiences of one agent, at least one, as one experience.
+    """Join the experiences of one agent, at least one, into one experience.
 
-    Metrics are summed or averaged over completions, as `record.vocabulary` defines for a round's
-    steps.
+    A metric is their sum, their maximum or their mean over completions, as `record.vocabulary`
+    defines for a round's steps.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part.metrics):

@@ -33,7 +33,7 @@ class Steerer:
     """Carries out requests between two rounds, on the first rank; this base class does nothing."""
 
     def steer(self, plan: RoundPlan, *, next_id: int) -> RoundPlan:
-        """Carry out the requests in the plan of a round that is not recorded yet; return the plan.
+        """Apply requests to the plan of a round that is not recorded yet; return the changed plan.
 
         `next_id` is a member id that no member of the run has had.
         """
@@ -41,7 +41,7 @@ class Steerer:
         return plan
 
     def listen(self, plan: RoundPlan) -> RoundPlan:
-        """Wait briefly in a paused run; carry out and record the requests that arrive."""
+        """Wait briefly in a paused run; apply and record requests that arrive; return the plan."""
         return plan
 
 
@@ -180,7 +180,7 @@ def report_of(
 def plan_and_record(
     this: Round, request: EvaluationRequest, starts: int, reports: Sequence[RankReport]
 ) -> RoundPlan | EvaluationRequest:
-    """Plan and record a round from the reports of all ranks; called on the first rank only."""
+    """Plan and record a round, or request another evaluation; only the first rank does so."""
     this.writer.receive([report.files for report in reports])
     agents, cohort = planning.agents_of(reports, this.slots), this.cohort
     next_request = planning.next_evaluation(agents, this.settings, request, this.number)

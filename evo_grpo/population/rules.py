@@ -45,7 +45,7 @@ class RoundSettings:
         return self.population.places(selects=self.evolve.selects)
 
     def decides(self, round: int) -> bool:
-        """Return whether a run decides after a round (0-based)."""
+        """Return whether agents are selected after a round (0-based)."""
         always = self.evolve.decides_always
         return always or decides_after(round + 1, self.population.decided)
 
@@ -61,7 +61,7 @@ class RoundSettings:
         return min(places[min(round, len(places) - 1)], agents)
 
     def rows_of_agent(self, agents: int) -> float:
-        """Return the number of completions that each of `agents` agents samples in a step."""
+        """Return an agent's completions in a step; without `rows_per_step`, its prompts."""
         if self.rows_per_step is None:
             return float(self.prompts_per_step)
         return self.rows_per_step / agents

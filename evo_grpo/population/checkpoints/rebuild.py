@@ -53,7 +53,7 @@ _KEYWORDS: dict[str, Rule] = {
 class Recipe:
     """The settings and objects from which an agent is built.
 
-    `settings.model` is None if `model`, the base as an object, is given. `padding` are the
+    `model` is the base as an object; if it is set, `settings.model` is None. `padding` are the
     arguments of the base's `set_padding`, None if it was not called.
     """
 

@@ -46,7 +46,7 @@ class Snapshot:
         return replace(self, attributes=attributes)
 
     def to_send(self) -> Snapshot:
-        """Return a copy for pickling, since pickled views would each contain the whole buffer."""
+        """Return a copy without views, because a pickled view contains its whole buffer."""
 
         def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: tensor.clone() for name, tensor in tensors.items()}
@@ -131,7 +131,10 @@ def save_agent(
 
 
 def snapshot_again(cohort: Cohort, slot: int, earlier: Snapshot | None) -> Snapshot:
-    """Return `earlier` with current scores, or a new copy; weights must not have changed."""
+    """Return `earlier` with the agent's current scores, or a new snapshot if it is None.
+
+    The weights must not have changed since `earlier`.
+    """
     if earlier is None:
         return snapshot_agent(cohort, slot)
     return earlier.with_history(cohort.agents[slot].history)
@@ -147,7 +150,7 @@ def snapshot_agent(
 ) -> Snapshot:
     """Copy the state that a checkpoint contains; see `save_agent` for the arguments.
 
-    `start` includes the reference even if all agents started from it; a run omits it.
+    With `start`, the reference is copied even if it is the adapter that all agents started from.
     """
     state = cohort.check_slot(slot)
     tensors = copy_tensors(

@@ -1,4 +1,4 @@
-"""Makes copies of agents that do not train: the archive, means, the state between rounds."""
+"""Copies agents: to spare slots, into the archive, as a mean, and as they are between rounds."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from evo_grpo.types import Score, Slot
 class LastWholeRound:
     """Keeps the population of a cohort as it was after its latest finished round.
 
-    The copies on the CPU take 12 bytes per parameter of an adapter, 16 with its own reference. With
-    several processes nothing is kept, since an error in one ends all of them; nor with DeepSpeed,
-    whose state in the middle of a step is unknown. `slots`, without the archive, and the number of
-    finished `rounds` are those of the last call of `keep`.
+    The copies on the CPU take 12 bytes per parameter of an adapter, 16 if an agent has its own
+    reference. With several processes nothing is kept, because an error in one ends all of them; nor
+    with DeepSpeed, whose state in the middle of a step is unknown. `slots`, without the archive,
+    and the number of finished `rounds` are those of the last call of `keep`.
     """
 
     def __init__(self, cohort: Cohort) -> None:
@@ -49,7 +49,7 @@ class LastWholeRound:
         self._agents = agents  # all of them, or none after Ctrl-C
 
     def put_back(self) -> bool:
-        """Restore the kept population and remove later slots; return whether one was kept.
+        """Restore the kept population and remove later slots; return whether a population was kept.
 
         Slots and member ids that were used since are not used again.
         """

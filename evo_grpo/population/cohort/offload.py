@@ -46,7 +46,7 @@ class _Prefetched:
 class Offload:
     """Moves agents between a device and host memory; new slots begin in host memory.
 
-    `agents` is a mapping to which later agents are added. `order` has the parts of the agents of
+    Later agents are added to the mapping `agents`. `order` has the parts of the agents of
     this process, in the order in which they compute.
     """
 
@@ -96,7 +96,7 @@ class Offload:
         self._fetch_ahead([name for name in upcoming if name not in present])
 
     def _fetch_ahead(self, names: Sequence[str]) -> None:
-        """Begin to copy slots to the device, as far as its memory suffices."""
+        """Begin to copy slots to the device, as far as the device's memory suffices."""
         try:
             for name in names:
                 if not self._is_fresh(name):

@@ -307,7 +307,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _wait(begun: Iterable[dist.Work | None]) -> None:
-    """Begin all transfers, then wait for them, since one by one each would cost a round trip."""
+    """Begin all transfers, then wait for them, because one by one each costs a round trip."""
     for work in list(begun):
         if work is not None:
             work.wait()
@@ -321,10 +321,10 @@ def _of_exchange(error: BaseException) -> bool:
 
 
 def end_process(code: int) -> None:
-    """End this process now with an exit code, although a thread may still wait for other ranks.
+    """End this process at once with an exit code if a thread still waits for other ranks.
 
-    If the wait returned while Python shuts down, the process would be aborted without the exit
-    code.
+    Otherwise the wait may return while Python shuts down, which aborts the process without the
+    exit code.
     """
     if _is_waiting():
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] -- os._exit leaves them out
@@ -333,7 +333,7 @@ def end_process(code: int) -> None:
 
 @atexit.register
 def _end_failed() -> None:
-    """End this process with `end_process` if a script ends with an error."""
+    """End this process at once if a script ends with an error while a thread waits for ranks."""
     if _is_waiting() and hasattr(sys, "last_type"):
         _flush_and_exit(1)
 
@@ -355,7 +355,7 @@ class _NotMetError(ConfigError):
 
 @contextmanager
 def sharing_early_errors() -> Generator[None]:
-    """Send an error that is raised before the ranks have connected to the other ranks."""
+    """Send an error that this rank raises before the ranks are connected to the other ranks."""
     try:
         yield
     except EvoGrpoError as error:

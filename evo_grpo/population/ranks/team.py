@@ -110,7 +110,7 @@ class Team:
 
 
 def deal(agents: Sequence[T], shards: int) -> tuple[tuple[T, ...], ...]:
-    """Distribute agents among S >= 1 shards, in order and as evenly as possible.
+    """Distribute agents among `shards` >= 1 shards, in order and as evenly as possible.
 
     The agents of a shard generate and learn in one batch, which affects how sums are rounded. The
     number of shards is fixed for a run, so any number of ranks gives the same result. The first
@@ -180,11 +180,11 @@ class Lockstep:
         self.broken = False
 
     def forward(self) -> AbstractContextManager[None]:
-        """Take part in passes of other ranks until a forward is due, which the context runs."""
+        """Return a context for a forward of this rank; on entry, join earlier passes of others."""
         return self._pass(Pass.FORWARD)
 
     def backward(self) -> AbstractContextManager[None]:
-        """Take part in passes of other ranks until a backward is due, which the context runs."""
+        """Return a context for a backward of this rank; on entry, join earlier passes of others."""
         return self._pass(Pass.BACKWARD)
 
     def idle(self) -> None:
@@ -194,7 +194,7 @@ class Lockstep:
 
     @contextmanager
     def _pass(self, kind: Pass) -> Generator[None]:
-        """Set `broken` after an error in a pass, in which other ranks wait for this rank's part."""
+        """Return a context for a pass of a kind; after an error in the pass, `broken` is true."""
         if self.broken:
             raise RunFailedError(
                 "engine.base: expected every pass over the sharded base to be finished by all "

@@ -279,7 +279,7 @@ class DividedSampling(RolloutEngine):
         self.engine.close()
 
     def _first(self, number: int, rank: int) -> int:
-        """Return a rank's first prompt in a request; prompt 0 goes to each rank in turn."""
+        """Return the position of the first prompt in request `number` that a rank samples."""
         return (rank + number) % self.team.size
 
     def _mine(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
