@@ -2,7 +2,7 @@
 
 Only the run's settings change the draws, because agents should sample from the policy in their
 loss. Most options have no counterpart in the loss: a suppressed token still has a probability under
-the policy, so the ratio would compare other distributions.
+the policy, so the ratio would compare the policy with a distribution that was not sampled from.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class Sampling:
     """The sampling settings of one agent.
 
     Attributes:
-        temperature: Divides the logits, > 0. With 0, decoding is greedy: after penalty and
-            forbidden tokens, the likeliest token is taken, the first if several are equal.
+        temperature: Divides the logits, >= 0. At 0, decoding is greedy: after penalty and forbidden
+            tokens, the likeliest token is taken, the first of several equal ones.
         top_p: Nucleus mass kept, in (0, 1]; 1 keeps all.
         top_k: Tokens kept; 0 keeps all.
         min_p: Least probability relative to the likeliest token, in [0, 1).

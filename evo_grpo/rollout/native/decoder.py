@@ -20,7 +20,10 @@ from evo_grpo.model.llama.cache import Refill
 
 
 class Decoder(Protocol):
-    """The model and key/value cache of one rollout; called inside `population_forward`."""
+    """The model and key/value cache of one rollout; called inside `population_forward`.
+
+    NP counts the (agent, prompt) rows, and B the rows of completions.
+    """
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return the final hidden states (NP, H) at the last token of each prompt.
@@ -119,7 +122,7 @@ class _Layer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """The cache of a rollout: a row per (agent, prompt), later one per completion not finished."""
+    """The cache of a rollout: a row per (agent, prompt), later a row per unfinished completion."""
 
     def __init__(self, layers: int, columns: int) -> None:
         """Create the cache without memory; the first write determines the shapes."""
@@ -180,7 +183,7 @@ class ModuleDecoder:
 
 @final
 class EqualLengthDecoder:
-    """Decodes any model as its `generate` does, in rows of one length, with the cache it makes.
+    """Decodes any model as its `generate` does, in rows of one length, with a `DynamicCache`.
 
     Without padding, no model needs a mask or positions.
     """
@@ -226,7 +229,8 @@ def attention_of(base: SharedBase) -> str:
 def check_attention(base: SharedBase) -> None:
     """Raise an error for attention implementations of transformers without a mask per row.
 
-    `ModuleDecoder` needs the mask. `EqualLengthDecoder` runs attention that the user registered.
+    `ModuleDecoder` needs the mask. Attention that the user registered is not refused:
+    `EqualLengthDecoder` runs it without a mask.
     """
     if attention_of(base).startswith(("flash", "flex", "paged")) or "/" in attention_of(base):
         raise ModelError(

@@ -37,7 +37,7 @@ class StepGraphs:
         self.work = True
 
     def forget(self) -> None:
-        """Drop the capture, since the next step reads other memory."""
+        """Drop the capture, because the next step reads other memory."""
         self._memory = None
 
     def run(self, step: Callable[[], None], memory: object, count: int) -> None:

@@ -60,7 +60,7 @@ _SECONDS_TO_END = 5.0
 
 
 def find_vllm(settings: VLLMSettings) -> str:
-    """Return the Python that runs vLLM, after checking that it finds vLLM without loading it."""
+    """Return the Python that runs vLLM; check that vLLM is installed there, without loading it."""
     configured = settings.python
     python = sys.executable if configured is None else str(Path(configured).expanduser())
     try:
@@ -116,9 +116,9 @@ def environment(base: SharedBase, settings: AgentSettings) -> dict[str, str]:
 
 
 def base_folder(base: SharedBase, settings: AgentSettings, scratch: Path) -> str:
-    """Return the folder or hub id of the base for vLLM.
+    """Return the folder or hub id from which vLLM loads the base.
 
-    A base given as a module, from a GGUF file or loaded with `model.config` is written to
+    A base that is a module, from a GGUF file or loaded with `model.config` is written to
     `scratch`.
     """
     model = settings.model
@@ -326,7 +326,7 @@ class Child:
     def _failed(self, operation: str, what: str) -> NoReturn:
         """End the process and raise an error, with the last lines of the log as notes.
 
-        A failed `start` raises an input error, since no round has been trained.
+        A failed `start` raises an input error, because no round has been trained.
         """
         lines = last_lines(self.log)
         # Keep the log, which the error names.
