@@ -159,7 +159,7 @@ def _preferred(view: RunView, weights: Mapping[str, float]) -> AgentRecord:
 
 
 def _wrong_weights(names: Sequence[str], weights: Mapping[str, float]) -> str:
-    """Return the expected and the given weights of objectives as text; "" if they are valid."""
+    """Return the text of an error about weights of objectives; "" if they are valid."""
     if not names:
         return (
             "a run with evolve.fitness.objectives, got one with one goal; leave prefer out, and "

@@ -44,7 +44,7 @@ class Lineage:
     - train/reward, train/kl, ...: the metrics of the round's training
 
     If the mean of two survivors wins the run, the mean has a trial too, one round later, with op
-    "mean". Its attribute second_parent is the member id of the other parent.
+    "mean". Its attributes parent and second_parent are the ids of the survivors, the better first.
     """
 
     def __init__(self, study: Study, hp_config: HyperparameterConfig | None = None) -> None:

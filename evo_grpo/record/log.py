@@ -57,7 +57,10 @@ class StepDone:
 
 @dataclass(frozen=True)
 class RoundDone:
-    """A round finished, or a request changed its plan, after `number` GRPO steps of the run."""
+    """A finished round, which is read again if a request changes its plan.
+
+    `number` counts the GRPO steps of the run up to the end of the round.
+    """
 
     number: int
     record: RoundRecord
@@ -198,7 +201,7 @@ def _steps(
 ) -> Iterator[tuple[Cursor, StepDone]]:
     """Yield the steps of the current round that were not read yet.
 
-    Until the round is complete, its last step is withheld: rows of more agents may follow.
+    Until the round is complete, its last step is left out, because rows of agents may follow.
     """
     path = folder / METRICS / f"{round_name(at.rounds)}.jsonl"
     step, agents, place = -1, dict[Slot, Mapping[str, float | None]](), at.steps

@@ -201,7 +201,7 @@ def check_digests(
 
 
 def damaged(folder: Path, files: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
-    """Yield the name and SHA-256 of each file whose digest differs; the SHA-256 is None if missing.
+    """Yield name and SHA-256 (None if missing) of each file whose digest is not that in `files`.
 
     A file that is larger than any file of an adapter raises RunDirError.
     """

@@ -44,8 +44,8 @@ from evo_grpo.record.steering import ids_of_requests
 
 Retention = Literal["all", "last", "best"] | int
 """Checkpoints to keep: of all rounds ("all"); of the last round ("last"); of the last round and of
-each earlier round's best agent ("best"); of the last n rounds (n). Those that a resume
-needs, of the best ever and of the front stay."""
+each earlier round's best agent ("best"); of the last n rounds (n). Every policy keeps the
+checkpoints that a resume needs, and those of the best agent ever and of the front."""
 
 
 @final
@@ -195,7 +195,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.amend_round(self._rounds[-1].extended())
 
     def drop_unfinished(self) -> None:
-        """Remove files after the last finished round; call this after that round was restored."""
+        """Remove the files of unfinished rounds; restore the last finished round before."""
         files.append(self.path / names.ROUNDS, "")
         for name in names.OF_ROUNDS:
             for number, entry in round_entries(self.path / name):

@@ -132,7 +132,7 @@ class RunView:
 
     @cached_property
     def order(self) -> str:
-        """A note on an unusual order or source of fitness of the leaderboard, else ""."""
+        """A note if the leaderboard is not sorted by fitness, or fitness is a training reward."""
         return f"{order_text(self.leaderboard)} {fitness_text(self.rounds)}".strip()
 
     @cached_property

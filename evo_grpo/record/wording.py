@@ -50,7 +50,7 @@ def listed(parts: Sequence[object]) -> str:
 
 
 def combined(names: Iterable[str]) -> list[str]:
-    """Return hyperparameters, each once, with clip_coef in place of clip_low and clip_high."""
+    """Return names of hyperparameters once each, clip_coef in place of clip_low and clip_high."""
     return list(dict.fromkeys("clip_coef" if n.startswith("clip_") else n for n in names))
 
 
