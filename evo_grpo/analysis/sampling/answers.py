@@ -72,10 +72,10 @@ def loaded(
     env: object = None,
     max_output_tokens: int | None = None,
 ) -> Generator[Policy]:
-    """Load the base and the adapter of a configuration and, `with_env`, its task; yield all.
+    """Load the base of a configuration, an adapter and, `with_env`, the task; yield the policy.
 
     The adapter's LoRA settings replace `model.lora` of the configuration. `task` is the single-turn
-    task of the configuration, if it is already built; `env` replaces it. The argument
+    task of the configuration, if it is already built; `env` replaces the task. The argument
     `max_output_tokens` is used if the configuration has none. Of the agent's hyperparameters,
     `hparams`, only `max_output_tokens` and `prompt` are used.
     """
@@ -122,7 +122,7 @@ def loaded(
 
 
 def check_answers(who: str, logprobs: Iterable[Sequence[float] | None]) -> None:
-    """Refuse answers whose log-probs (one sequence each) have a NaN: the tokens are arbitrary."""
+    """Refuse answers if a log-prob (one sequence each) is NaN, because tokens are arbitrary."""
     if any(math.isnan(value) for values in logprobs for value in values or ()):
         raise RunFailedError(
             f"{who}: expected finite log-probabilities, got NaN: its weights are not finite, or "
@@ -180,7 +180,7 @@ def played_out(play: Play, sampler: PopulationSampler) -> Play:
 
 
 def start_of(env: Any, split: Split, row: int) -> Any:  # noqa: ANN401 -- of any environment
-    """Return the prompt of a row, or the seed of an episode, by its number."""
+    """Return the start that `row` numbers in a split: a prompt, or the seed of an episode."""
     splits = getattr(getattr(env, "task", None), "splits", None)
     rows = None if splits is None else len(splits[split])
     if row < 0 or (rows is not None and row >= rows):
@@ -259,8 +259,8 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
         seed: Seed of the draws.
         raw: Send prompts as they are, without the template.
         allow: For rows, your files that may differ from the run's, named as in the error message.
-        code: A further folder for the files and modules that the run names.
-        env: For rows, the environment given to `Population.train`, if it was an object.
+        code: A further folder to search for the files and modules that the run names.
+        env: For rows, the object that was passed to `Population.train` as the environment.
 
     Returns:
         The answers to each prompt, then to each row; the agent's answers precede the base's.
