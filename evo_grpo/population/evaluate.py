@@ -275,8 +275,7 @@ def units_of(env: Environment[StartT], starts: Sequence[StartT]) -> tuple[int, .
     """Number starts as `equal_starts` does, but one by one if a task has a single prompt.
 
     In general a score estimates the reward on other prompts, so a single prompt is little evidence.
-    If training has no other prompt either, the score estimates the reward of answers to this
-    prompt.
+    If training has no other prompt either, the score estimates the reward of this prompt's answers.
     """
     units = equal_starts(starts)
     if max(units) == 0 and not any(equal_starts([starts[0], *env.prompts("train")])):

@@ -123,8 +123,7 @@ def evaluate_more(
 def evaluate_requested(this: Round, request: EvaluationRequest) -> dict[Slot, Evaluation]:
     """Evaluate the requested agents that are on this rank, on validation prompts.
 
-    The prompts of a `fresh` request are those after the prompts of fitness; if the split has too
-    few, its last prompts.
+    A `fresh` request takes the prompts after those of fitness, or the last ones of a small split.
     """
     count, fitness = request.prompts, this.settings.evolve.fitness
     with this.watch.phase("evaluate"):
@@ -360,8 +359,7 @@ def recorded_parents(
 ) -> tuple[Slot, ...]:
     """Return, for each agent of the next round, the recorded slot that its weights come from.
 
-    A survivor keeps its slot. `previous` are the members of the round; `archive` is the archive's
-    slot, if any.
+    A survivor keeps its slot. `previous` are the round's members, `archive` is the archive's slot.
     """
     slots: dict[int | None, Slot] = {member.id: member.agent for member in previous}
     return tuple(

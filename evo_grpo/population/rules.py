@@ -17,9 +17,9 @@ from evo_grpo.settings import EvolveConfig, PopulationConfig, RecordConfig
 class RoundSettings:
     """The settings of the rounds of a run.
 
-    `selector` and `explorer` replace the `selection` and `exploration` of `evolve`. Every agent
-    gets P = `prompts_per_step` prompts or seeds. With `rows_per_step`, the completions of a step
-    are divided equally among the agents, so an agent's share grows when others leave.
+    `selector` and `explorer` replace the `selection` and `exploration` of `evolve`. With
+    `rows_per_step`, the completions of a step are divided equally among the agents, so an agent's
+    share grows when others leave; with None, every agent gets `prompts_per_step` prompts or seeds.
     """
 
     population: PopulationConfig
@@ -70,8 +70,8 @@ class RoundSettings:
         """Return the number of optimizer steps in a step with `agents` agents.
 
         When agents leave, the others learn from more rows. The number of optimizer steps and the
-        rows in each grow by the same factor, the square root: the lr chosen for few rows stays
-        suitable, and more rows not only reduce gradient noise.
+        rows in each step both grow by the square root of the factor, so that the lr chosen for few
+        rows stays suitable, and more rows not only reduce gradient noise.
         """
         if self.rows_per_step is None:
             return 1

@@ -169,8 +169,7 @@ def warn_without_signal(sentence: str) -> None:
 def without_signal(tallies: Sequence[Tally]) -> str:
     """Return a warning if all groups of all agents had equal rewards, else an empty string.
 
-    The string is also empty if every reward function abstained or every episode was dropped,
-    because another warning says so.
+    The string is also empty if there is no reward at all, because another warning says so.
     """
     steps = [m for tally in tallies for m in tally.metrics if not m.get("empty_steps")]
     means = [m["reward"] for m in steps if math.isfinite(m.get("reward", math.nan))]

@@ -80,9 +80,9 @@ def refuse_foreign_files(folder: Path) -> None:
 
 
 def peft_folder(folder: Path) -> Path | None:
-    """Return the folder of a plain PEFT adapter: `folder` or its actor/; None for a checkpoint.
+    """Return the folder of a plain PEFT adapter: `folder` or its actor/; None if there is none.
 
-    A folder with other parts of a checkpoint counts as a checkpoint without its attributes.
+    A folder with attributes or AdamW's moments is a checkpoint, not a plain adapter.
     """
     refuse_foreign_files(folder)
     parts = (ATTRIBUTES, "attributes.pt", OPTIMIZER)

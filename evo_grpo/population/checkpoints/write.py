@@ -113,8 +113,7 @@ def save_agent(
     """Write an agent to a folder over an earlier checkpoint; return the SHA-256 of each file.
 
     Digests are by path in the folder, without those of the base. Without `lora_only`, the shared
-    base is saved in `base/`. Ranks that train together all call this function; the first one
-    writes.
+    base is saved in `base/`. All ranks that train together call this function; rank 0 writes.
     """
     snapshot = snapshot_agent(
         cohort, slot, lora_only=lora_only, save_optimizer=save_optimizer, start=True

@@ -105,9 +105,9 @@ def put_into_archive(cohort: Cohort, slot: int, score: Score) -> None:
 def may_mix(cohort: Cohort, first: int, second: int) -> bool:
     """Return whether the mean of two agents can be taken.
 
-    Their adapters must have equal shapes, or the rank or the modules must be searched. On several
-    ranks, agents cannot load adapters with other modules, so comparing the named sets is sufficient
-    for agents on other ranks too.
+    Their adapters must have equal shapes, or the LoRA rank or the modules must be searched. With
+    several processes, the names of the agents' module sets are compared instead of shapes, because
+    this process may lack the adapters.
     """
     if f"{LORA}target_modules" in cohort.hp_config.names():
         return True
@@ -124,8 +124,8 @@ def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
 
     The mean is taken of A and of B. If the rank, alpha or modules are searched, A and B of
     different agents may not correspond; then the mean is taken of the products B A, with the
-    largest rank and the modules of all agents. `lora_target_modules` is None if the modules are no
-    named set.
+    largest rank and the modules of all agents. The target's `lora_target_modules` is then None if
+    these modules are no named set.
     """
     states = [cohort.agents[slot] for slot in sources]
     names, into = [state.adapter for state in states], cohort.agents[target]

@@ -312,8 +312,7 @@ class Cohort:
     def copy(self, source: int, target: int, *, inherit_optimizer: bool = True) -> None:
         """Copy the weights and, with `inherit_optimizer`, the moments of an agent over another.
 
-        The two agents may be on different ranks, and all ranks make this call. The caller sets the
-        hyperparameters.
+        All ranks make this call; the agents may be on two ranks. The caller sets hyperparameters.
         """
         parent, child = self.agents[source], self.agents[target]
         hparams = child.hparams
@@ -403,8 +402,7 @@ class Cohort:
     ) -> list[list[CompletionGroup]]:
         """Sample the same prompts for many agents in one call; return their groups, one per prompt.
 
-        The slot is appended to `stream`. If `samples` or `sampling` is None, each agent uses its
-        own values.
+        The slot is appended to `stream`. None as `samples` or `sampling` takes each agent's values.
         """
         requests = [self.request(slot, stream, samples, sampling) for slot in slots]
         return self.rollout([replace(request, prompts=prompts) for request in requests])
@@ -449,7 +447,7 @@ class Cohort:
     def learn(
         self, batches: Sequence[AgentBatch], *, stream: Sequence[str | int]
     ) -> list[dict[str, float]]:
-        """Take one GRPO step for the agents with a batch, in one forward and one backward."""
+        """Take one GRPO step with the agent of each batch, in one forward and one backward."""
         states = [self.agents[batch.agent] for batch in batches]
         self.bring(state.slot for state in states)
         learning: list[AgentTraining] = []

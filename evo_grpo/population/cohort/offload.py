@@ -66,8 +66,7 @@ class Offload:
     def bring(self, agents: Iterable[int]) -> None:
         """Bring agents, and the rest of their part, to the device; prefetch the next part.
 
-        All other agents return to host memory. Slot -1 is the base without an adapter; nothing is
-        copied for it.
+        All other agents return to host memory. Nothing is copied for slot -1, the base alone.
         """
         computing = set(agents)
         numbers = [i for i, part in enumerate(self.order) if not computing.isdisjoint(part)]

@@ -323,8 +323,7 @@ def _of_exchange(error: BaseException) -> bool:
 def end_process(code: int) -> None:
     """End this process at once with an exit code if a thread still waits for other ranks.
 
-    Otherwise the wait may return while Python shuts down, which aborts the process without the
-    exit code.
+    Otherwise the wait may return while Python shuts down, which aborts the process.
     """
     if _is_waiting():
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] -- os._exit leaves them out
@@ -355,7 +354,7 @@ class _NotMetError(ConfigError):
 
 @contextmanager
 def sharing_early_errors() -> Generator[None]:
-    """Send an error that this rank raises before the ranks are connected to the other ranks."""
+    """If this rank fails before the ranks are connected, send its error to the other ranks."""
     try:
         yield
     except EvoGrpoError as error:

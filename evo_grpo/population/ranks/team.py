@@ -48,8 +48,8 @@ class Team:
         """Return, on every rank, the decision of the first rank from the parts of all ranks.
 
         `part` and the decision are pickled. Only the first rank calls `decide`, with all parts in
-        the order of the ranks; it must not run passes over a divided base, since the other ranks
-        wait. Raises what `decide` raises, and OtherRankError if another rank failed or died.
+        the order of the ranks; `decide` must not run passes over a divided base, because the other
+        ranks wait. Raises errors of `decide`, and OtherRankError if another rank failed or died.
         """
         return decide([part])
 
@@ -165,8 +165,7 @@ class Lockstep:
 
     `highest` sends a number to all ranks, and returns the highest that any rank sent.
     `join_forward` and `join_backward` take part in a pass of other ranks without computing
-    anything. `broken` says whether this rank left in the middle of a pass, after which no exchange
-    is possible.
+    anything. After an error of this rank in a pass, `broken` is true, and no exchange is possible.
     """
 
     def __init__(

@@ -124,8 +124,7 @@ class ZeroEngine:
     def begin(self, weights_of: str, moments: LocalMoments, group: dict[str, Any]) -> None:
         """Begin an agent's turn: load its weights and moments into the engine.
 
-        `weights_of` is the agent's slot, `group` its AdamW's group, of which lr, betas and
-        weight_decay are used.
+        `weights_of` is the agent's slot; of AdamW's `group`, lr, betas and weight_decay are used.
         """
         with self._writing(), torch.no_grad():
             own = _named(self.slots, weights_of)
