@@ -205,8 +205,7 @@ def _drawn(probs: Tensor, draws: Tensor) -> Tensor:
 def _place(weights: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices (B, 1) that draws (B,) in [0, 1) select by weights (B, n) of any sum.
 
-    Also returns the relative position of each draw within the interval of its index, (B,) in [0,
-    1).
+    Also returns where in the interval of its index each draw lies, (B,) in [0, 1).
     """
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]

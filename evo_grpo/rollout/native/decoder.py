@@ -35,8 +35,7 @@ class Decoder(Protocol):
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
         """Expand NP prompt rows to B rows; `source` (B,) holds the prompt row of each.
 
-        The mask (B, 1, 1, columns) is True at the columns that a row attends to once they are
-        filled.
+        The mask (B, 1, 1, columns) is True at the columns that a row attends to once filled.
         """
         ...
 
@@ -47,8 +46,7 @@ class Decoder(Protocol):
     def reserve(self, columns: int) -> int | None:
         """Prepare for steps that use at most `columns` columns of the cache.
 
-        Returns a number that stays the same as long as one CUDA graph can be used; None without
-        graphs.
+        Returns a number that is the same as long as a CUDA graph can be used; None without graphs.
         """
         ...
 
@@ -65,10 +63,9 @@ class RefillDecoder(Decoder, Protocol):
         ...
 
     def refill(self, arrived: Self | None, moves: Refill) -> int:
-        """Add the rows of prompts from `beside`, and remove columns to which no row attends.
+        """Add the rows of `arrived`, from `beside`, and remove columns to which no row attends.
 
-        `arrived` must not be used afterwards; it is None if no row joins. Returns the number of
-        columns then in use.
+        `arrived` is None if no row joins; do not use it again. Returns the number of used columns.
         """
         ...
 
@@ -217,7 +214,7 @@ class EqualLengthDecoder:
         return self._run(tokens[:, None])
 
     def _run(self, ids: Tensor) -> Tensor:
-        """Run ids (B, T), which the cache keeps; return the last hidden states (B, H)."""
+        """Run ids (B, T), and add them to the cache; return the last hidden states (B, H)."""
         return self.base.run(self.cache, input_ids=ids)[:, -1]
 
 

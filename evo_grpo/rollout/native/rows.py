@@ -67,9 +67,9 @@ def expand_rows(
 ) -> tuple[Rows, Tensor]:
     """Expand (agent, prompt) rows to (agent, prompt, completion) rows.
 
-    `ids` (NP, Tp) are the prompts, padded on the right, and `lengths` (NP,) their lengths.
-    `steps` is the number of draws per row; `context` bounds prompt plus completion.
-    Returns the rows, without `seen`, and (B,) the index of each row's (agent, prompt) row.
+    `ids` (NP, Tp) are the prompts, padded on the right, and `lengths` (NP,) their lengths. `steps`
+    is the number of draws per row; `context` bounds prompt plus completion. Returns the rows,
+    without `seen`, and (B,) the index of each row's (agent, prompt) row.
     """
     device = lengths.device
     repeats = torch.tensor([r.samples for r in requests for _ in r.prompts])
@@ -97,9 +97,8 @@ def expand_rows(
 def prompt_mask(lengths: Tensor, prompt: int, columns: int) -> Tensor:
     """Return a mask (B, 1, 1, columns) bool of the columns that rows attend to.
 
-    `lengths` (B,) are the lengths of the rows' prompts.
-
-    Decoded columns start after the longest prompt, of `prompt` tokens; padding is masked.
+    `lengths` (B,) are the lengths of the rows' prompts. Decoded columns start after the longest
+    prompt, of `prompt` tokens; padding is masked.
     """
     column = torch.arange(columns, device=lengths.device)
     return ((column < lengths[:, None]) | (column >= prompt))[:, None, None, :]

@@ -118,8 +118,7 @@ def environment(base: SharedBase, settings: AgentSettings) -> dict[str, str]:
 def base_folder(base: SharedBase, settings: AgentSettings, scratch: Path) -> str:
     """Return the folder or hub id from which vLLM loads the base.
 
-    A base that is a module, from a GGUF file or loaded with `model.config` is written to
-    `scratch`.
+    A base that is a module, from GGUF or loaded with `model.config` is written to `scratch`.
     """
     model = settings.model
     if settings.engine.vllm.model is not None:
@@ -176,8 +175,7 @@ def llm_keywords(
 ) -> dict[str, Any]:
     """Return the keywords of `vllm.LLM`.
 
-    `folder` is the folder or hub id of the base, `context` the maximum number of tokens of prompt
-    plus completion.
+    `folder` is the folder or hub id of the base; `context` bounds prompt plus completion.
     """
     base, engine, vllm = slots.base, settings.engine, settings.engine.vllm
     on_cpu = base.device.type == "cpu"

@@ -126,8 +126,7 @@ class Session:
     def start(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Load vLLM and the base, and sample once.
 
-        `llm` has the keyword arguments of `vllm.LLM`, `level` is the sleep level; see also
-        `generate`.
+        `llm` has the keywords of `vllm.LLM`, `level` is the sleep level; see also `generate`.
         """
         self._vllm = importlib.import_module("vllm")
         if message["level"] == 2 and not reloads_with_adapters():
