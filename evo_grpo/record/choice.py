@@ -67,7 +67,7 @@ def choose_of(
     best_ever: bool = False,
     prefer: Mapping[str, float] | None = None,
 ) -> ChosenAgent:
-    """Find an agent of a run that has a checkpoint; the winner if no agent is named.
+    """Find an agent with a checkpoint in a run; the winner if no agent is named.
 
     The winner of a finished run is the winner of the final comparison: the best agent of the last
     round, the best of all rounds, or the mean of two survivors. Before the end the winner is the

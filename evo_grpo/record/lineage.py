@@ -312,8 +312,7 @@ def _finished(
 ) -> FrozenTrial:
     """Return a finished trial: FAIL if `values` is None, PRUNED for a round without a decision.
 
-    `times` are start and end in seconds since 1970; if either is None, the current time is used for
-    both.
+    `times` are start and end in seconds since 1970; if one is None, both are the current time.
     """
     from optuna.trial import TrialState, create_trial
 

@@ -36,8 +36,8 @@ def open_plain(path: Path, flags: int) -> int:
     """Open a regular file, never through a link, and return its descriptor.
 
     Raises:
-        RunDirError: The path is a link or no regular file, or `flags` write and the file has other
-            hard links, whose content would change too.
+        RunDirError: The path is a link or no regular file, or `flags` are for writing and the file
+            has other hard links, whose content would change too.
         OSError: As `os.open` raises it.
     """
     try:

@@ -402,7 +402,7 @@ def write_replay(run: Path, replay: Replay) -> None:
 
 
 def _equal_prompts(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> bool:
-    """Return whether the prompts of two trainings differ by at most one in every step."""
+    """Return whether the numbers of prompts of two trainings differ by at most 1 in every step."""
     pairs = zip(first, second, strict=True)
     return all(
         abs(a - b) <= 1
@@ -414,7 +414,7 @@ def _equal_prompts(first: Sequence[Sequence[int]], second: Sequence[Sequence[int
 def _prompts(
     rows: Sequence[float], hparams: Sequence[Hparams], steps: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the prompts of each round and step; the rounding remainder carries over."""
+    """Return the number of prompts by round and step; the rounding remainder carries over."""
     remainder = 0.0
     prompts: list[tuple[int, ...]] = []
     for round_rows, values in zip(rows, hparams, strict=True):

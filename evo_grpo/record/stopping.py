@@ -66,7 +66,7 @@ def has_signal(metrics: Sequence[Mapping[str, float]]) -> bool:
 def rules_that_hold(
     stop: StopConfig, past: Sequence[RoundRecord], last: RoundTotals
 ) -> tuple[str, ...]:
-    """Return the rules that end a run after its last round; `past` are the rounds before it.
+    """Return the rules that end a run after the round `last`; `past` are the rounds before it.
 
     A rule that had ended the run before an extension does not end it again.
     """

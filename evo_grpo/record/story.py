@@ -26,7 +26,7 @@ from evo_grpo.schema.problems import short_name
 from evo_grpo.types import Score
 
 VALUES_SHOWN = 5
-"""The number of values of a hyperparameter up to which a schedule shows all of them."""
+"""A schedule shows all values of a hyperparameter if there are at most this many."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class Sentence:
     (that score by reward function), "passes" (pass@k), "leader" (the best agent before the end),
     "winner" (the winner's ancestors), "schedule" (how its hyperparameters changed), "choice" (the
     final comparison), "validation" (the score that selected it), "share" (its line's training
-    tokens), "judge" (answers and cost), "guess" (scores without evolution) or "missing" (a missing
-    fact).
+    tokens), "judge" (its cost), "guess" (scores without evolution) or "missing" (a missing fact).
     """
 
     kind: str
@@ -56,8 +55,7 @@ def tell_story(
 ) -> tuple[Sentence, ...]:
     """Return the story of a run; the arguments are the fields of a `RunView`.
 
-    `summary` is None if no agent was scored on test prompts, `planned` if the number of rounds is
-    unknown.
+    `summary` is None if no agent was scored on test prompts, `planned` if it is not known.
     """
     if winner is not None and summary is not None:
         return tuple(_finished(rounds, winner, rivals, summary, comparison))

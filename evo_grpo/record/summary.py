@@ -149,8 +149,7 @@ def earlier_ends(folder: Path) -> list[dict[str, Any]]:
 def gain_interval(summary: Mapping[str, Any]) -> tuple[float, float]:
     """Return the 95% interval (low, high) of the winner's gain over the base model.
 
-    The interval is paired, by Student's t over the prompts that both answered; NaN with fewer than
-    two prompts.
+    It is paired, by Student's t over the prompts that both answered; NaN with fewer than two.
     """
     gain, error = summary["gain"], summary["gain_se"]
     if gain is None or error is None:

@@ -58,7 +58,7 @@ class HasRounds(Protocol):
 
 @dataclass(frozen=True)
 class RunView:
-    """The facts of a run that displays show; for a training run, from its finished rounds.
+    """The facts of a run that displays show; while it trains, those of its finished rounds.
 
     Attributes:
         name: The name of the run folder, or "population" for rounds in memory.
