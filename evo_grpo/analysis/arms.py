@@ -4,7 +4,7 @@ All arms and the run's winner are evaluated on the same test prompts with the sa
 `record/arms.py` computes paired differences between them.
 
 compare   trains two populations without evolution, in run folders below RUN/compare: agents of the
-          first have the values of `algorithm`, those of the second draw from the ranges
+          first have the values of `algorithm`, those of the second values from the ranges
 replay    trains agents with the winner's schedule, and as many with its last values, each on the
           rows of a whole run, in one cohort with one batch per step
 """

@@ -46,8 +46,8 @@ def recipe(
     """Write the settings and the schedule of a run's winner as a YAML file for another run.
 
     One agent trains with the hyperparameters of the winner's line, round by round, stretched to
-    `rounds`. Everything else is as in the run, even for another model; `evo-grpo check`
-    says whether that model fits into memory.
+    `rounds`. Everything else is as in the run, even for another model; `evo-grpo check` says
+    whether the memory suffices for that model.
 
     Args:
         run: Folder of a finished run.
@@ -120,7 +120,7 @@ def recipe_settings(
 
 
 def _values(hparams: Hparams, name: str, space: HyperparameterConfig) -> list[Value]:
-    """Return the values of a hyperparameter within its range; None becomes the maximum."""
+    """Return a hyperparameter's value, or a clip pair's two; None becomes the range's maximum."""
     values = values_of(hparams, name)
     if not values and name in space.names() and space[name].choices is None:
         return [space[name].max]

@@ -2,8 +2,7 @@
 
 A record contains the digests of its files, and a seal, which is the digest of the record's bytes.
 A file that is missing or has another digest is damaged. Nothing is changed, and no model is
-loaded. The leaderboard and the Optuna study are not checked, because a resume derives them from
-the rounds.
+loaded. Leaderboard and Optuna study are not checked, because a resume derives them from the rounds.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class _Records:
     def kept_checkpoints(self) -> set[str]:
         """Return the checkpoints that the retention policy keeps.
 
-        Those of the rounds before a change of the policy are left out if they are not there.
+        Missing checkpoints of rounds before a change of the policy are left out.
         """
         inputs = self.inputs
         if inputs is None:

@@ -54,7 +54,7 @@ from evo_grpo.types import Prompt, Slot
 
 @dataclass(frozen=True)
 class Policy:
-    """A cohort of one agent, and the environment of its task, or None."""
+    """A cohort of one agent, and the environment of its task, None if that was not loaded."""
 
     cohort: Cohort
     env: Environment[Any] | None
@@ -122,7 +122,7 @@ def loaded(
 
 
 def check_answers(who: str, logprobs: Iterable[Sequence[float] | None]) -> None:
-    """Refuse answers if a log-prob (one sequence each) is NaN, because tokens are arbitrary."""
+    """Refuse answers with a log-prob of NaN, because their tokens are arbitrary."""
     if any(math.isnan(value) for values in logprobs for value in values or ()):
         raise RunFailedError(
             f"{who}: expected finite log-probabilities, got NaN: its weights are not finite, or "
@@ -142,8 +142,7 @@ def config_of(
     """Return the settings of a run; refuse a run whose base cannot be built from them.
 
     A `command` that builds the task too needs the run's files unchanged, except those that `allow`
-    names. `env` is the environment, for a run that was given an object; messages name the Python
-    `call`.
+    names. `env` is the environment of a run recorded with an object; messages name the `call`.
     """
     recorded, from_python = recorded_objects(choice.run), FromPython(env)
     if base := [name for name in ("model", "tokenizer") if name in recorded]:
