@@ -1,8 +1,8 @@
 """Evaluates every agent on shared prompts, with shared draws, in one generation call.
 
 Racing evaluates again only agents that the first evaluation cannot separate (`undecided`), as Maron
-and Moore (1997) and Birattari et al. (2002) do, with the paired test of `evolve.compare`: since all
-agents answer the same prompts, few agents need a second evaluation.
+and Moore (1997) and Birattari et al. (2002) do, with the paired test of `evolve.compare`. Because
+all agents answer the same prompts, few agents need a second evaluation.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def evaluate_more(
 ) -> dict[Slot, Evaluation]:
     """Evaluate the requested agents that are on this rank; return their evaluations.
 
-    An evaluation is merged with the earlier one in `results` if both used the same prompts.
+    An evaluation is merged with the agent's in `results` if both used the same prompts.
     """
     if not request.prompts:
         evaluations = {slot: stats.measured_in_training(tallies[slot]) for slot in tallies}

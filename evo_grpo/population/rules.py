@@ -69,9 +69,9 @@ class RoundSettings:
     def minibatches(self, agents: int) -> int:
         """Return the number of optimizer steps in a step with `agents` agents.
 
-        When agents leave, the others learn from more rows. The number of optimizer steps and the
-        rows in each step both grow by the square root of the factor, so that the lr chosen for few
-        rows stays suitable, and more rows not only reduce gradient noise.
+        When agents leave, each of the rest learns from f times as many rows. The optimizer steps
+        and the rows of each both grow by the square root of f, so that the lr chosen for few rows
+        stays suitable, and more rows not only reduce gradient noise.
         """
         if self.rows_per_step is None:
             return 1

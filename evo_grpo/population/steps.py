@@ -201,7 +201,7 @@ def training(  # noqa: PLR0913 -- a step meets all parts of a run
     first: int = 0,
     minibatches: int = 1,
 ) -> Turns[int]:
-    """Take one GRPO step with every agent; return the number of starts used, `first` being one.
+    """Take one GRPO step with every agent; return the most starts that an agent has used.
 
     A step makes one generation call per turn, one scoring, and one fused forward and backward.
     `prompts` are the P starts of all agents, prompts or seeds of episodes, from start `first` of

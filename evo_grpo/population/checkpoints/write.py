@@ -1,7 +1,7 @@
 """Writes an agent: copies its state at one moment, and writes the files of a checkpoint.
 
 <path>/actor/adapter_model.safetensors + adapter_config.json
-<path>/reference/...                     if its reference is an adapter; in a run, only its own
+<path>/reference/...                     if it is an adapter; in a run, only if the agent's own
 <path>/attributes.json                   settings, hyperparameters, member, history, base model
 <path>/optimizer.safetensors             AdamW's moments, by the names of actor/'s tensors
 

@@ -3,7 +3,7 @@
 Messages, of kilobytes, go over a gloo group on the CPU, independent of the devices' backend: gloo
 detects at once that a process has ended. A thread waits for each message, so that the rank can stop
 when `evo_grpo.population.ranks.heartbeat` reports a lost rank. Tensors are sent separately from the
-pickle of a value, since pickling an adapter takes longer than sending it over 10 Gbit/s.
+pickle of a value, because pickling an adapter takes longer than sending it over 10 Gbit/s.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ START_VARIABLE = "EVO_GRPO_RANK_START_MINUTES"
 START_MINUTES = 10.0
 """Default if the variable is not set."""
 TO_SHARE = timedelta(minutes=1)
-"""How long a rank that failed before the ranks connected waits to send its error to the others."""
+"""How long a rank that failed before the ranks connected tries to send its error to the others."""
 
 T = TypeVar("T")
 R = TypeVar("R")

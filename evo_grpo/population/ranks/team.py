@@ -70,7 +70,7 @@ class Team:
         self.agree(None, lambda _: None)
 
     def sharing_errors(self) -> AbstractContextManager[None]:
-        """Return a context that sends an error of this rank to the others before it is raised.
+        """Return a context that sends an error of this rank to the other ranks, and raises it.
 
         Other ranks raise `OtherRankError` at their next exchange.
         """
