@@ -59,7 +59,7 @@ class RoundTotals:
 
 
 def has_signal(metrics: Sequence[Mapping[str, float]]) -> bool:
-    """Return whether any agent had a group with different rewards, given the metrics by agent."""
+    """Return whether any agent had a group with different rewards, by the metrics of the agents."""
     return any(agent_metrics.get("zero_variance", 0.0) < 1 for agent_metrics in metrics)
 
 
