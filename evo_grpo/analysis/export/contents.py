@@ -91,7 +91,7 @@ def check_target(out: Path, *, force: bool) -> Path:
 def write_export(
     target: Path, contents: Mapping[str, bytes], fills: Sequence[Fill], about: Mapping[str, Any]
 ) -> list[str]:
-    """Write the folder of an export in place of an earlier one; return the paths of its files.
+    """Write an export into a folder, in place of an earlier export; return the files' paths.
 
     After a kill, the folder is complete or cannot be loaded. `about` is the manifest without files.
     """

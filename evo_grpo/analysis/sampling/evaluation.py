@@ -213,7 +213,7 @@ def _judged(
 
 
 def _samples(fitness: FitnessConfig, split: JudgedOn, samples: int | None, most: int) -> int:
-    """Return completions per prompt, by `samples` or the run; refuse less than `most`."""
+    """Return completions per prompt, by `samples` or the run; refuse less than the k `most`."""
     # Validation repeats the draws of the final comparison, and its samples where it has any.
     default = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
     per_prompt = fitness.per_prompt(samples or max(default, most))
