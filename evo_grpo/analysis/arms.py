@@ -1,12 +1,12 @@
-"""compare(run) and replay(run): train arms for a finished run at equal tokens.
+"""Defines compare(run) and replay(run), which train arms: alternatives to a run at equal tokens.
 
 All arms and the run's winner are evaluated on the same test prompts with the same draws, and
 `record/arms.py` computes paired differences between them.
 
-compare   trains two populations without evolution, in run folders below RUN/compare: first all
-          agents have the values of `algorithm`, then values drawn from the ranges
-replay    trains with the winner's schedule and with its last values, several times each at the
-          rows of the run, in one cohort with one batch per step
+compare   trains two populations without evolution, in run folders below RUN/compare: agents of the
+          first have the values of `algorithm`, those of the second values from the ranges
+replay    trains agents with the winner's schedule, and as many with its last values, each on the
+          rows of a whole run, in one cohort with one batch per step
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ from evo_grpo.types import Member, Score, Slot
 
 ROOM = 2
 """Bound on the steps of a population without evolution, as a multiple of the steps that it is
-expected to need: its completions may be shorter than those of the run."""
+expected to need, because its completions may be shorter than those of the run."""
 REPEATS = 3
 """Trainings of each kind of a replay. With one training each, a third of the pairs with equal
 values differ significantly on the test prompts; with three trainings each, 3% do
@@ -111,9 +111,9 @@ def compare(
             counts tokens of the budget.
 
     Returns:
-        The content of RUN/compare/compare.json: `arms`, of which the last is the run, each with
-        name, `tokens` by purpose, and mean, standard error and number of prompts of its `test`;
-        and `differences`, the run minus each population with a paired interval of 95%. There is no
+        The content of RUN/compare/compare.json: `arms`, the last of which is the run, and
+        `differences`, the run minus each population with a paired interval of 95%. An arm has a
+        name, its `tokens` by purpose, and a `test` (mean, standard error, prompts). There is no
         arm `random` if no hyperparameter may differ between agents.
 
     Raises:
@@ -242,7 +242,7 @@ def _play(
 
 
 def _has_same_files(path: Path, config: RunConfig) -> bool:
-    """Return whether a population was started with the present files."""
+    """Return whether the files of the task are those with which a population was started."""
     if not (path / names.INPUTS).exists():  # stopped before its inputs were recorded
         return True
     return read_inputs_of(path).files == inputs_of(config).files
@@ -266,7 +266,7 @@ class TokenLimit:
         return False
 
     def reported_to(self, observer: Observer) -> Observer:
-        """Return an observer that counts training in tokens; steps have only an upper bound."""
+        """Wrap an observer: its stage "learn" counts tokens, because the steps are not known."""
         wrapper = ObserverList((observer,))
 
         def stage(round: int, name: str, done: int, total: int) -> None:
@@ -294,8 +294,8 @@ def replay(
     Agents are trained from scratch with the schedule and with the last values, several times each
     and with the tokens of the whole run. They have the run's data, test split and order of prompts;
     all other draws use a seed derived from the run's seed. At the end, replay.json and a checkpoint
-    of the first training of each kind are written to `RUN/replay`; an interrupted replay leaves an
-    earlier one unchanged.
+    of the first training of each kind are written to `RUN/replay`; an interrupted replay leaves the
+    files of an earlier replay unchanged.
 
     Args:
         run: The run folder.

@@ -45,9 +45,9 @@ def recipe(
 ) -> Path:
     """Write the settings and the schedule of a run's winner as a YAML file for another run.
 
-    One agent trains with the hyperparameters of the winner's line, round by round, stretched to the
-    number of rounds. Everything else is as in the run, also for another model; `evo-grpo check`
-    says whether that model fits into memory.
+    One agent trains with the hyperparameters of the winner's line, round by round, stretched to
+    `rounds`. Everything else is as in the run, even for another model; `evo-grpo check` says
+    whether the memory suffices for that model.
 
     Args:
         run: Folder of a finished run.
@@ -120,7 +120,7 @@ def recipe_settings(
 
 
 def _values(hparams: Hparams, name: str, space: HyperparameterConfig) -> list[Value]:
-    """Return the values of a hyperparameter within its range; None becomes the maximum."""
+    """Return a hyperparameter's value, or a clip pair's two; None becomes the range's maximum."""
     values = values_of(hparams, name)
     if not values and name in space.names() and space[name].choices is None:
         return [space[name].max]
@@ -128,7 +128,7 @@ def _values(hparams: Hparams, name: str, space: HyperparameterConfig) -> list[Va
 
 
 def _ranges(line: Sequence[Hparams], space: HyperparameterConfig) -> dict[str, RLParameter]:
-    """Return a range for each hyperparameter that changes on a line, given by its values there."""
+    """Return a range for each hyperparameter that changes on a line, with its values there."""
     names = [*space.names(), *_set_by_hand(line, space)]
     ranges: dict[str, RLParameter] = {}
     for name in names:
@@ -187,7 +187,7 @@ def _change(name: str, before: Hparams, after: Hparams) -> list[tuple[str, Value
 def _algorithm(
     own: AlgorithmConfig, schedule: Schedule, first: Hparams, share: float
 ) -> AlgorithmConfig:
-    """Return the group `algorithm`; the schedule of lr is scaled by `share`, like the steps."""
+    """Return the recipe's group `algorithm`; the steps of its lr schedule are scaled by `share`."""
     # These hyperparameters of an agent are None unless the run searches them.
     searched = (*_NAMED, "max_output_tokens")
     values = {name: getattr(first, name) for name in (*AgentFields.model_fields, *searched)}

@@ -1,8 +1,8 @@
-"""Defines verify(run), which checks the seals and digests of a run folder, even in training.
+"""Defines verify(run), which checks the seals and digests of a run folder, even while it trains.
 
-A record contains a seal, the digest of the record's bytes, and the digests of its files. A file
-that is missing or has another digest is damaged. Nothing is changed, and no model is loaded. The
-leaderboard and the Optuna study are not checked, because a resume derives them from the rounds.
+A record contains the digests of its files, and a seal, which is the digest of the record's bytes.
+A file that is missing or has another digest is damaged. Nothing is changed, and no model is
+loaded. Leaderboard and Optuna study are not checked, because a resume derives them from the rounds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Findings:
     notes: list[str] = field(default_factory=list[str])
 
     def read(self, read: Callable[[], T], files: int = 1) -> T | None:
-        """Return the content of a file; None if reading it raises, which counts as damage."""
+        """Return the result of `read`; None if it raises an error, which counts as damage."""
         self.files += files
         try:
             return read()
@@ -62,7 +62,7 @@ class Findings:
         return None
 
     def compare(self, folder: Path, files: Mapping[str, str], recorded: str) -> None:
-        """Report each file that is missing or whose digest differs from the one given as damage.
+        """Report as damage each file that is missing or has another digest than in `files`.
 
         `recorded` completes the messages, such as "round 1 recorded".
         """
@@ -73,7 +73,7 @@ class Findings:
 
 
 def verify(run: str | Path) -> Findings:
-    """Compare the files of a run folder with their recorded digests, even in training.
+    """Compare the files of a run folder with their recorded digests, even while the run trains.
 
     Raises:
         RunNotFoundError: `run` is no run folder.

@@ -219,15 +219,12 @@ class SharedBase:
     def compile(self, mode: str) -> None:
         """Compile the layers without adapters (norms, rotary embeddings) with torch.compile.
 
-        Compiled linear layers would be recompiled for each layout of rows. An unknown mode raises
-        ConfigError.
+        Compiled linear layers would be recompiled for each layout of rows.
         """
+        _try_compiler(mode, self.device)
         for module in self.trunk.modules():
             if type(module).__name__.endswith(("Norm", "RotaryEmbedding")):
-                try:
-                    module.compile(mode=mode, dynamic=True)
-                except RuntimeError as error:
-                    raise ConfigError(f"engine.compile: {error}") from error
+                module.compile(mode=mode, dynamic=True)
         self.compiled = mode
 
     @property
@@ -400,3 +397,16 @@ def _linear_features(trunk: nn.Module) -> int:
         elif not isinstance(module, nn.Embedding) and isinstance(weight, Tensor):
             total += sum(weight.shape) if weight.ndim == 2 else 0
     return total
+
+
+def _try_compiler(mode: str, device: torch.device) -> None:
+    """Compile a small function, so that a missing compiler is noticed before the first round."""
+    try:
+        torch.compile(lambda x: x + 1, mode=mode)(torch.zeros(1, device=device))
+    except RuntimeError as error:
+        got = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"engine.compile: {mode!r}: expected a mode of torch.compile and a compiler for it, "
+            f"got {type(error).__name__}: {got}; correct the mode, install the compiler (for a CPU "
+            "g++, on Debian: apt install g++), or leave engine.compile out"
+        ) from error

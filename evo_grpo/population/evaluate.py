@@ -1,8 +1,8 @@
 """Evaluates every agent on shared prompts, with shared draws, in one generation call.
 
 Racing evaluates again only agents that the first evaluation cannot separate (`undecided`), as Maron
-and Moore (1997) and Birattari et al. (2002) do, with the paired test of `evolve.compare`: since all
-agents answer the same prompts, few agents need a second evaluation.
+and Moore (1997) and Birattari et al. (2002) do, with the paired test of `evolve.compare`. Because
+all agents answer the same prompts, few agents need a second evaluation.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def weighted(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def equal_starts(starts: Sequence[object]) -> tuple[int, ...]:
-    """Number prompts or seeds from 0; equal hashable ones get the same number."""
+    """Number prompts or seeds from 0; equal ones get the same number, if they are hashable."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(_key(start), len(numbers)) for start in starts)
 
@@ -272,11 +272,10 @@ def _key(start: object) -> object:
 
 
 def units_of(env: Environment[StartT], starts: Sequence[StartT]) -> tuple[int, ...]:
-    """Number starts as `equal_starts`; if a task has a single prompt, number each answer.
+    """Number starts as `equal_starts` does, but one by one if a task has a single prompt.
 
     In general a score estimates the reward on other prompts, so a single prompt is little evidence.
-    If training has no other prompt either, the score estimates the reward of answers to this
-    prompt.
+    If training has no other prompt either, the score estimates the reward of this prompt's answers.
     """
     units = equal_starts(starts)
     if max(units) == 0 and not any(equal_starts([starts[0], *env.prompts("train")])):

@@ -35,8 +35,7 @@ class AgentReport:
     """A rank's report about one of its agents after the steps and the evaluation.
 
     `score` is the agent's fitness, None if its update or its evaluation was not finite.
-    `checkpoint` is the path of its checkpoint, None if none is written. For the last three see
-    `AgentState`.
+    `checkpoint` is a path, None if no checkpoint is written. For the last three see `AgentState`.
     """
 
     score: Score | None
@@ -71,7 +70,7 @@ class EvaluationRequest:
 
     Request 0 is the first, for all agents. Without validation prompts (`prompts` 0), the rewards of
     training replace an evaluation. With `fresh`, the archive and the best agent are evaluated only
-    to compare them.
+    to compare the two.
     """
 
     slots: tuple[Slot, ...]
@@ -101,10 +100,9 @@ def next_evaluation(
     request: EvaluationRequest,
     round: int,
 ) -> EvaluationRequest | None:
-    """Return the agents that are evaluated again; None if the round can be planned.
+    """Return the request to evaluate undecided agents again; None if the round can be planned.
 
-    The number of completions in further evaluations is at most the share `evolve.fitness.racing` of
-    those in the first.
+    All such requests sample at most `evolve.fitness.racing` times the completions of request 0.
     """
     if request.fresh or not settings.decides(round):
         return None
@@ -122,8 +120,7 @@ def archive_evaluation(
 ) -> EvaluationRequest | None:
     """Return the request to evaluate the archive and the best agent again; None if not needed.
 
-    The samples are new, since earlier samples selected these agents; prompts are new if the
-    validation split has more.
+    It takes new samples, because earlier samples selected the agents, and new prompts if possible.
     """
     ends = round + 1 >= settings.population.rounds
     if (
@@ -143,9 +140,9 @@ def archive_evaluation(
 class RoundPlan:
     """The outcome of a round, created on the first rank and carried out by all ranks.
 
-    `steps` are the numbers of GRPO steps that each agent's slot has taken; `last` says whether this
-    is the last round. `notes` are sentences for the observers; `warning` says why the first round
-    had no signal to learn from.
+    `steps` has the steps of each agent (see `AgentState`); `last` says whether this is the last
+    round. `notes` are sentences for the observers; `warning` says why the first round had no signal
+    to learn from.
     """
 
     record: RoundRecord
@@ -168,8 +165,8 @@ class PlanInputs:
     with the score of the round. `past` are the records of the known earlier rounds, `archive` is
     the best agent before this round. `check` raises an error for hyperparameters with which no
     agent can train, which a user's exploration may return. `task` names the environment, for
-    errors, and `limited` says whether a limit ends training. `seconds` and `starts` are counted up
-    to the end of the round.
+    errors, and `limited` says whether a limit ends training. `seconds` is the time since the start
+    of the round, and `starts` the number of starts that the run has used.
     """
 
     settings: RoundSettings
@@ -217,7 +214,7 @@ class PlanInputs:
 
 
 def next_round(inputs: PlanInputs) -> RoundPlan:
-    """Return the plan of a round, which contains its record."""
+    """Return the plan that ends a round; it contains the record of the round."""
     settings, reports, round = inputs.settings, inputs.reports, inputs.round
     if inputs.archive is None and all(score is None for score in inputs.scores):
         why = why_unranked(inputs.task, [report.evaluation for report in reports])
@@ -384,7 +381,7 @@ def _with_training(inputs: PlanInputs, standings: Sequence[Standing]) -> list[St
     """Return standings whose latest scores are combined with the rewards of training.
 
     These are the rewards of the steps since the last decision. The standings stay unchanged if
-    training and fitness are not alike, or if an agent lacks a reward for one of these steps.
+    rounds without a decision have an evaluation, or if an agent lacks one of the rewards.
     """
     settings = inputs.settings
     if settings.evolve.fitness.in_between:

@@ -172,10 +172,9 @@ class _DynamicBatch:
 
 
 def joined(parts: Sequence[Experience]) -> Experience:
-    """Return the experiences of one agent, at least one, as one experience.
+    """Join the experiences of one agent, at least one, into one experience.
 
-    Metrics are summed or averaged over completions, as `record.vocabulary` defines for a round's
-    steps.
+    Metrics become sums, maxima, or means over completions; see `record.vocabulary.over_steps`.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
@@ -235,8 +234,7 @@ def _rollout(
 ) -> Rollout:
     """Return a rollout with the environment's rewards and, if enabled, the overlong penalty.
 
-    `weights` (K,) are the agent's reward weights, and `longest` is its maximum number of completion
-    tokens.
+    `weights` (K,) are the agent's reward weights, `longest` is its limit of completion tokens.
     """
     algorithm = cohort.settings.algorithm
     if algorithm.overlong_buffer is None:

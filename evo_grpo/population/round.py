@@ -33,7 +33,7 @@ class Steerer:
     """Carries out requests between two rounds, on the first rank; this base class does nothing."""
 
     def steer(self, plan: RoundPlan, *, next_id: int) -> RoundPlan:
-        """Carry out the requests in the plan of a round that is not recorded yet; return the plan.
+        """Apply requests to the plan of a round that is not recorded yet; return the changed plan.
 
         `next_id` is a member id that no member of the run has had.
         """
@@ -41,7 +41,7 @@ class Steerer:
         return plan
 
     def listen(self, plan: RoundPlan) -> RoundPlan:
-        """Wait briefly in a paused run; carry out and record the requests that arrive."""
+        """Wait briefly in a paused run; apply and record requests that arrive; return the plan."""
         return plan
 
 
@@ -102,7 +102,7 @@ def evaluate_more(
 ) -> dict[Slot, Evaluation]:
     """Evaluate the requested agents that are on this rank; return their evaluations.
 
-    An evaluation is merged with the earlier one in `results` if both used the same prompts.
+    An evaluation is merged with the agent's in `results` if both used the same prompts.
     """
     if not request.prompts:
         evaluations = {slot: stats.measured_in_training(tallies[slot]) for slot in tallies}
@@ -123,8 +123,7 @@ def evaluate_more(
 def evaluate_requested(this: Round, request: EvaluationRequest) -> dict[Slot, Evaluation]:
     """Evaluate the requested agents that are on this rank, on validation prompts.
 
-    The prompts of a `fresh` request are those after the prompts of fitness; if the split has too
-    few, its last prompts.
+    A `fresh` request takes the prompts after those of fitness, or the last ones of a small split.
     """
     count, fitness = request.prompts, this.settings.evolve.fitness
     with this.watch.phase("evaluate"):
@@ -180,7 +179,7 @@ def report_of(
 def plan_and_record(
     this: Round, request: EvaluationRequest, starts: int, reports: Sequence[RankReport]
 ) -> RoundPlan | EvaluationRequest:
-    """Plan and record a round from the reports of all ranks; called on the first rank only."""
+    """Plan and record a round, or request another evaluation; only the first rank does so."""
     this.writer.receive([report.files for report in reports])
     agents, cohort = planning.agents_of(reports, this.slots), this.cohort
     next_request = planning.next_evaluation(agents, this.settings, request, this.number)
@@ -360,8 +359,7 @@ def recorded_parents(
 ) -> tuple[Slot, ...]:
     """Return, for each agent of the next round, the recorded slot that its weights come from.
 
-    A survivor keeps its slot. `previous` are the members of the round; `archive` is the archive's
-    slot, if any.
+    A survivor keeps its slot. `previous` are the round's members, `archive` is the archive's slot.
     """
     slots: dict[int | None, Slot] = {member.id: member.agent for member in previous}
     return tuple(

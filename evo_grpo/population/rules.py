@@ -17,9 +17,9 @@ from evo_grpo.settings import EvolveConfig, PopulationConfig, RecordConfig
 class RoundSettings:
     """The settings of the rounds of a run.
 
-    `selector` and `explorer` replace the `selection` and `exploration` of `evolve`. Every agent
-    gets P = `prompts_per_step` prompts or seeds. With `rows_per_step`, the completions of a step
-    are divided equally among the agents, so an agent's share grows when others leave.
+    `selector` and `explorer` replace the `selection` and `exploration` of `evolve`. With
+    `rows_per_step`, the completions of a step are divided equally among the agents, so an agent's
+    share grows when others leave; with None, every agent gets `prompts_per_step` prompts or seeds.
     """
 
     population: PopulationConfig
@@ -45,7 +45,7 @@ class RoundSettings:
         return self.population.places(selects=self.evolve.selects)
 
     def decides(self, round: int) -> bool:
-        """Return whether a run decides after a round (0-based)."""
+        """Return whether agents are selected after a round (0-based)."""
         always = self.evolve.decides_always
         return always or decides_after(round + 1, self.population.decided)
 
@@ -61,7 +61,7 @@ class RoundSettings:
         return min(places[min(round, len(places) - 1)], agents)
 
     def rows_of_agent(self, agents: int) -> float:
-        """Return the number of completions that each of `agents` agents samples in a step."""
+        """Return an agent's completions in a step; without `rows_per_step`, its prompts."""
         if self.rows_per_step is None:
             return float(self.prompts_per_step)
         return self.rows_per_step / agents
@@ -69,9 +69,9 @@ class RoundSettings:
     def minibatches(self, agents: int) -> int:
         """Return the number of optimizer steps in a step with `agents` agents.
 
-        When agents leave, the others learn from more rows. The number of optimizer steps and the
-        rows in each grow by the same factor, the square root: the lr chosen for few rows stays
-        suitable, and more rows not only reduce gradient noise.
+        When agents leave, each of the rest learns from f times as many rows. The optimizer steps
+        and the rows of each both grow by the square root of f, so that the lr chosen for few rows
+        stays suitable, and more rows not only reduce gradient noise.
         """
         if self.rows_per_step is None:
             return 1

@@ -134,7 +134,7 @@ def reward_metrics(
 def completion_rows(
     round: int, tallies: Mapping[Slot, Tally], record: RecordConfig
 ) -> list[dict[str, Any]]:
-    """Return the sample completions of each agent that are recorded, as lines of completions/."""
+    """Return the recorded sample completions of each agent, a mapping per line of completions/."""
     count, names = record.completions, record.columns
     return [
         {
@@ -169,7 +169,7 @@ def warn_without_signal(sentence: str) -> None:
 def without_signal(tallies: Sequence[Tally]) -> str:
     """Return a warning if all groups of all agents had equal rewards, else an empty string.
 
-    If every reward function abstained or every episode was dropped, another warning says so.
+    The string is also empty if there is no reward at all, because another warning says so.
     """
     steps = [m for tally in tallies for m in tally.metrics if not m.get("empty_steps")]
     means = [m["reward"] for m in steps if math.isfinite(m.get("reward", math.nan))]

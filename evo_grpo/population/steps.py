@@ -29,7 +29,7 @@ class Limit(Protocol):
     """Ends training before the last round; requires that every rank has all agents."""
 
     def spent(self, tallies: Sequence[Tally]) -> bool:
-        """Return whether the latest step is the last, given the tallies of the round."""
+        """Return whether the latest step is the last, by the tallies of the round so far."""
         ...
 
     def ends_after(self, scores: Sequence[Score | None]) -> bool:
@@ -123,9 +123,10 @@ class Training:
 
 
 def train(this: Training) -> tuple[dict[Slot, Tally], int]:
-    """Take the steps of a round with this rank's agents; return their tallies and the starts used.
+    """Take the steps of a round with this rank's agents.
 
-    With several ranks, steps are reported after all of them have finished.
+    Return the agents' tallies, and the number of starts that the run has used. With several ranks,
+    steps are reported after all of them have finished.
     """
     cohort, env, settings, slots = this.cohort, this.env, this.settings, this.slots
     limit, past = this.limit, this.past
@@ -200,13 +201,13 @@ def training(  # noqa: PLR0913 -- a step meets all parts of a run
     first: int = 0,
     minibatches: int = 1,
 ) -> Turns[int]:
-    """Take one GRPO step with every agent; return the number of starts used, from `first`.
+    """Take one GRPO step with every agent; return the most starts that an agent has used.
 
     A step makes one generation call per turn, one scoring, and one fused forward and backward.
     `prompts` are the P starts of all agents, prompts or seeds of episodes, from start `first` of
-    the environment's sequence. Agent i takes the first P_i in [1, P] of them, given by
-    `prompts_per_agent` (None for all). With `dynamic_sampling_tokens`, it also takes later starts,
-    to replace groups of equal rewards. Agents without a `batch_size` learn in `minibatches`
+    the environment's sequence. Agent i takes the first P_i of them, with P_i in [1, P] from
+    `prompts_per_agent` (None for all P). With `dynamic_sampling_tokens`, agents also take later
+    starts, to replace groups of equal rewards. Agents without a `batch_size` learn in `minibatches`
     optimizer steps. `tallies`, in the order of `slots`, receive metrics, counts and sample
     completions, and `watch` the seconds of each phase.
     """

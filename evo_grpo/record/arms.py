@@ -73,7 +73,7 @@ class Difference:
     def between(
         cls, first: str, firsts: Sequence[Score], second: str, seconds: Sequence[Score]
     ) -> Self:
-        """Compare two arms on the same prompts, given one score per training (one for a winner)."""
+        """Compare two arms on the same prompts, by the scores of their trainings or of a winner."""
         first_score, second_score = pooled(firsts), pooled(seconds)
         gap = compare(first_score, second_score)
         groups = [[s.mean for s in scores] for scores in (firsts, seconds) if len(scores) > 1]

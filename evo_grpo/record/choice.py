@@ -67,7 +67,7 @@ def choose_of(
     best_ever: bool = False,
     prefer: Mapping[str, float] | None = None,
 ) -> ChosenAgent:
-    """Find an agent of a run that has a checkpoint; the winner if no agent is named.
+    """Find an agent with a checkpoint in a run; the winner if no agent is named.
 
     The winner of a finished run is the winner of the final comparison: the best agent of the last
     round, the best of all rounds, or the mean of two survivors. Before the end the winner is the
@@ -159,7 +159,7 @@ def _preferred(view: RunView, weights: Mapping[str, float]) -> AgentRecord:
 
 
 def _wrong_weights(names: Sequence[str], weights: Mapping[str, float]) -> str:
-    """Return the expected and the given weights of objectives as text; "" if they are valid."""
+    """Return the text of an error about weights of objectives; "" if they are valid."""
     if not names:
         return (
             "a run with evolve.fitness.objectives, got one with one goal; leave prefer out, and "

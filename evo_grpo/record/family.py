@@ -17,7 +17,7 @@ from evo_grpo.types import Mutation, Slot
 
 @dataclass(frozen=True)
 class FamilyMember:
-    """A member with its offspring, by id.
+    """A member of a family tree, with its offspring, ordered by id.
 
     Attributes:
         agent: The number of its agent; None for the mean of two members.
@@ -130,7 +130,7 @@ def playing_on(record: RoundRecord) -> set[Slot]:
 
 
 def archived_agent(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
-    """Return the agent in a run's archive; None without archive or before the first decision."""
+    """Return the agent in the archive of a run that has one; None before the first decision."""
     return None if all(record.between for record in rounds) else best_ever(rounds)
 
 

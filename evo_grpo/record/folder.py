@@ -55,7 +55,7 @@ def is_run(path: str | Path) -> bool:
 
 
 def run_containing(path: Path) -> Path | None:
-    """Return the run folder that contains a path, before or after following links, or None."""
+    """Return the run folder that contains a path, or the target of its links, else None."""
     paths = path.absolute(), path.resolve()
     folders = [folder for place in paths for folder in (place, *place.parents)]
     return next((folder for folder in folders if is_run(folder)), None)
@@ -144,7 +144,7 @@ def read_config(folder: Path, *, past: bool = False) -> RunConfig:
 def adapter_of(model: ModelConfig) -> RankAlpha:
     """Return the rank and alpha with which the adapters of a run begin.
 
-    Both are read from `model.adapter`, unless `model.lora` is also given or the file is unreadable.
+    Both are read from `model.adapter`, unless `model.lora` is also set or the file is unreadable.
     """
     configured = model.lora.rank_alpha
     if model.adapter is None or model.lora != LoraSettings():
@@ -197,20 +197,20 @@ def code_folder(path: str | Path | None) -> Path | None:
 
 
 def with_objects(text: str, objects: Iterable[str]) -> str:
-    """Return a population.yaml with a first line that lists Python objects, if any are given."""
+    """Put a line that lists Python objects, if there are any, before the text of a YAML file."""
     line = ", ".join(objects)
     return f"{names.RECORDED_IN_PYTHON}{line}\n{text}" if line else text
 
 
 def listed_objects(folder: Path) -> list[str]:
-    """Return the Python objects that a run was given, each with its keyword first."""
+    """Return a description, which begins with the keyword, of each Python object of a run."""
     first_line = config_text(folder).partition("\n")[0]
     line = first_line.removeprefix(names.RECORDED_IN_PYTHON)
     return [] if line == first_line else line.strip().split(", ")
 
 
 def recorded_objects(folder: Path) -> dict[str, str]:
-    """Return the objects given to `Population.train`: keyword ("env", "model", ...) -> description.
+    """Return the objects of `Population.train`: keyword ("env", "model", ...) -> description.
 
     "agents" stands for agents that had trained before.
     """

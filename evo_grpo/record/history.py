@@ -170,7 +170,7 @@ SETTING = "population.init.from"
 def resolved_start(
     init: Start, first: Hparams, hp_config: HyperparameterConfig, size: int, seed: int
 ) -> Start:
-    """Return `population.init`; folders of runs in it are replaced by the settings of their agents.
+    """Return `population.init`, with the hyperparameters of a run's agents in place of its folder.
 
     The best agent of each run comes first, then the second of each, as on the leaderboards. `first`
     has the hyperparameters of this run's first agent, `hp_config` this run's ranges.
@@ -191,7 +191,7 @@ def resolved_start(
 
 
 def _settings(run: Path, first: Hparams, hp_config: HyperparameterConfig) -> Iterator[Hparams]:
-    """Yield the hyperparameters of an earlier run's agents, best first, limited to these ranges."""
+    """Yield the hyperparameters of an earlier run's agents, best first, within `hp_config`."""
     try:
         rounds = read_rounds(run)
     except RunNotFoundError as error:

@@ -249,5 +249,5 @@ def ties(
 def write_csv(
     rounds: Sequence[RoundRecord], folder: Path, summary: Mapping[str, Any] | None = None
 ) -> None:
-    """Write leaderboard.csv into a run folder; a write that fails leaves the earlier file."""
+    """Write leaderboard.csv into a run folder; a write that fails leaves the file as it was."""
     atomic_write(folder / LEADERBOARD, from_records(rounds, summary).to_csv(index=False))

@@ -44,7 +44,7 @@ class Lineage:
     - train/reward, train/kl, ...: the metrics of the round's training
 
     If the mean of two survivors wins the run, the mean has a trial too, one round later, with op
-    "mean". Its attribute second_parent is the member id of the other parent.
+    "mean". Its attributes parent and second_parent are the ids of the survivors, the better first.
     """
 
     def __init__(self, study: Study, hp_config: HyperparameterConfig | None = None) -> None:
@@ -312,8 +312,7 @@ def _finished(
 ) -> FrozenTrial:
     """Return a finished trial: FAIL if `values` is None, PRUNED for a round without a decision.
 
-    `times` are start and end in seconds since 1970; if either is None, the current time is used for
-    both.
+    `times` are start and end in seconds since 1970; if one is None, both are the current time.
     """
     from optuna.trial import TrialState, create_trial
 

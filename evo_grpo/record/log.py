@@ -57,7 +57,10 @@ class StepDone:
 
 @dataclass(frozen=True)
 class RoundDone:
-    """A round finished, or a request changed its plan, after `number` GRPO steps of the run."""
+    """A finished round, which is read again if a request changes its plan.
+
+    `number` counts the GRPO steps of the run up to the end of the round.
+    """
 
     number: int
     record: RoundRecord
@@ -198,7 +201,7 @@ def _steps(
 ) -> Iterator[tuple[Cursor, StepDone]]:
     """Yield the steps of the current round that were not read yet.
 
-    Until the round is complete, its last step is withheld: rows of more agents may follow.
+    Until the round is complete, its last step is left out, because rows of it may follow.
     """
     path = folder / METRICS / f"{round_name(at.rounds)}.jsonl"
     step, agents, place = -1, dict[Slot, Mapping[str, float | None]](), at.steps
@@ -221,7 +224,7 @@ def _steps(
 def _lines(path: Path, start: int) -> Iterator[tuple[bytes, int]]:
     """Yield the complete lines of a file from byte `start`, each with the byte offset of its end.
 
-    If a resume has replaced the file, so that no line begins there, it is read from its start.
+    If a resume has replaced the file, so that no line begins there, all lines are yielded.
     """
     with reading(path, ""):
         data = _read(path, max(0, start - 1))

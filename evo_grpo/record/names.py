@@ -29,7 +29,7 @@ FILES = (CONFIG, ROUNDS, INPUTS, JOURNAL, STUDY, *STUDY_ASIDES, LEADERBOARD, SUM
 """Files directly in the folder; the first two mark it as a run folder."""
 CHECKPOINTS = "checkpoints"
 BEST = f"{CHECKPOINTS}/best"
-"""The best agent so far, with its weights at that time."""
+"""Copy of the checkpoint of the best agent of all rounds so far."""
 MEAN = f"{CHECKPOINTS}/mean"
 """The mean of related survivors, if it won the final comparison."""
 ATTRIBUTES = "attributes.json"
@@ -63,7 +63,7 @@ REPLAY = "replay"
 """Files that `evo-grpo replay` adds to a finished run: its result and a checkpoint per training."""
 REPLAY_RESULT = f"{REPLAY}/replay.json"
 REPLAYED = ("schedule-run", "constant-run")
-"""The trainings of a replay at the rows of the whole run, each in a folder below `REPLAY`."""
+"""The two kinds of training of a replay, each with a folder below `REPLAY`."""
 
 REPLAY_PARTS = (REPLAY_RESULT, *(f"{REPLAY}/{name}" for name in REPLAYED))
 """Files and folders of a replay, the result first."""

@@ -36,8 +36,8 @@ def open_plain(path: Path, flags: int) -> int:
     """Open a regular file, never through a link, and return its descriptor.
 
     Raises:
-        RunDirError: The path is a link or no regular file, or `flags` write and the file has other
-            hard links, whose content would change too.
+        RunDirError: The path is a link or no regular file, or `flags` are for writing and the file
+            has other hard links, whose content would change too.
         OSError: As `os.open` raises it.
     """
     try:
@@ -201,7 +201,7 @@ def check_digests(
 
 
 def damaged(folder: Path, files: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
-    """Yield the name and SHA-256 of each file whose digest differs; the SHA-256 is None if missing.
+    """Yield name and SHA-256 (None if missing) of each file whose digest is not that in `files`.
 
     A file that is larger than any file of an adapter raises RunDirError.
     """

@@ -53,7 +53,7 @@ class AgentRecord:
         parent: Member id of the parent, or None.
         state: "ok", or "failed" if the agent's update or evaluation was not finite.
         score: Fitness after the round, None if the agent failed.
-        metrics: Means over the steps of the round, by the names of `record.vocabulary`.
+        metrics: Means, sums or maxima over the round's steps, by the names of `record.vocabulary`.
         tokens: Tokens that the agent sampled in training in this round.
         wall_seconds: The round's wall time, divided among the agents by their share of tokens.
         checkpoint: Path relative to the run folder, or None.
@@ -120,7 +120,8 @@ class RoundRecord:
         between: Whether nothing was decided after the round, so that its scores are from few
             validation prompts or from the rewards of its training.
         archived: (round, member) of the agent in the archive after the round, if any.
-        fresh: Scores of the archive and of the best agent on draws that selected neither, if any.
+        fresh: Scores of the archive and of the best agent on new samples, by which neither was
+            selected; None if not measured.
     """
 
     round: int

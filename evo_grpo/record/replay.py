@@ -49,7 +49,7 @@ class ScheduledRound:
     """One round (0-based) of the winner's line of ancestors.
 
     `rows` is the number of completions, or episodes, that the member sampled in training;
-    `run_rows` is the number for all agents of the run.
+    `run_rows` is the number that all agents of the round sampled.
     """
 
     round: int
@@ -202,7 +202,7 @@ class Replay:
     files: Mapping[RelativePath, str] = field(default_factory=dict[str, str])
 
     def training(self, name: str) -> ReplayArm:
-        """Return one kind of training by its name."""
+        """Return the result of a kind of training, by its name in `REPLAYED`."""
         return next(replayed for replayed in self.trained if replayed.name == name)
 
     def difference(self, first: str, second: str) -> Difference:
@@ -232,7 +232,7 @@ class Replay:
         return f"With the tokens of the whole run, {_OUTCOMES[self.outcome]}{numbers}."
 
     def caveat(self) -> str:
-        """Return what the intervals cover and what they do not."""
+        """Return a sentence on which uncertainty the intervals cover."""
         return caveat(self.repeats)
 
     def arms(self) -> Arms:
@@ -323,7 +323,7 @@ def read_schedule(run: str | Path) -> Schedule:
 def winner_schedule(
     rounds: Sequence[RoundRecord], winner: Mapping[str, Any], steps: int
 ) -> Schedule:
-    """Return the schedule of a winner: "best" of summary.json; rounds have `steps` GRPO steps."""
+    """Return the schedule of `winner`, "best" of summary.json, with `steps` steps a round."""
     all_rows = {record.round: sum(map(_rows, record.agents)) for record in rounds}
     mutable = [name for record in rounds for name in record.mutable] + columns.steered(rounds)
     return Schedule(
@@ -402,7 +402,7 @@ def write_replay(run: Path, replay: Replay) -> None:
 
 
 def _equal_prompts(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> bool:
-    """Return whether the prompts of two trainings differ by at most one in every step."""
+    """Return whether the numbers of prompts of two trainings differ by at most 1 in every step."""
     pairs = zip(first, second, strict=True)
     return all(
         abs(a - b) <= 1
@@ -414,7 +414,7 @@ def _equal_prompts(first: Sequence[Sequence[int]], second: Sequence[Sequence[int
 def _prompts(
     rows: Sequence[float], hparams: Sequence[Hparams], steps: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the prompts of each round and step; the rounding remainder carries over."""
+    """Return the number of prompts by round and step; the rounding remainder carries over."""
     remainder = 0.0
     prompts: list[tuple[int, ...]] = []
     for round_rows, values in zip(rows, hparams, strict=True):

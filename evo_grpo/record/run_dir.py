@@ -44,8 +44,8 @@ from evo_grpo.record.steering import ids_of_requests
 
 Retention = Literal["all", "last", "best"] | int
 """Checkpoints to keep: of all rounds ("all"); of the last round ("last"); of the last round and of
-each earlier round's best agent ("best"); of the last n rounds (n). Those that a resume
-needs, of the best ever and of the front stay."""
+each earlier round's best agent ("best"); of the last n rounds (n). Every policy keeps the
+checkpoints that a resume needs, and those of the best agent ever and of the front."""
 
 
 @final
@@ -195,7 +195,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.amend_round(self._rounds[-1].extended())
 
     def drop_unfinished(self) -> None:
-        """Remove files after the last finished round; call this after that round was restored."""
+        """Remove the files of unfinished rounds; restore the last finished round before."""
         files.append(self.path / names.ROUNDS, "")
         for name in names.OF_ROUNDS:
             for number, entry in round_entries(self.path / name):
@@ -305,8 +305,8 @@ def _left_by_setup(path: Path) -> bool:
 def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
     """Refuse a run whose rounds.jsonl has lost lines, because a resume would drop those rounds.
 
-    After its last line, a stopped run has files of at most one round, or two on a slow disk; a
-    resume plays these rounds again.
+    Files of one round after the last line, or of two on a slow disk, are no sign of a loss: a stop
+    leaves them, and a resume plays these rounds again.
     """
     saved = {number for number, _ in round_entries(folder / names.CHECKPOINTS)}
     finished = len(rounds)

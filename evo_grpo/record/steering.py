@@ -160,7 +160,7 @@ class RunState:
 
     @property
     def over(self) -> bool:
-        """Whether all rounds are played."""
+        """Whether the run has no further round to play."""
         played = self.playing >= self.config.population.rounds
         return self.finished or played or any(record.is_end for record in self.rounds[-1:])
 

@@ -59,14 +59,14 @@ class RoundTotals:
 
 
 def has_signal(metrics: Sequence[Mapping[str, float]]) -> bool:
-    """Return whether any agent had a group with different rewards, given the metrics by agent."""
+    """Return whether any agent had a group with different rewards, by the metrics of the agents."""
     return any(agent_metrics.get("zero_variance", 0.0) < 1 for agent_metrics in metrics)
 
 
 def rules_that_hold(
     stop: StopConfig, past: Sequence[RoundRecord], last: RoundTotals
 ) -> tuple[str, ...]:
-    """Return the rules that end a run after its last round; `past` are the rounds before it.
+    """Return the rules that end a run after the round `last`; `past` are the rounds before it.
 
     A rule that had ended the run before an extension does not end it again.
     """
@@ -101,7 +101,7 @@ def _lower_bound_reaches(score: Score | RewardScore, least: float) -> bool:
 
 
 def _reaches(score: Score, least: Mapping[str, float]) -> bool:
-    """Return whether each reward in `least` reaches its value by the lower end of its interval."""
+    """Return whether the interval of each reward in `least` begins at its value or above."""
     scores = {reward_score.name: reward_score for reward_score in score.rewards}
     return all(
         name in scores and _lower_bound_reaches(scores[name], value)
@@ -115,7 +115,7 @@ def _without_signal(rounds: Sequence[RoundTotals]) -> int:
 
 
 def _since_best(rounds: Sequence[RoundTotals]) -> int:
-    """Return the number of rounds since the best one."""
+    """Return the number of rounds after the round with the greatest fitness."""
     best = max(range(len(rounds)), key=lambda number: (rounds[number].best, -number))
     return len(rounds) - 1 - best
 

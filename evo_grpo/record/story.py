@@ -26,18 +26,18 @@ from evo_grpo.schema.problems import short_name
 from evo_grpo.types import Score
 
 VALUES_SHOWN = 5
-"""The number of values of a hyperparameter up to which a schedule shows all of them."""
+"""A schedule shows all values of a hyperparameter if there are at most this many."""
 
 
 @dataclass(frozen=True)
 class Sentence:
     """One sentence of the story of a run; names in it come from files: escape it.
 
-    `kind` is "ended" (by a rule, before the last round), "result" (of the winner on test prompts;
-    also by "rewards" and as "passes"), "leader" (before the end), "winner" (and its ancestor),
-    "schedule" (how its hyperparameters moved), "choice" (the final comparison), "validation" (why
-    its score differs), "share" (of the training tokens), "judge" (its cost), "guess" (the result
-    without evolution) or "missing" (a missing fact, and why).
+    `kind` is "ended" (a rule ended the run early), "result" (the winner's test score), "rewards"
+    (that score by reward function), "passes" (pass@k), "leader" (the best agent before the end),
+    "winner" (the winner's ancestors), "schedule" (how its hyperparameters changed), "choice" (the
+    final comparison), "validation" (the score that selected it), "share" (its line's training
+    tokens), "judge" (its cost), "guess" (scores without evolution) or "missing" (a missing fact).
     """
 
     kind: str
@@ -55,7 +55,7 @@ def tell_story(
 ) -> tuple[Sentence, ...]:
     """Return the story of a run; the arguments are the fields of a `RunView`.
 
-    `summary` is None if no agent was scored on test prompts, `planned` if it is unknown.
+    `summary` is None if no agent was scored on test prompts, `planned` if it is not known.
     """
     if winner is not None and summary is not None:
         return tuple(_finished(rounds, winner, rivals, summary, comparison))

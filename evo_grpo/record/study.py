@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 OPTUNA = "optuna"
 """Name of the reader; its cursor is in `readers/optuna.json`."""
 SHARE = 10
-"""Least pause between two writes of the file, as a multiple of the time of the first."""
+"""Least pause after a write of the file, as a multiple of the time that the write took."""
 _NAME_CHARACTERS = 400
 """Characters of the run's name in the study's name, of which Optuna keeps at most 512."""
 

@@ -149,8 +149,7 @@ def earlier_ends(folder: Path) -> list[dict[str, Any]]:
 def gain_interval(summary: Mapping[str, Any]) -> tuple[float, float]:
     """Return the 95% interval (low, high) of the winner's gain over the base model.
 
-    The interval is paired, by Student's t over the prompts that both answered; NaN with fewer than
-    two prompts.
+    It is paired, by Student's t over the prompts that both answered; NaN with fewer than two.
     """
     gain, error = summary["gain"], summary["gain_se"]
     if gain is None or error is None:
@@ -187,7 +186,7 @@ class SelectedAgent:
         rounds: The number of finished rounds of the run.
         final: Score in the final comparison, on validation prompts with new draws; None if
             finalists were not compared.
-        test: Score on the test prompts, NaN if its rewards were not finite; None if it was not
+        test: Score on the test prompts, NaN if no reward was finite; None if the agent was not
             tested. **This is the score of the winner**: nothing was selected on these prompts.
         tie: Whether the agent lost the final comparison without being significantly worse.
     """
@@ -226,7 +225,7 @@ class SelectedAgent:
 def winner_of(
     rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None
 ) -> SelectedAgent | None:
-    """Return the winner of a finished run; before the end, the best agent of the last round.
+    """Return the winner of a run; before the end, the best agent of the last round that continues.
 
     With several objectives, the winner is the agent of the front with the greatest fitness. None if
     no round is finished, or no agent of an unfinished run has a finite fitness.
@@ -303,7 +302,7 @@ def winner_files(
 ) -> dict[str, str]:
     """Return the SHA-256 of the winner's files by path below its checkpoint.
 
-    `files` is the entry of summary.json, which has the files of a mean.
+    `files` is the entry "files" of summary.json, which has the digests of a mean.
     """
     if best["kind"] == "mean":
         below = f"{best['checkpoint']}/"

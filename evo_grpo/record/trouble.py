@@ -17,7 +17,7 @@ FEW_ENDED = 0.5
 MOSTLY_EQUAL = 0.9
 """Share of groups with equal rewards above which a round teaches little."""
 GOOD = 0.95
-"""Mean reward from which equal rewards mean that a task with rewards of 0 and 1 is solved."""
+"""If rewards are equal, with at least this mean, a task of rewards 0 and 1 counts as solved."""
 LOW_ENTROPY = 0.05
 """Share of the first round's entropy below which completions hardly vary."""
 

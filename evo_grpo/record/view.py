@@ -58,7 +58,7 @@ class HasRounds(Protocol):
 
 @dataclass(frozen=True)
 class RunView:
-    """The facts of a run that displays show; for a training run, from its finished rounds.
+    """The facts of a run that displays show; while it trains, those of its finished rounds.
 
     Attributes:
         name: The name of the run folder, or "population" for rounds in memory.
@@ -132,7 +132,7 @@ class RunView:
 
     @cached_property
     def order(self) -> str:
-        """A note on an unusual order or source of fitness of the leaderboard, else ""."""
+        """A note if the leaderboard is not sorted by fitness, or fitness is a training reward."""
         return f"{order_text(self.leaderboard)} {fitness_text(self.rounds)}".strip()
 
     @cached_property

@@ -30,7 +30,7 @@ def with_error(value: float | None, error: float | None, digits: int = 2) -> str
 
 
 def measured_on(score: Score, split: str = "validation") -> str:
-    """Return what a score was measured on: "64 validation prompts", or "8 steps of training"."""
+    """Return the basis of a score: "64 validation prompts", or "8 steps of training"."""
     if score.steps:
         return f"{count(score.steps, 'step')} of training"
     return count(score.n, f"{split} prompt")
@@ -50,7 +50,7 @@ def listed(parts: Sequence[object]) -> str:
 
 
 def combined(names: Iterable[str]) -> list[str]:
-    """Return hyperparameters, each once, with clip_coef in place of clip_low and clip_high."""
+    """Return names of hyperparameters once each, clip_coef in place of clip_low and clip_high."""
     return list(dict.fromkeys("clip_coef" if n.startswith("clip_") else n for n in names))
 
 

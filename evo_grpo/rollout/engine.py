@@ -21,7 +21,7 @@ class RolloutRequest:
     Attributes:
         agent: The agent's slot, copied to the returned groups.
         adapter: Adapter name, or None for the base model alone.
-        samples: G completions for each of P prompts, >= 1.
+        samples: Completions for each prompt, G >= 1.
         seed: Seed of this agent in this round and step. The draws of a row depend only on (seed,
             prompt position, completion, token step).
         keys: One number per prompt, used in the draws instead of its position, so that the draws of
@@ -39,8 +39,8 @@ class RolloutRequest:
     def check(self, context: int, vocabulary: int) -> None:
         """Check that a model of `vocabulary` embeddings can sample in `context` tokens.
 
-        Raises ShapeError for a prompt without tokens, no sample or no token; PromptTooLongError for
-        a prompt that leaves no room; ModelError for a token without an embedding.
+        Raises ShapeError if a prompt has no tokens, or less than one sample or token is requested;
+        PromptTooLongError if a prompt leaves no room; ModelError for a token without an embedding.
         """
         if self.samples < 1 or self.sampling.max_output_tokens < 1:
             raise ShapeError(
@@ -67,7 +67,7 @@ class RolloutRequest:
                 )
 
     def part(self, places: Sequence[int]) -> RolloutRequest:
-        """Return the request for the prompts at positions `places`; their draws do not change."""
+        """Return a request for the prompts at positions `places`, whose draws do not change."""
         keys = places if self.keys is None else [self.keys[place] for place in places]
         return replace(self, prompts=[self.prompts[place] for place in places], keys=keys)
 

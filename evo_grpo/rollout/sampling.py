@@ -25,8 +25,8 @@ class Sampling:
     """The sampling settings of one agent.
 
     Attributes:
-        temperature: Divides the logits, > 0. With 0, decoding is greedy: after penalty and
-            forbidden tokens, the likeliest token is taken, the first if several are equal.
+        temperature: Divides the logits, >= 0. At 0, decoding is greedy: after penalty and forbidden
+            tokens, the likeliest token is taken, the first of several equal ones.
         top_p: Nucleus mass kept, in (0, 1]; 1 keeps all.
         top_k: Tokens kept; 0 keeps all.
         min_p: Least probability relative to the likeliest token, in [0, 1).
@@ -205,8 +205,7 @@ def _drawn(probs: Tensor, draws: Tensor) -> Tensor:
 def _place(weights: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices (B, 1) that draws (B,) in [0, 1) select by weights (B, n) of any sum.
 
-    Also returns the relative position of each draw within the interval of its index, (B,) in [0,
-    1).
+    Also returns where in the interval of its index each draw lies, (B,) in [0, 1).
     """
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]

@@ -1,6 +1,7 @@
 """Collects and writes the contents of an export.
 
-They are the adapter, its tokenizer, and a base that has no other source; or one merged model.
+They are the adapter, its tokenizer, and its base if that is embedded in this package or a GGUF
+file; or one merged model.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ ADAPTER = "adapter_config.json"
 """PEFT's name for the file of an adapter's configuration."""
 CARD = "README.md"
 MANIFEST = "export.json"
-"""The file with the exported agent, and the SHA-256 of each other file."""
+"""The file that describes the exported agent and has the SHA-256 of every other file."""
 BASE = "base"
 """The folder of the base model, where it is part of the export."""
 LOADED_BY = ("config.json", ADAPTER)
@@ -90,7 +91,7 @@ def check_target(out: Path, *, force: bool) -> Path:
 def write_export(
     target: Path, contents: Mapping[str, bytes], fills: Sequence[Fill], about: Mapping[str, Any]
 ) -> list[str]:
-    """Write the folder of an export in place of an earlier one; return the paths of its files.
+    """Write an export into a folder, in place of an earlier export; return the files' paths.
 
     After a kill, the folder is complete or cannot be loaded. `about` is the manifest without files.
     """
@@ -132,7 +133,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 OF_ANSWERS = ("prompt", "max_output_tokens")
-"""Hyperparameters of an agent that act when it answers; an export keeps those that it has."""
+"""Hyperparameters that act when an agent answers; the manifest has those of the agent."""
 
 
 def exported_values(folder: Path) -> Hparams:
@@ -178,7 +179,7 @@ def _order(path: Path) -> int:
 
 
 INSIDE = f"./{BASE}"
-"""The name of a base inside the export, relative to its folder."""
+"""Name of a base that is part of the export, in adapter_config.json."""
 _FLOAT = "float32"
 
 
@@ -271,7 +272,7 @@ def read_adapter_files(choice: ChosenAgent) -> dict[str, bytes]:
 def find_base(
     choice: ChosenAgent, model: ModelConfig, adapter: bytes, quantization: str | None = None
 ) -> BaseModel:
-    """Return the base of an agent, from the run's settings and its adapter_config.json."""
+    """Return an agent's base, from the run's settings and `adapter`, its adapter_config.json."""
     name, attributes = model.name, _attributes(choice)
     is_object = "model" in _objects(choice, attributes)
     source = None if is_object else _source(name)
@@ -300,7 +301,7 @@ def find_base(
 def adapter_contents(
     choice: ChosenAgent, base: BaseModel, adapter: Mapping[str, bytes]
 ) -> Contents:
-    """Return an adapter with its tokenizer, and with its base if that has no other source."""
+    """Return an adapter with its tokenizer, and with its base if that is embedded or GGUF."""
     config = _json(adapter[ADAPTER], ADAPTER)
     config["base_model_name_or_path"] = base.reference
     if base.revision is not None:
@@ -404,7 +405,7 @@ def _attributes(choice: ChosenAgent) -> dict[str, Any]:
 
 
 def _objects(choice: ChosenAgent, attributes: Mapping[str, Any]) -> list[str]:
-    """Return the settings that the run was given as Python objects."""
+    """Return the names of the settings that the run received as Python objects."""
     if attributes:
         return [str(name) for name in attributes.get("objects") or ()]
     return listed_objects(choice.run)

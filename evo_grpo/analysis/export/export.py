@@ -114,7 +114,7 @@ class ExampleCode:
 
     @property
     def continues(self) -> bool:
-        """Whether the model continues an answer that has begun."""
+        """Whether the template ends with the start of an answer, which the model continues."""
         conversation = self.template.conversation
         return conversation is not None and conversation[-1]["role"] == "assistant"
 
@@ -125,7 +125,7 @@ class ExampleCode:
         return next((limit for limit in VLLM_RANKS if limit >= rank), rank)
 
     def keywords(self) -> str:
-        """Return the keyword arguments that the chat template reads."""
+        """Return code for the keyword arguments of the chat template, each after a comma."""
         items = self.template.keywords.items()
         return "".join(f", {name}={value!r}" for name, value in items if name.isidentifier())
 
@@ -214,7 +214,7 @@ def _made(mutation: Mutation) -> str:
 
 
 def _number(value: Value | tuple[float, ...]) -> str:
-    """Format a hyperparameter's value, or its range's two bounds, with three significant digits."""
+    """Format a value, or the two ends of a clip range, with three significant digits."""
     if isinstance(value, tuple):
         return ":".join(map(_number, value))
     is_choice = isinstance(value, str | bool)

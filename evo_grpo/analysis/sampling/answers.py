@@ -55,7 +55,7 @@ from evo_grpo.types import Prompt, Slot
 
 @dataclass(frozen=True)
 class Policy:
-    """A cohort of one agent, and the environment of its task, or None."""
+    """A cohort of one agent, and the environment of its task, None if that was not loaded."""
 
     cohort: Cohort
     env: Environment[Any] | None
@@ -73,10 +73,10 @@ def loaded(
     env: object = None,
     max_output_tokens: int | None = None,
 ) -> Generator[Policy]:
-    """Load the base and the adapter of a configuration and, `with_env`, its task; yield all.
+    """Load the base of a configuration, an adapter and, `with_env`, the task; yield the policy.
 
     The adapter's LoRA settings replace `model.lora` of the configuration. `task` is the single-turn
-    task of the configuration, if it is already built; `env` replaces it. The argument
+    task of the configuration, if it is already built; `env` replaces the task. The argument
     `max_output_tokens` is used if the configuration has none. Of the agent's hyperparameters,
     `hparams`, only `max_output_tokens` and `prompt` are used.
     """
@@ -123,7 +123,7 @@ def loaded(
 
 
 def check_answers(who: str, logprobs: Iterable[Sequence[float] | None]) -> None:
-    """Refuse answers whose log-probs (one sequence each) have a NaN: the tokens are arbitrary."""
+    """Refuse answers with a log-prob of NaN, because their tokens are arbitrary."""
     if any(math.isnan(value) for values in logprobs for value in values or ()):
         raise RunFailedError(
             f"{who}: expected finite log-probabilities, got NaN: its weights are not finite, or "
@@ -143,8 +143,7 @@ def config_of(
     """Return the settings of a run; refuse a run whose base cannot be built from them.
 
     A `command` that builds the task too needs the run's files unchanged, except those that `allow`
-    names. `env` is the environment, for a run that was given an object; messages name the Python
-    `call`.
+    names. `env` is the environment of a run recorded with an object; messages name the `call`.
     """
     recorded, from_python = recorded_objects(choice.run), FromPython(env)
     if base := [name for name in ("model", "tokenizer") if name in recorded]:
@@ -181,7 +180,7 @@ def played_out(play: Play, sampler: PopulationSampler) -> Play:
 
 
 def start_of(env: Any, split: Split, row: int) -> Any:  # noqa: ANN401 -- of any environment
-    """Return the prompt of a row, or the seed of an episode, by its number."""
+    """Return the start that `row` numbers in a split: a prompt, or the seed of an episode."""
     splits = getattr(getattr(env, "task", None), "splits", None)
     rows = None if splits is None else len(splits[split])
     if row < 0 or (rows is not None and row >= rows):
@@ -260,8 +259,8 @@ def sample(  # noqa: PLR0913 -- all but the first two have defaults
         seed: Seed of the draws.
         raw: Send prompts as they are, without the template.
         allow: For rows, your files that may differ from the run's, named as in the error message.
-        code: A further folder for the files and modules that the run names.
-        env: For rows, the environment given to `Population.train`, if it was an object.
+        code: A further folder to search for the files and modules that the run names.
+        env: For rows, the object that was passed to `Population.train` as the environment.
 
     Returns:
         The answers to each prompt, then to each row; the agent's answers precede the base's.

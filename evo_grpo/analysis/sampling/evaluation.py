@@ -51,7 +51,7 @@ class Judged:
     """The mean reward of an adapter on a split of a task, or its pass@k.
 
     Attributes:
-        adapter: Folder of the adapter, or the agent of a run in words.
+        adapter: Folder of the adapter, or the name of an agent and the folder of its run.
         samples: Completions, or episodes, per prompt.
         own: Mean reward of the adapter, or the probability that at least one of k completions of
             a prompt is correct.
@@ -133,9 +133,9 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
             pass@k; None takes `evolve.fitness.correct`, or 1 if that is null.
         base: Whether to evaluate the base too, with the same draws.
         allow: Without a `config`, your files that may differ, named as in the error message.
-        code: A further folder for files and modules of the task.
+        code: A further folder to search for files and modules of the task.
         env: The environment, in place of the task of `config`; for a run without a `config`, the
-            object that was given to `Population.train`.
+            object that was passed to `Population.train`.
 
     Raises:
         CheckpointError: `adapter` is neither a PEFT folder nor a run with a finished round, or a
@@ -213,7 +213,7 @@ def _judged(
 
 
 def _samples(fitness: FitnessConfig, split: JudgedOn, samples: int | None, most: int) -> int:
-    """Return the completions per prompt: `samples`, or a run's number; refuse fewer than `most`."""
+    """Return completions per prompt, by `samples` or the run; refuse less than the k `most`."""
     # Validation repeats the draws of the final comparison, and its samples where it has any.
     default = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
     per_prompt = fitness.per_prompt(samples or max(default, most))

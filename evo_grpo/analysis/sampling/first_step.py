@@ -43,7 +43,7 @@ from evo_grpo.types import Completion, CompletionGroup, Slot
 PROMPTS = 3
 """Prompts that are tried if no rows are named."""
 CUT_OFTEN = 0.2
-"""Share of answers that are cut off above which the limit is named as a cause."""
+"""If a greater share of the answers is cut off, the advice names the limit of tokens."""
 GROUP_SIZES = (4, 8, 16, 32)
 """Group sizes for which the share of groups with a signal is estimated."""
 
@@ -90,7 +90,7 @@ class Tried:
     """The prompts, answers and rewards of the first step of a run.
 
     Attributes:
-        sampling_seconds: Time to sample the answers; 0 for a given answer.
+        sampling_seconds: Time to sample the answers; 0 if the user wrote the answer.
         reward_seconds: Time to score the answers.
         answers_per_step: Answers of all agents in one step.
     """
@@ -125,7 +125,7 @@ class Tried:
 
     @property
     def run_seconds(self) -> float | None:
-        """Upper estimate of the seconds of sampling in the whole run; None for a given answer."""
+        """Upper estimate of the run's seconds of sampling; None if the user wrote the answer."""
         seconds_per_answer = self.sampling_seconds / len(self.answers)
         return self.steps * self.answers_per_step * seconds_per_answer if self.steps else None
 
@@ -143,7 +143,7 @@ class Tried:
         return sum(shares) / len(shares)
 
     def sentences(self) -> list[str]:
-        """Return sentences on what the answers show."""
+        """Return sentences on the answers: their length, rewards, time and signal."""
         answers = self.answers
         length = f"{self.tokens:.0f} tokens each on average"
         if self.sampling_seconds:
@@ -222,7 +222,7 @@ def try_config(
         split: Split of the rows.
         samples: Answers to each prompt, >= 2; None takes `algorithm.group_size`.
         answer: A text to score as the answer to each prompt, without a model.
-        code: A further folder for files and modules of the task.
+        code: A further folder to search for files and modules of the task.
         env: The environment, in place of the task of `config`.
         notify: Called with a sentence on the cost of a judge, before the judge is asked.
 

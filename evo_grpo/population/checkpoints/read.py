@@ -71,7 +71,7 @@ _SCHEMA = TypeAdapter(_Attributes)
 
 
 def refuse_foreign_files(folder: Path) -> None:
-    """Raise an error for a link, pipe or device in a folder, which may itself be a link."""
+    """Refuse a checkpoint with a link, pipe or device in it; its folder may itself be a link."""
     try:
         for name in _OWN:
             refuse_links(folder / name, MAX_JSON_BYTES)
@@ -80,9 +80,9 @@ def refuse_foreign_files(folder: Path) -> None:
 
 
 def peft_folder(folder: Path) -> Path | None:
-    """Return the folder of a plain PEFT adapter: `folder` or its actor/; None for a checkpoint.
+    """Return the folder of a plain PEFT adapter: `folder` or its actor/; None if there is none.
 
-    A folder with other parts of a checkpoint counts as a checkpoint without its attributes.
+    A folder with attributes or AdamW's moments is a checkpoint, not a plain adapter.
     """
     refuse_foreign_files(folder)
     parts = (ATTRIBUTES, "attributes.pt", OPTIMIZER)
@@ -93,7 +93,7 @@ def peft_folder(folder: Path) -> Path | None:
 
 
 def read_attributes(folder: Path) -> dict[str, Any]:
-    """Read attributes.json."""
+    """Read attributes.json of a checkpoint, and check its format."""
     refuse_foreign_files(folder)
     file = folder / ATTRIBUTES
     if not file.is_file():
@@ -153,10 +153,11 @@ def load_agent(
 ) -> dict[str, Any]:
     """Load an agent into a slot; return its attributes, empty for a PEFT folder.
 
-    The folder was written by `save_agent`, or it or its actor/ is a plain PEFT folder, whose
-    weights become the actor and the reference. All files are read and checked before the slot
-    changes. `load_optimizer` loads AdamW's moments; `overwrite_reference_adapter` uses the actor as
-    the reference in any case; `merge_lora_configs` accepts another LoRA configuration.
+    `path` is a folder that `save_agent` wrote, a plain PEFT folder, or a folder with a PEFT folder
+    actor/. The weights of a PEFT folder become the actor, and the reference if the agent has its
+    own. All files are read and checked before the slot changes. `load_optimizer` loads AdamW's
+    moments; `overwrite_reference_adapter` uses the actor as the reference in any case;
+    `merge_lora_configs` accepts a LoRA configuration other than the slot's.
     """
     folder = Path(path)
     state = cohort.check_slot(slot)
@@ -211,7 +212,7 @@ def load_agent(
 
 
 def _config(cohort: Cohort, state: AgentState, hparams: Hparams, actor: Path) -> LoraConfig:
-    """Return an adapter's configuration, given the hyperparameters of a checkpoint."""
+    """Return the LoRA configuration of an agent's adapter under a checkpoint's hyperparameters."""
     config = adapter_config(cohort.slots, hparams, state.adapter)
     searched = f"{LORA}target_modules" in cohort.hp_config.names()
     if searched and hparams.lora_target_modules is None:
@@ -258,7 +259,7 @@ def _about_reference(
 
 
 def _check_one_adapter(cohort: Cohort, actor: AdapterPlan) -> None:
-    """Raise an error for other LoRA ranks or modules if agents share one DeepSpeed adapter."""
+    """Refuse a checkpoint with other LoRA ranks or modules if agents share a DeepSpeed adapter."""
     if cohort.trains_jointly and actor.config is not None:
         raise ConfigError(
             f"checkpoint {actor.origin}: expected the ranks and modules of this population's "
@@ -338,7 +339,7 @@ def _saved_moments(
 
 
 def _read_moments(folder: Path, plan: AdapterPlan) -> dict[int, dict[str, Tensor]]:
-    """Read AdamW's moments by parameter position in a planned slot, padded to its shapes.
+    """Return AdamW's moments by parameter position in the slot, padded to the plan's shapes.
 
     A parameter that the checkpoint's configuration does not have gets no moments.
     """

@@ -1,7 +1,7 @@
 """Writes an agent: copies its state at one moment, and writes the files of a checkpoint.
 
 <path>/actor/adapter_model.safetensors + adapter_config.json
-<path>/reference/...                     if its reference is an adapter; in a run, only its own
+<path>/reference/...                     if it is an adapter; in a run, only if the agent's own
 <path>/attributes.json                   settings, hyperparameters, member, history, base model
 <path>/optimizer.safetensors             AdamW's moments, by the names of actor/'s tensors
 
@@ -46,7 +46,7 @@ class Snapshot:
         return replace(self, attributes=attributes)
 
     def to_send(self) -> Snapshot:
-        """Return a copy for pickling, since pickled views would each contain the whole buffer."""
+        """Return a copy without views, because a pickled view contains its whole buffer."""
 
         def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: tensor.clone() for name, tensor in tensors.items()}
@@ -113,8 +113,7 @@ def save_agent(
     """Write an agent to a folder over an earlier checkpoint; return the SHA-256 of each file.
 
     Digests are by path in the folder, without those of the base. Without `lora_only`, the shared
-    base is saved in `base/`. Ranks that train together all call this function; the first one
-    writes.
+    base is saved in `base/`. All ranks that train together call this function; rank 0 writes.
     """
     snapshot = snapshot_agent(
         cohort, slot, lora_only=lora_only, save_optimizer=save_optimizer, start=True
@@ -131,7 +130,10 @@ def save_agent(
 
 
 def snapshot_again(cohort: Cohort, slot: int, earlier: Snapshot | None) -> Snapshot:
-    """Return `earlier` with current scores, or a new copy; weights must not have changed."""
+    """Return `earlier` with the agent's current scores, or a new snapshot if it is None.
+
+    The weights must not have changed since `earlier`.
+    """
     if earlier is None:
         return snapshot_agent(cohort, slot)
     return earlier.with_history(cohort.agents[slot].history)
@@ -147,7 +149,7 @@ def snapshot_agent(
 ) -> Snapshot:
     """Copy the state that a checkpoint contains; see `save_agent` for the arguments.
 
-    `start` includes the reference even if all agents started from it; a run omits it.
+    With `start`, the reference is copied even if it is the adapter that all agents started from.
     """
     state = cohort.check_slot(slot)
     tensors = copy_tensors(

@@ -1,4 +1,4 @@
-"""Makes copies of agents that do not train: the archive, means, the state between rounds."""
+"""Copies agents: to spare slots, into the archive, as a mean, and as they are between rounds."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from evo_grpo.types import Score, Slot
 class LastWholeRound:
     """Keeps the population of a cohort as it was after its latest finished round.
 
-    The copies on the CPU take 12 bytes per parameter of an adapter, 16 with its own reference. With
-    several processes nothing is kept, since an error in one ends all of them; nor with DeepSpeed,
-    whose state in the middle of a step is unknown. `slots`, without the archive, and the number of
-    finished `rounds` are those of the last call of `keep`.
+    The copies on the CPU take 12 bytes per parameter of an adapter, 16 if an agent has its own
+    reference. With several processes nothing is kept, because an error in one ends all of them; nor
+    with DeepSpeed, whose state in the middle of a step is unknown. `slots`, without the archive,
+    and the number of finished `rounds` are those of the last call of `keep`.
     """
 
     def __init__(self, cohort: Cohort) -> None:
@@ -49,7 +49,7 @@ class LastWholeRound:
         self._agents = agents  # all of them, or none after Ctrl-C
 
     def put_back(self) -> bool:
-        """Restore the kept population and remove later slots; return whether one was kept.
+        """Restore the kept population and remove later slots; return whether a population was kept.
 
         Slots and member ids that were used since are not used again.
         """
@@ -105,9 +105,9 @@ def put_into_archive(cohort: Cohort, slot: int, score: Score) -> None:
 def may_mix(cohort: Cohort, first: int, second: int) -> bool:
     """Return whether the mean of two agents can be taken.
 
-    Their adapters must have equal shapes, or the rank or the modules must be searched. On several
-    ranks, agents cannot load adapters with other modules, so comparing the named sets is sufficient
-    for agents on other ranks too.
+    Their adapters must have equal shapes, or the LoRA rank or the modules must be searched. With
+    several processes, the names of the agents' module sets are compared instead of shapes, because
+    this process may lack the adapters.
     """
     if f"{LORA}target_modules" in cohort.hp_config.names():
         return True
@@ -124,8 +124,8 @@ def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
 
     The mean is taken of A and of B. If the rank, alpha or modules are searched, A and B of
     different agents may not correspond; then the mean is taken of the products B A, with the
-    largest rank and the modules of all agents. `lora_target_modules` is None if the modules are no
-    named set.
+    largest rank and the modules of all agents. The target's `lora_target_modules` is then None if
+    these modules are no named set.
     """
     states = [cohort.agents[slot] for slot in sources]
     names, into = [state.adapter for state in states], cohort.agents[target]

@@ -52,7 +52,7 @@ from evo_grpo.types import CompletionGroup, Member, Prompt, Slot
 class Cohort:
     """N agents over one base, with the parts that they share.
 
-    `objects` names the parts given as objects instead of settings: model, tokenizer, lora. `engine`
+    `objects` names the parts that are objects instead of settings: model, tokenizer, lora. `engine`
     creates the rollout engine at its first use. The agents are divided among the ranks of `team`.
     `accelerator` is the user's Accelerator, with the DeepSpeed stage of the settings.
     """
@@ -118,7 +118,7 @@ class Cohort:
         return env.begin(starts, sizes)
 
     def parts_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
-        """Return this rank's agents among `slots`, by shard; each part is one batch."""
+        """Divide this rank's agents among `slots` into parts, one per shard; a part is a batch."""
         shard = attrgetter("shard")
         agents = sorted((self.agents[slot] for slot in filter(self.is_local, slots)), key=shard)
         parts = [tuple(agent.slot for agent in part) for _, part in groupby(agents, shard)]
@@ -157,7 +157,7 @@ class Cohort:
 
     @property
     def engine(self) -> RolloutEngine:
-        """The rollout engine, after `wake`."""
+        """The rollout engine, created at its first use and woken."""
         engine = self.open_engine()
         engine.wake()
         return engine
@@ -171,7 +171,7 @@ class Cohort:
         return self._engine
 
     def close_engine(self) -> None:
-        """Free the resources of the engine outside this process; its next use creates a new one."""
+        """Close the rollout engine, if there is one; the next use creates a new one."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -201,7 +201,7 @@ class Cohort:
     def adapt_to(self, env: Environment[Any]) -> None:
         """Adopt the defaults of an environment, check its prompts, and load its reward models.
 
-        These are the tokenizer if the base has none, the completion length, and the searched
+        The defaults are the tokenizer if the base has none, the completion length, and the searched
         weights and names that an agent lacks.
         """
         self.overlap.takes_turns(env)
@@ -310,9 +310,9 @@ class Cohort:
         state.hparams = hparams
 
     def copy(self, source: int, target: int, *, inherit_optimizer: bool = True) -> None:
-        """Copy weights (and moments) of one agent over another, possibly from another rank.
+        """Copy the weights and, with `inherit_optimizer`, the moments of an agent over another.
 
-        The caller sets the hyperparameters. With several ranks, all ranks make this call.
+        All ranks make this call; the agents may be on two ranks. The caller sets hyperparameters.
         """
         parent, child = self.agents[source], self.agents[target]
         hparams = child.hparams
@@ -402,8 +402,7 @@ class Cohort:
     ) -> list[list[CompletionGroup]]:
         """Sample the same prompts for many agents in one call; return their groups, one per prompt.
 
-        The slot is appended to `stream`. If `samples` or `sampling` is None, each agent uses its
-        own values.
+        The slot is appended to `stream`. None as `samples` or `sampling` takes each agent's values.
         """
         requests = [self.request(slot, stream, samples, sampling) for slot in slots]
         return self.rollout([replace(request, prompts=prompts) for request in requests])
@@ -448,7 +447,7 @@ class Cohort:
     def learn(
         self, batches: Sequence[AgentBatch], *, stream: Sequence[str | int]
     ) -> list[dict[str, float]]:
-        """Take one GRPO step for the agents with a batch, in one forward and one backward."""
+        """Take one GRPO step with the agent of each batch, in one forward and one backward."""
         states = [self.agents[batch.agent] for batch in batches]
         self.bring(state.slot for state in states)
         learning: list[AgentTraining] = []

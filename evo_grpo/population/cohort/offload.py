@@ -46,7 +46,7 @@ class _Prefetched:
 class Offload:
     """Moves agents between a device and host memory; new slots begin in host memory.
 
-    `agents` is a mapping to which later agents are added. `order` has the parts of the agents of
+    Later agents are added to the mapping `agents`. `order` has the parts of the agents of
     this process, in the order in which they compute.
     """
 
@@ -66,8 +66,7 @@ class Offload:
     def bring(self, agents: Iterable[int]) -> None:
         """Bring agents, and the rest of their part, to the device; prefetch the next part.
 
-        All other agents return to host memory. Slot -1 is the base without an adapter; nothing is
-        copied for it.
+        All other agents return to host memory. Nothing is copied for slot -1, the base alone.
         """
         computing = set(agents)
         numbers = [i for i, part in enumerate(self.order) if not computing.isdisjoint(part)]
@@ -96,7 +95,7 @@ class Offload:
         self._fetch_ahead([name for name in upcoming if name not in present])
 
     def _fetch_ahead(self, names: Sequence[str]) -> None:
-        """Begin to copy slots to the device, as far as its memory suffices."""
+        """Begin to copy slots to the device, as far as the device's memory suffices."""
         try:
             for name in names:
                 if not self._is_fresh(name):

@@ -45,8 +45,7 @@ class PopulationSampler:
         """Return a sampler for comparisons, in which all policies sample with the same draws.
 
         A slot of None is the base model without an adapter. Sampling uses no top-k or top-p. Each
-        agent has its own limit of completion tokens, the base that of the run. All policies use the
-        same `stream`.
+        agent has its own limit of completion tokens, the base that of the run.
         """
         sampling = Sampling(
             temperature=temperature,

@@ -79,9 +79,9 @@ def check_adapters(cohort: Cohort) -> None:
 
 
 def check_widths(cohort: Cohort, *, given: bool) -> None:
-    """Check that no LoRA rank is above the width of a layer; requires agents.
+    """Check, once there are agents, that no LoRA rank is above the width of a layer.
 
-    `given` says whether the agents start from an adapter, which determines their rank.
+    `given` says whether the agents start from an adapter; their rank is then the adapter's.
     """
     layer = narrowest(cohort.slots)
     if layer is None:
@@ -96,7 +96,7 @@ def check_widths(cohort: Cohort, *, given: bool) -> None:
 
 
 def start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> None:
-    """Copy an adapter into actors and references; the KL term then refers to this adapter."""
+    """Copy the start adapter into actors and references; the KL term then refers to it."""
     states = [cohort.agents[slot] for slot in slots if cohort.is_local(slot)]
     names = [s.adapter for s in states] + [s.reference for s in states if s.has_reference]
     for name in names:
@@ -144,10 +144,11 @@ def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> 
 
 
 def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
-    """Choose how to run the base, the same way on all ranks; raise an error if it cannot run.
+    """Agree among ranks on whether specialised code runs the base; refuse a base that cannot run.
 
-    Call this before the base is divided among ranks: an operation that the model lacks would
-    interrupt a pass. vLLM reads the model's files and ignores changes to the object.
+    Call this before the base is divided among ranks, because an operation that the model lacks
+    would interrupt a pass. Without `native`, warn of changes to the model object, because vLLM
+    reads only the model's files.
     """
     if native:
         ability_of(base, {})

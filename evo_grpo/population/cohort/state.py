@@ -39,8 +39,8 @@ COUNTERS = ("steps", "dead_steps", "reference_updates")
 class AgentTensors:
     """The tensors of an agent at one moment, copied to the CPU so that training can continue.
 
-    `reference` is None if it is not copied. The keys of `moments` are parameter positions; it is
-    empty without AdamW's state. For `rank_error` see `AgentState`.
+    `reference` is None if it is not copied. `moments` are by parameter position, empty without
+    AdamW's state. For `rank_error` see `AgentState`.
     """
 
     actor: AdapterCopy
@@ -55,18 +55,18 @@ class AgentState:
 
     Attributes:
         slot: Index within the cohort, >= 0, never reused.
-        optimizer: AdamW over its slot only, without parameters for an agent of another rank. An
-            agent's lr is stored only as `initial_lr` of its parameter group.
+        optimizer: AdamW over the agent's slot only, without parameters for an agent of another
+            rank. The agent's lr is stored only as `initial_lr` of the parameter group.
         history: Scores of the current member, latest last.
-        steps: GRPO steps taken by this slot.
-        dead_steps: Latest steps in a row in which all its groups had equal rewards.
-        rank_error: Relative error of reducing its LoRA rank before this round; None if it was not
-            reduced, and on ranks without the agent's weights.
+        steps: GRPO steps that the weights have taken, in this slot and in those of its parents.
+        dead_steps: Latest steps in a row in which all groups of the agent had equal rewards.
+        rank_error: Relative error of reducing the LoRA rank before this round; None if it was not
+            reduced, and in processes without the agent's weights.
         last: Metrics of the last learn call.
         reference_updates: Argument of the last call of `set_reference_policy`.
-        has_reference: Whether it has its own frozen reference slot.
-        hooks: Called after a mutation of one of its hyperparameters.
-        rank: The process that has its weights and trains it; all processes have the rest of its
+        has_reference: Whether the agent has its own frozen reference slot.
+        hooks: Called after a mutation of one of the hyperparameters.
+        rank: The process that has the weights and trains them; all processes have the rest of the
             state.
         shard: Agents of one shard generate and learn in one batch.
     """
@@ -125,7 +125,7 @@ class AgentState:
             group["betas"] = hparams.adam_betas
 
     def standing(self) -> Standing:
-        """Return the agent's standing, which has what evolution needs."""
+        """Return the agent's slot, member, hyperparameters and history, for evolution."""
         return Standing(self.slot, self.member, self.hparams, self.history)
 
     @property
@@ -201,7 +201,7 @@ def put_tensors(
     values: AgentTensors,
     fresh_optimizer: Callable[[], torch.optim.Optimizer],
 ) -> None:
-    """Load copied tensors into a slot, and give it their configuration."""
+    """Load copied tensors and moments into an agent's slot, which takes their configuration."""
     for name, adapter in ((state.adapter, values.actor), (state.reference, values.reference)):
         if adapter is not None:
             fit_slot(slots, name, adapter.config)
@@ -254,7 +254,7 @@ def adapter_config(slots: AdapterSlots, hparams: Hparams, adapter: str | None = 
 
 
 def with_choices(hparams: Hparams, space: HyperparameterConfig) -> Hparams:
-    """Return an agent's hyperparameters with the first choice for each name that has no value.
+    """Return hyperparameters in which searched names without a value have their first choice.
 
     `lora_target_modules` is returned unchanged; it is None for layers that match no named set.
     """

@@ -23,11 +23,11 @@ SECONDS = 900.0
 """Default limit, long enough for a C function that holds the GIL and so prevents signs."""
 _EVERY = 1.0
 _RANKS_A_SECOND = 32
-"""Ranks per second between looks: each look reads the signs of all ranks, so large teams wait."""
+"""Number of ranks that adds a second to the time between looks, which read all signs."""
 _LOOKS_TO_MISS = 3
 """Looks without a sign after which a rank with a closed connection counts as ended."""
 _LOOKS_AFTER_END = 10
-"""Looks after a closed connection after which a rank names the most silent rank in any case."""
+"""Most looks after a closed connection until a rank names the most silent rank in any case."""
 
 THREAD = "heartbeat"
 """Name of the thread that writes signs."""
@@ -37,8 +37,7 @@ THREAD = "heartbeat"
 class Heartbeat:
     """Writes the signs of one rank into a shared store, and reads those of the other ranks.
 
-    A rank counts as lost if its sign does not change for `limit` seconds; signs are read every
-    `every` seconds.
+    Signs are read every `every` seconds; a rank without a new sign for `limit` seconds is lost.
     """
 
     def __init__(self, rank: int, size: int, store: Any, limit: float) -> None:  # noqa: ANN401 -- torch exports no Store

@@ -3,7 +3,7 @@
 Messages, of kilobytes, go over a gloo group on the CPU, independent of the devices' backend: gloo
 detects at once that a process has ended. A thread waits for each message, so that the rank can stop
 when `evo_grpo.population.ranks.heartbeat` reports a lost rank. Tensors are sent separately from the
-pickle of a value, since pickling an adapter takes longer than sending it over 10 Gbit/s.
+pickle of a value, because pickling an adapter takes longer than sending it over 10 Gbit/s.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ START_VARIABLE = "EVO_GRPO_RANK_START_MINUTES"
 START_MINUTES = 10.0
 """Default if the variable is not set."""
 TO_SHARE = timedelta(minutes=1)
-"""How long a rank that failed before the ranks connected waits to send its error to the others."""
+"""How long a rank that failed before the ranks connected tries to send its error to the others."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -307,7 +307,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _wait(begun: Iterable[dist.Work | None]) -> None:
-    """Begin all transfers, then wait for them, since one by one each would cost a round trip."""
+    """Begin all transfers, then wait for them, because one by one each costs a round trip."""
     for work in list(begun):
         if work is not None:
             work.wait()
@@ -321,10 +321,9 @@ def _of_exchange(error: BaseException) -> bool:
 
 
 def end_process(code: int) -> None:
-    """End this process now with an exit code, although a thread may still wait for other ranks.
+    """End this process at once with an exit code if a thread still waits for other ranks.
 
-    If the wait returned while Python shuts down, the process would be aborted without the exit
-    code.
+    Otherwise the wait may return while Python shuts down, which aborts the process.
     """
     if _is_waiting():
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] -- os._exit leaves them out
@@ -333,7 +332,7 @@ def end_process(code: int) -> None:
 
 @atexit.register
 def _end_failed() -> None:
-    """End this process with `end_process` if a script ends with an error."""
+    """End this process at once if a script ends with an error while a thread waits for ranks."""
     if _is_waiting() and hasattr(sys, "last_type"):
         _flush_and_exit(1)
 
@@ -355,7 +354,7 @@ class _NotMetError(ConfigError):
 
 @contextmanager
 def sharing_early_errors() -> Generator[None]:
-    """Send an error that is raised before the ranks have connected to the other ranks."""
+    """If this rank fails before the ranks are connected, send its error to the other ranks."""
     try:
         yield
     except EvoGrpoError as error:

@@ -48,8 +48,8 @@ class Team:
         """Return, on every rank, the decision of the first rank from the parts of all ranks.
 
         `part` and the decision are pickled. Only the first rank calls `decide`, with all parts in
-        the order of the ranks; it must not run passes over a divided base, since the other ranks
-        wait. Raises what `decide` raises, and OtherRankError if another rank failed or died.
+        the order of the ranks; `decide` must not run passes over a divided base, because the other
+        ranks wait. Raises errors of `decide`, and OtherRankError if another rank failed or died.
         """
         return decide([part])
 
@@ -70,7 +70,7 @@ class Team:
         self.agree(None, lambda _: None)
 
     def sharing_errors(self) -> AbstractContextManager[None]:
-        """Return a context that sends an error of this rank to the others before it is raised.
+        """Return a context that sends an error of this rank to the other ranks, and raises it.
 
         Other ranks raise `OtherRankError` at their next exchange.
         """
@@ -110,7 +110,7 @@ class Team:
 
 
 def deal(agents: Sequence[T], shards: int) -> tuple[tuple[T, ...], ...]:
-    """Distribute agents among S >= 1 shards, in order and as evenly as possible.
+    """Distribute agents among `shards` >= 1 shards, in order and as evenly as possible.
 
     The agents of a shard generate and learn in one batch, which affects how sums are rounded. The
     number of shards is fixed for a run, so any number of ranks gives the same result. The first
@@ -165,8 +165,7 @@ class Lockstep:
 
     `highest` sends a number to all ranks, and returns the highest that any rank sent.
     `join_forward` and `join_backward` take part in a pass of other ranks without computing
-    anything. `broken` says whether this rank left in the middle of a pass, after which no exchange
-    is possible.
+    anything. After an error of this rank in a pass, `broken` is true, and no exchange is possible.
     """
 
     def __init__(
@@ -180,11 +179,11 @@ class Lockstep:
         self.broken = False
 
     def forward(self) -> AbstractContextManager[None]:
-        """Take part in passes of other ranks until a forward is due, which the context runs."""
+        """Return a context for a forward of this rank; on entry, join earlier passes of others."""
         return self._pass(Pass.FORWARD)
 
     def backward(self) -> AbstractContextManager[None]:
-        """Take part in passes of other ranks until a backward is due, which the context runs."""
+        """Return a context for a backward of this rank; on entry, join earlier passes of others."""
         return self._pass(Pass.BACKWARD)
 
     def idle(self) -> None:
@@ -194,7 +193,7 @@ class Lockstep:
 
     @contextmanager
     def _pass(self, kind: Pass) -> Generator[None]:
-        """Set `broken` after an error in a pass, in which other ranks wait for this rank's part."""
+        """Return a context for a pass of a kind; after an error in the pass, `broken` is true."""
         if self.broken:
             raise RunFailedError(
                 "engine.base: expected every pass over the sharded base to be finished by all "

@@ -36,7 +36,7 @@ from evo_grpo.schema.validation import shown
 
 #: AdamW's state of the parts of a flat partition, by the number of its sub-group.
 LocalMoments: TypeAlias = dict[int, dict[str, Tensor]]
-"""Of each flat partition of this process: `exp_avg` and `exp_avg_sq` (its size), `step` ()."""
+"""For each number: `exp_avg` and `exp_avg_sq`, of the size of the flat tensor, and `step` ()."""
 #: The slot of DeepSpeed's adapter.
 TURN = "turn"
 
@@ -57,9 +57,9 @@ class _Parts(nn.Module):
 class ZeroEngine:
     """DeepSpeed's engine for one adapter over a base; all processes create an equal engine.
 
-    `config`, the engine's adapter, has the largest rank and all layers of any agent. Stage 2
-    divides its moments and gradients among the processes; stage 3 also its weights and the decoder
-    layers of the base, but not head and embedding. `accelerator` has the active plugin.
+    `config`, of the engine's adapter, has the largest rank and all layers of any agent. Stage 2
+    divides the adapter's moments and gradients among the processes; stage 3 also its weights and
+    the decoder layers of the base, but not head and embedding. `accelerator` has the active plugin.
     """
 
     def __init__(
@@ -122,10 +122,9 @@ class ZeroEngine:
             )
 
     def begin(self, weights_of: str, moments: LocalMoments, group: dict[str, Any]) -> None:
-        """Begin an agent's turn; the engine holds its moments until `end`.
+        """Begin an agent's turn: load its weights and moments into the engine.
 
-        `weights_of` is the agent's slot, `group` its AdamW's group, of which lr, betas and
-        weight_decay are used.
+        `weights_of` is the agent's slot; of AdamW's `group`, lr, betas and weight_decay are used.
         """
         with self._writing(), torch.no_grad():
             own = _named(self.slots, weights_of)
@@ -146,7 +145,7 @@ class ZeroEngine:
             own.update({name: group[name] for name in ("lr", "betas", "weight_decay")})
 
     def end(self, weights_to: str) -> LocalMoments:
-        """End an agent's turn: copy the weights to its slot and return its moments."""
+        """End an agent's turn: copy the weights to the slot `weights_to`; return the moments."""
         turn = dict(zip(self.shapes, self.parameters, strict=True))
         with torch.no_grad():
             for key, parameter in _named(self.slots, weights_to).items():
@@ -183,7 +182,7 @@ class ZeroEngine:
         )
 
     def whole_moments(self, moments: LocalMoments) -> dict[int, dict[str, Tensor]]:
-        """Gather an agent's moments, by parameter position; all processes call this."""
+        """Return an agent's whole moments by parameter position; all processes call this."""
         whole: dict[int, dict[str, Tensor]] = {}
         for number, state in sorted(moments.items()):
             for name, part in state.items():
@@ -256,7 +255,7 @@ class ZeroEngine:
         return self._deepspeed.zero.GatheredParameters(self.parameters, modifier_rank=0)
 
     def _make_whole(self) -> None:
-        """Gather the engine's adapter, which is then read without calling its modules."""
+        """Gather the engine's adapter, because its weights are read without calling its modules."""
         if self.stage == 3:
             parameter: Any = self.parameters[0]
             parameter.all_gather(self.parameters)

@@ -73,8 +73,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load moments in the format of torch's AdamW; lr and other options are not loaded.
 
-        Parameters without moments get zeros, and the step count that all parameters share in the
-        engine.
+        Parameters without moments get zeros, and the step count of the other parameters.
         """
         keys = [*self.engine.slots.shapes(self.adapter)]
         by_key = {keys[place]: values for place, values in state_dict["state"].items()}
@@ -146,8 +145,7 @@ def make_zero_engine(
 ) -> ZeroEngine:
     """Build the engine of a cohort that has an agent; all processes call this.
 
-    `accelerator` is the user's Accelerator, with DeepSpeed's plugin for the stage; None creates
-    one.
+    `accelerator` is the user's, with DeepSpeed's plugin for the stage; None creates one.
     """
     stage, device = settings.engine.zero, pick_device(settings.engine.device)
     assert stage is not None, "engine.zero"
@@ -234,7 +232,7 @@ def _merged(
     merge: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Merge the sums of all processes; a process without counted rows has none."""
+    """Merge the sums of all processes; a process that counted no row has no sums."""
     names = dict.fromkeys(name for part in parts for name in part)
     sums = {name: [part[name] for part in parts if name in part] for name in names}
     return {name: reduce(merge, values).to(device) for name, values in sums.items()}
@@ -279,7 +277,7 @@ class DividedSampling(RolloutEngine):
         self.engine.close()
 
     def _first(self, number: int, rank: int) -> int:
-        """Return a rank's first prompt in a request; prompt 0 goes to each rank in turn."""
+        """Return the position of the first prompt in request `number` that a rank samples."""
         return (rank + number) % self.team.size
 
     def _mine(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
@@ -298,7 +296,7 @@ class DividedSampling(RolloutEngine):
 
 @final
 class FirstRankPlay:
-    """A play on the first rank, which sends requests and experiences to the others; see `Play`.
+    """A play on the first rank, which sends asks and experiences to the other ranks; see `Play`.
 
     The user's rewards and environments may be nondeterministic, but ranks that train an agent
     together need equal results. All ranks make the same calls; only the first calls `begin`.

@@ -3,8 +3,8 @@
 Prompts of several lengths in one batch need a model that takes positions and a mask as arguments.
 Some models count the columns of the cache instead, including padding (MPT, the decoders of Bart and
 related models), and would sample from a wrong distribution without an error. So the probe compares
-rows decoded token by token with one forward pass over the whole row, in float32 for any dtype: in
-half precision an error of a few positions looks like rounding.
+rows decoded token by token with one forward pass over the whole row, in float32 for any dtype,
+because in half precision an error of a few positions looks like rounding.
 """
 
 from __future__ import annotations

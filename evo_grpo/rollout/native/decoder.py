@@ -20,7 +20,10 @@ from evo_grpo.model.llama.cache import Refill
 
 
 class Decoder(Protocol):
-    """The model and key/value cache of one rollout; called inside `population_forward`."""
+    """The model and key/value cache of one rollout; called inside `population_forward`.
+
+    NP counts the (agent, prompt) rows, and B the rows of completions.
+    """
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return the final hidden states (NP, H) at the last token of each prompt.
@@ -32,8 +35,7 @@ class Decoder(Protocol):
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
         """Expand NP prompt rows to B rows; `source` (B,) holds the prompt row of each.
 
-        The mask (B, 1, 1, columns) is True at the columns that a row attends to once they are
-        filled.
+        The mask (B, 1, 1, columns) is True at the columns that a row attends to once filled.
         """
         ...
 
@@ -44,8 +46,7 @@ class Decoder(Protocol):
     def reserve(self, columns: int) -> int | None:
         """Prepare for steps that use at most `columns` columns of the cache.
 
-        Returns a number that stays the same as long as one CUDA graph can be used; None without
-        graphs.
+        Returns a number that is the same as long as a CUDA graph can be used; None without graphs.
         """
         ...
 
@@ -62,10 +63,9 @@ class RefillDecoder(Decoder, Protocol):
         ...
 
     def refill(self, arrived: Self | None, moves: Refill) -> int:
-        """Add the rows of prompts from `beside`, and remove columns to which no row attends.
+        """Add the rows of `arrived`, from `beside`, and remove columns to which no row attends.
 
-        `arrived` must not be used afterwards; it is None if no row joins. Returns the number of
-        columns then in use.
+        `arrived` is None if no row joins; do not use it again. Returns the number of used columns.
         """
         ...
 
@@ -119,7 +119,7 @@ class _Layer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """The cache of a rollout: a row per (agent, prompt), later one per completion not finished."""
+    """The cache of a rollout: a row per (agent, prompt), later a row per unfinished completion."""
 
     def __init__(self, layers: int, columns: int) -> None:
         """Create the cache without memory; the first write determines the shapes."""
@@ -180,7 +180,7 @@ class ModuleDecoder:
 
 @final
 class EqualLengthDecoder:
-    """Decodes any model as its `generate` does, in rows of one length, with the cache it makes.
+    """Decodes any model as its `generate` does, in rows of one length, with a `DynamicCache`.
 
     Without padding, no model needs a mask or positions.
     """
@@ -214,7 +214,7 @@ class EqualLengthDecoder:
         return self._run(tokens[:, None])
 
     def _run(self, ids: Tensor) -> Tensor:
-        """Run ids (B, T), which the cache keeps; return the last hidden states (B, H)."""
+        """Run ids (B, T), and add them to the cache; return the last hidden states (B, H)."""
         return self.base.run(self.cache, input_ids=ids)[:, -1]
 
 
@@ -226,7 +226,8 @@ def attention_of(base: SharedBase) -> str:
 def check_attention(base: SharedBase) -> None:
     """Raise an error for attention implementations of transformers without a mask per row.
 
-    `ModuleDecoder` needs the mask. `EqualLengthDecoder` runs attention that the user registered.
+    `ModuleDecoder` needs the mask. Attention that the user registered is not refused:
+    `EqualLengthDecoder` runs it without a mask.
     """
     if attention_of(base).startswith(("flash", "flex", "paged")) or "/" in attention_of(base):
         raise ModelError(

@@ -56,8 +56,8 @@ _DECODES_BY: Mapping[type, str] = {KernelDecoder: "kernels", LlamaDecoder: "laye
 class NativeEngine(RolloutEngine):
     """Samples for all agents at once with the shared base and the current adapters.
 
-    `settings` limit the context and the rows and prompts decoded at once; None takes the defaults.
-    More prompts are split into pieces, each of which has all agents.
+    `settings` limit the context, and the rows and prompts decoded at once; None takes the defaults.
+    If a call has more, its prompts are split into pieces, each of which has all agents.
     """
 
     exact = True

@@ -21,9 +21,9 @@ _WORTH = 4
 class StepGraphs:
     """Runs a step once without a graph, then captures it and replays it on the same memory.
 
-    All captures share one memory pool, since only the latest is replayed. The pool is kept between
-    rollouts, so that later captures allocate nothing. If a capture fails, all later steps run
-    without graphs, and a warning gives the reason.
+    All captures share one memory pool, because only the latest is replayed. The pool is kept
+    between rollouts, so that later captures allocate nothing. If a capture fails, all later steps
+    run without graphs, and a warning gives the reason.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class StepGraphs:
         self.work = True
 
     def forget(self) -> None:
-        """Drop the capture, since the next step reads other memory."""
+        """Drop the capture, because the next step reads other memory."""
         self._memory = None
 
     def run(self, step: Callable[[], None], memory: object, count: int) -> None:

@@ -68,7 +68,7 @@ class Batch:
         return [(part, rows.sampling.part(part)) for part in slices]
 
     def draw(self, logits: Callable[[slice], Tensor], ends: StopConditions, output: Output) -> None:
-        """Draw a token of each row; `logits` returns those of a slice of rows."""
+        """Draw a token of each row; `logits` returns the logits of a slice of rows."""
         rows, drawn = self.rows, self.drawn
         draws = (
             rows.draws.index_select(0, drawn) if self._alike else rows.draws.gather(0, drawn[None])
@@ -118,7 +118,7 @@ class Batch:
             )  # fmt: skip
 
     def put(self, other: Batch, places: Tensor) -> None:
-        """Copy the state of the rows of another batch to places of this one."""
+        """Copy the state of the rows of another batch to the positions `places` of this batch."""
         self.tokens.index_copy_(0, places, other.tokens)
         self.finished.index_copy_(0, places, other.finished)
         self.drawn.index_copy_(0, places, other.drawn)
@@ -179,7 +179,7 @@ _REFILL_SHARE, _REFILL_SHARE_OF_GRAPHS = 0.125, 0.25
 
 @final
 class DecodeLoop:
-    """Decodes rows from an empty cache, with `graphs` by CUDA graphs, with None without them.
+    """Decodes the rows of a queue from an empty cache, by CUDA graphs if `graphs` is not None.
 
     The decoder is a `RefillDecoder` if not all rows are decoded at once.
     """

@@ -1,4 +1,7 @@
-"""The rows of a decode loop, their output, and the conditions that end them."""
+"""The rows of a decode loop, their output, and the conditions that end them.
+
+NP counts the (agent, prompt) rows, of which each becomes G completion rows.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class Rows:
     layout: RowLayout
 
     def select(self, rows: Tensor) -> Rows:
-        """Return the rows at some positions, in ascending order."""
+        """Return the rows at the ascending positions `rows`."""
         before = self.layout
         agents = torch.bucketize(rows.cpu(), torch.tensor(before.counts).cumsum(0), right=True)
         counts = torch.bincount(agents, minlength=len(before.counts)).tolist()
@@ -64,9 +67,9 @@ def expand_rows(
 ) -> tuple[Rows, Tensor]:
     """Expand (agent, prompt) rows to (agent, prompt, completion) rows.
 
-    `ids` (NP, longest prompt) are the prompts, padded on the right, and `lengths` (NP,) their
-    lengths. `steps` is the number of draws per row; `context` bounds prompt plus completion.
-    Returns the rows, without `seen`, and (B,) the index of each row's (agent, prompt) row.
+    `ids` (NP, Tp) are the prompts, padded on the right, and `lengths` (NP,) their lengths. `steps`
+    is the number of draws per row; `context` bounds prompt plus completion. Returns the rows,
+    without `seen`, and (B,) the index of each row's (agent, prompt) row.
     """
     device = lengths.device
     repeats = torch.tensor([r.samples for r in requests for _ in r.prompts])
@@ -92,9 +95,10 @@ def expand_rows(
 
 
 def prompt_mask(lengths: Tensor, prompt: int, columns: int) -> Tensor:
-    """Return the columns (B, 1, 1, columns) bool that rows with prompts of `lengths` attend to.
+    """Return a mask (B, 1, 1, columns) bool of the columns that rows attend to.
 
-    Decoded columns start after the longest prompt, of `prompt` tokens; padding is masked.
+    `lengths` (B,) are the lengths of the rows' prompts. Decoded columns start after the longest
+    prompt, of `prompt` tokens; padding is masked.
     """
     column = torch.arange(columns, device=lengths.device)
     return ((column < lengths[:, None]) | (column >= prompt))[:, None, None, :]
@@ -139,9 +143,9 @@ class StopConditions:
         return drawn > self._least or drawn >= self._shortest
 
     def forbidden(self, drawn: Tensor, sampling: RowSampling) -> Tensor | None:
-        """Return the tokens that some rows cannot draw after `drawn` (1,) or (B,) others.
+        """Return a mask, bool (1, V) for all rows or (B, V), of tokens that cannot be drawn.
 
-        Returns bool (1, V) for all rows or (B, V); None if no row has a minimum length.
+        The rows have drawn `drawn` (1,) or (B,) tokens. None if no row has a minimum length.
         """
         minimum = sampling.minimum
         if minimum is None:
@@ -150,7 +154,7 @@ class StopConditions:
         return self.tokens & (drawn < (minimum[:1] if sampling.alike else minimum))[:, None]
 
     def met(self, drawn: Tensor, tokens: Tensor, sampling: RowSampling) -> Tensor:
-        """Return the rows (B,) that end with `tokens` (B,), drawn after `drawn` (1,) others."""
+        """Return which rows (B,) end with `tokens` (B,), after `drawn` (1,) or (B,) tokens."""
         ended = self.tokens.index_select(0, tokens)
         if sampling.minimum is not None:
             ended = ended & (drawn >= sampling.minimum)
@@ -158,7 +162,7 @@ class StopConditions:
 
 
 class Prompts(NamedTuple):
-    """The prompts `ids` (NP, longest prompt) of some rows, padded on the right.
+    """The prompts `ids` (NP, Tp) of some rows, padded on the right.
 
     `lengths` (NP,) exclude padding, `layout` has the adapters, and `source` (B,) is the index of
     each row's prompt.
@@ -175,7 +179,7 @@ class RowQueue:
     """The rows of a call, of which at most `places` (None for all) are decoded at once.
 
     Rows wait by prompt, then by agent, so that all agents are at about the same prompt. There is
-    one of `requests` per agent. The prompts `ids` (NP, longest prompt) are padded on the right, and
+    one of `requests` per agent. The prompts `ids` (NP, Tp) are padded on the right, and
     `lengths` (NP,) are their lengths. `steps` is the length of the longest completion, and
     `columns` that of the longest prompt. Decoders other than `RefillDecoder` decode all rows at
     once.
@@ -227,7 +231,7 @@ class RowQueue:
         return self.prompts(rows), self.select(rows)
 
     def select(self, rows: NDArray[np.int64]) -> Rows:
-        """Return some rows, given in ascending order, without `seen`."""
+        """Return the rows with the ascending indices `rows`, without `seen`."""
         return self.rows.select(torch.from_numpy(rows).to(self._ids.device))
 
     def seen(self, prompts: Prompts) -> Tensor | None:

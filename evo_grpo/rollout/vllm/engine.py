@@ -257,7 +257,7 @@ def sampling_keywords(
 
 
 _IDS = count(1)
-"""Ids for vLLM, 1, 2, ...; shared, since one vLLM may serve several engines of a process."""
+"""Ids for vLLM: 1, 2, ...; shared, because one vLLM may serve several engines of a process."""
 
 
 @dataclass(frozen=True)

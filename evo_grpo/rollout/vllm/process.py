@@ -60,7 +60,7 @@ _SECONDS_TO_END = 5.0
 
 
 def find_vllm(settings: VLLMSettings) -> str:
-    """Return the Python that runs vLLM, after checking that it finds vLLM without loading it."""
+    """Return the Python that runs vLLM; check that vLLM is installed there, without loading it."""
     configured = settings.python
     python = sys.executable if configured is None else str(Path(configured).expanduser())
     try:
@@ -116,10 +116,9 @@ def environment(base: SharedBase, settings: AgentSettings) -> dict[str, str]:
 
 
 def base_folder(base: SharedBase, settings: AgentSettings, scratch: Path) -> str:
-    """Return the folder or hub id of the base for vLLM.
+    """Return the folder or hub id from which vLLM loads the base.
 
-    A base given as a module, from a GGUF file or loaded with `model.config` is written to
-    `scratch`.
+    A base that is a module, from GGUF or loaded with `model.config` is written to `scratch`.
     """
     model = settings.model
     if settings.engine.vllm.model is not None:
@@ -176,8 +175,7 @@ def llm_keywords(
 ) -> dict[str, Any]:
     """Return the keywords of `vllm.LLM`.
 
-    `folder` is the folder or hub id of the base, `context` the maximum number of tokens of prompt
-    plus completion.
+    `folder` is the folder or hub id of the base; `context` bounds prompt plus completion.
     """
     base, engine, vllm = slots.base, settings.engine, settings.engine.vllm
     on_cpu = base.device.type == "cpu"
@@ -326,7 +324,7 @@ class Child:
     def _failed(self, operation: str, what: str) -> NoReturn:
         """End the process and raise an error, with the last lines of the log as notes.
 
-        A failed `start` raises an input error, since no round has been trained.
+        A failed `start` raises an input error, because no round has been trained.
         """
         lines = last_lines(self.log)
         # Keep the log, which the error names.

@@ -36,7 +36,7 @@ PROBE_PROMPT = 64
 PROBE_TOKENS = 4
 """Tokens sampled for the probe's prompt."""
 PROBE_GAP = 0.1
-"""Largest difference of a log-prob after waking, in nats."""
+"""Largest change of a log-prob between sleeping and waking that is no error, in nats."""
 
 
 def send(link: BufferedRWPair, message: Mapping[str, Any]) -> None:
@@ -126,8 +126,7 @@ class Session:
     def start(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Load vLLM and the base, and sample once.
 
-        `llm` has the keyword arguments of `vllm.LLM`, `level` is the sleep level; see also
-        `generate`.
+        `llm` has the keywords of `vllm.LLM`, `level` is the sleep level; see also `generate`.
         """
         self._vllm = importlib.import_module("vllm")
         if message["level"] == 2 and not reloads_with_adapters():
@@ -168,7 +167,7 @@ class Session:
         return {}
 
     def wake(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore the memory, load every adapter again, and compare samples with earlier ones."""
+        """Restore the memory, load every adapter again, and compare probes before and after."""
         del message
         if self._level == 2:
             self._llm.wake_up(tags=["weights"])
@@ -204,7 +203,7 @@ class Session:
         engine.step = counted
 
     def _isolated(self, rows: list[Row]) -> list[Any]:
-        """Return the completion of every row, so that NaN of one agent does not affect the others.
+        """Sample a completion of every row; NaN of one agent does not affect other agents.
 
         An agent whose activations overflow leaves NaN in the cache of keys and values. A later row
         that reuses this memory multiplies it by 0, which is NaN again. Rows with NaN are therefore
@@ -226,7 +225,7 @@ class Session:
         self._llm.collective_rpc(wipe_cache)
 
     def _sampled(self, rows: list[Row]) -> list[Any]:
-        """Return the completion of every row, with one call for adapters and one for the base.
+        """Sample a completion of every row, in a call for adapters and a call for the base.
 
         In one call on a CPU, vLLM applies another row's adapter to rows without one.
         """
@@ -270,10 +269,10 @@ class Session:
 
 
 def probe_gap(one: tuple[list[int], list[float]], other: tuple[list[int], list[float]]) -> float:
-    """Return the largest difference in nats between two probes; NaN if one became NaN.
+    """Return the largest log-prob difference of two probes, in nats; NaN if only `other` has NaN.
 
-    The comparison ends at the first tokens that differ, since rounding decides between equal
-    probabilities. An agent that was NaN before sleeping is not compared.
+    The comparison ends at the first tokens that differ, because rounding decides between equal
+    probabilities. It also ends at a NaN of `one`, the probe before sleeping.
     """
     largest = 0.0
     for token, other_token, value, other_value in zip(

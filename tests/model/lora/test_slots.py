@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from peft import AdaLoraConfig, PeftModel
+from peft import AdaLoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -405,3 +405,12 @@ class TestRefusedCalls:
             with pytest.raises(ConfigError, match=r"slots of one .*target_modules can be copied"):
                 pair.copy(source, target)
         assert_untouched(pair, before)
+
+
+def test_state_is_what_peft_would_save():
+    slots = tiny.population(tiny.llama(), (4, 2))
+    for name in slots.names:
+        theirs = get_peft_model_state_dict(slots.peft, adapter_name=name)
+        ours = slots.state(name)
+        assert list(ours) == list(theirs)
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)

@@ -15,6 +15,7 @@ from evo_grpo.learn.rows import rows_from_trajectories
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.stats import Stopwatch, Tally, completion_rows
 from evo_grpo.population.steps import train_step
+from evo_grpo.record.observer import Observer
 from evo_grpo.settings import RecordConfig
 from evo_grpo.types import Prompt
 
@@ -214,3 +215,20 @@ def test_an_agent_that_lost_all_its_episodes_learns_nothing_and_the_round_goes_o
     assert not first.failed
     assert second.metrics[0]["rows"] == 12.0
     assert all(torch.equal(a, b) for a, b in zip(before, weights(population, 0), strict=True))
+
+
+def test_a_population_plays_rounds_of_a_multi_turn_game_and_repeats_to_the_bit():
+    def rounds():
+        population = agents(2, warm=False)
+        records = population.train(
+            gym(population),
+            rounds=2,
+            steps_per_round=1,
+            fitness={"prompts": 4},
+            observer=Observer(),
+        )
+        return [(a.score, a.metrics["reward"], a.tokens) for r in records for a in r.agents]
+
+    first = rounds()
+    assert first == rounds()
+    assert len(first) == 4
