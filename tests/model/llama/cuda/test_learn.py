@@ -34,6 +34,7 @@ PIECES = 12
 HALF = [*range(6), *(pytest.param(piece, marks=pytest.mark.slow) for piece in range(6, PIECES))]
 CPU = torch.device("cpu")
 WIDE = {"sliding_window": 64}
+AT_ONCE = ("qwen3", "granite", "gemma3", "short windows")
 MODELS = {
     "llama": tiny.llama,
     "qwen2": tiny.qwen2,
@@ -48,6 +49,10 @@ MODELS = {
     "bias in the MLP": lambda: tiny.llama(mlp_bias=True),
     "one key head": lambda: tiny.llama(num_key_value_heads=1),
 }
+#: `make test-slow` has those that differ in one step only.
+FAMILIES = [
+    pytest.param(name, marks=() if name in AT_ONCE else pytest.mark.slow) for name in MODELS
+]
 MODULES = ("all-linear", "all-linear", ["q_proj"], ["k_proj", "up_proj"], ["o_proj", "down_proj"])
 
 
@@ -190,7 +195,7 @@ def on(monkeypatch):
 
 @pytest.mark.usefixtures("on")
 @in_full
-@pytest.mark.parametrize("family", ["qwen3", "granite", "gemma3", "short windows"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_agents_learn_the_same_in_micro_batches(family):
     rows = [make_rows(slot, groups=2, prompt=(4, 9)) for slot in range(3)]
     hparams = PLAIN.replace(beta=0.1, update_epochs=2, batch_size=6)
