@@ -26,7 +26,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SPLITS = ("train", "validation", "test")
 
 _ROWS: dict[str, list[dict[str, Any]]] = {}
-"""Rows of datasets at a commit, which never change."""
+"""Rows that were read from datasets pinned to a commit, by the dataset's settings as JSON."""
 
 
 def hub_dataset(source: object) -> HubDataset | None:
