@@ -292,10 +292,7 @@ class GRPO:
         return completions
 
     def save(self, path: str | Path) -> None:
-        """Write the weights and the metrics so far: safetensors and JSON lines.
-
-        Args:
-            path: Folder to write; created if missing.
+        """Write weights and metrics to a folder, created if missing: safetensors and JSON lines.
 
         Raises:
             CheckpointError: The path, or a parent of it, is a file.
@@ -308,10 +305,7 @@ class GRPO:
         (folder / "history.jsonl").write_text(rows + "\n")
 
     def load(self, path: str | Path) -> None:
-        """Read the weights and metrics that `save` wrote; the optimizer state is reset.
-
-        Args:
-            path: Folder of a checkpoint.
+        """Read the weights and metrics that `save` wrote to a folder; reset the optimizer state.
 
         Raises:
             CheckpointError: The folder is not a checkpoint, or its weights are not of this model.

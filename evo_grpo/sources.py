@@ -89,9 +89,6 @@ def resolve(name: str) -> Source:
         name: An embedded name (`tiny-sums`), `smollm2`, the path of a .gguf file or of a model
             folder, or a hub id.
 
-    Returns:
-        The source to load.
-
     Raises:
         ModelError: The path is no model folder, or the name is none of the above.
         EngineUnavailable: `smollm2` is neither fetched nor installed.

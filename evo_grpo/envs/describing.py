@@ -69,10 +69,7 @@ def _raw(template: Template) -> dict[str, Any]:
 
 
 def source_part(name: str, code: object) -> dict[str, str]:
-    """Return `name` -> digest of the source of a function or class, or {} without a source.
-
-    For any other object, the source is that of its class.
-    """
+    """Return `name` -> digest of the source of a function or class, or {} if there is no source."""
     bound = ""
     if isinstance(code, partial):
         call = cast("partial[Any]", code)

@@ -252,10 +252,7 @@ def _class(node: ast.ClassDef, path: str) -> Definition:
 
 
 def _signature(node: ast.AST | _Import, *, bound: bool = False) -> Signature | None:
-    """Return the signature of a function or lambda without decorators, and None for other nodes.
-
-    `bound` drops the first parameter.
-    """
+    """Return the signature of an undecorated function or lambda, else None; `bound` drops self."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         return None
     if getattr(node, "decorator_list", ()):

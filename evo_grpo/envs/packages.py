@@ -57,10 +57,7 @@ def entry_point(kind: str, spec: Any, package: str) -> Callable[..., Any]:  # no
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Hide prints of another package; in the main thread, also hide warnings and restore logging.
-
-    Restoring logging removes the handlers and the level that the package set on the root logger.
-    """
+    """Hide prints of another package; in the main thread, hide warnings and undo logging set-up."""
     with contextlib.redirect_stdout(cast("TextIO", _Muted())):
         if threading.current_thread() is not threading.main_thread():
             yield

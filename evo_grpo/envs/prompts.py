@@ -237,10 +237,7 @@ class RenderedPrompts:
         return None if template.conversation is None else template.messages(prompt.columns)
 
     def limit(self, max_context_length: int) -> None:
-        """Set the context length, and render all prompts.
-
-        Refuses or truncates (see `answer`) prompts that leave no token for a completion.
-        """
+        """Set the context length; render all prompts; refuse or cut those that leave no room."""
         if max_context_length < 2:
             raise ConfigError(f"max_context_length: expected >= 2 tokens, got {max_context_length}")
         self.max_context_length = max_context_length
@@ -288,9 +285,9 @@ def fitting_rows(
     *,
     whole: bool = True,
 ) -> dict[Split, list[DatasetRow]]:
-    """Return the rows whose prompts have at most `most` tokens in every template, by split.
+    """Return, by split, the rows whose prompts have at most `most` tokens in every template.
 
-    `whole` refuses a split in which no row is left.
+    `whole` refuses a split without such rows.
     """
     fitting: dict[Split, list[DatasetRow]] = {}
     for split, rows in splits.items():

@@ -119,10 +119,7 @@ def check_multi_turn(env: EnvConfig, seed: int) -> None:
 
 
 def _checked(env: EnvConfig, *, multi_turn: bool) -> tuple[Any, str]:
-    """Return the module of `env.kind` and the name after the colon.
-
-    Refuses settings that this kind does not have.
-    """
+    """Return the module of `env.kind` and the name after its colon; check that `env` suits it."""
     key, colon, name = env.kind.partition(":")
     family = family_of(env.kind)
     if family is None or bool(name) != bool(family.named) or bool(colon) != bool(family.named):

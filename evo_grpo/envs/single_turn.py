@@ -255,10 +255,7 @@ class ReasoningGym:
         return scored.rewards
 
     def judge(self, groups: Sequence[CompletionGroup]) -> Judged:
-        """Score completions, and set aside the groups in which a reward failed.
-
-        Raises RewardError if too many groups are set aside.
-        """
+        """Score completions; set aside groups with failed rewards; RewardError if too many are."""
         scored = self._scored(groups)
         failed = {position for failure in scored.failures for position in failure.positions}
         set_aside: list[bool] = []

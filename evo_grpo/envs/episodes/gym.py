@@ -187,10 +187,7 @@ class MultiTurnGym:
                 self._idle.append(episode)
 
     def count_failures(self, episodes: Sequence[Trajectory], seeds: int) -> None:
-        """Count the consecutive seeds whose episodes all failed.
-
-        Raises RunFailedError at `MAX_FAILED_SEEDS`.
-        """
+        """Count successive seeds whose episodes all failed; raise RunFailedError if too many."""
         reasons = Counter(t.error for t in episodes)
         with self._shared:
             # Plays that run at once have the same seeds.

@@ -89,8 +89,7 @@ class Scorer(ABC):
     def prepare(self, device: str) -> None:
         """Load and check what scoring needs on the run's device; repeated calls do nothing.
 
-        Raises:
-            ConfigError: Something is missing.
+        Raises ConfigError if something is missing.
         """
 
     @abstractmethod
@@ -136,7 +135,6 @@ class RewardFunction:
     style: Literal["trl"] | None = None
 
     def __post_init__(self) -> None:
-        """Check that `fn` can be called with a completion, and the range of the weight."""
         if (problem := next(self._problems(), None)) is not None:
             raise ConfigError(f"reward function {self.name!r}: {problem}")
 

@@ -356,20 +356,14 @@ class Answers:
         self._path = folder / (name + _SUFFIX)
 
     def add(self, key: str, answer: Answer) -> Answer:
-        """Keep an answer, its text cut, in memory and in the file; return the answer as kept.
-
-        Raises RunFailedError if it cannot be written.
-        """
+        """Keep an answer, its text cut, in memory and by `write`; return the answer as kept."""
         answer = Answer(answer.score, answer.text[-TEXT_CHARACTERS:], answer.input, answer.output)
         self.keep(key, answer, counts=True)
         self.write({key: answer})
         return answer
 
     def write(self, answers: Mapping[str, Answer]) -> None:
-        """Append answers of any process to the file; without one, add them to `unrecorded`.
-
-        Raises RunFailedError if they cannot be written.
-        """
+        """Append answers to the file, or raise RunFailedError; without a file, to `unrecorded`."""
         if self._path is None:
             self.unrecorded |= answers
             return

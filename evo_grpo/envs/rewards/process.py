@@ -78,7 +78,6 @@ class RewardProcess:
         return process.wait()
 
     def __del__(self) -> None:
-        """Kill the process when this object is freed."""
         with suppress(Exception):
             self.close()
 

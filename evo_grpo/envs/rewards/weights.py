@@ -124,10 +124,7 @@ def searched_weights(env: Environment[Any], space: HyperparameterConfig) -> dict
 def with_weights_of(
     env: Environment[Any], hparams: Hparams, weights: Mapping[str, float]
 ) -> Hparams:
-    """Return an agent's hyperparameters; rewards that have no weight there get that in `weights`.
-
-    Refuses a weight of a reward that the environment does not have.
-    """
+    """Return `hparams` with `weights` for rewards that have none there; refuse unknown rewards."""
     agent_hparams, names = hparams.with_weights(weights), reward_names(env)
     for name in agent_hparams.reward_weights:
         if name not in names:
