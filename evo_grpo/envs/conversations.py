@@ -32,7 +32,7 @@ def holds_messages(value: object) -> bool:
 
 
 def is_conversation(value: object) -> bool:
-    """Return whether a value is a message, or a list that begins with one."""
+    """Return whether a value is a message, or a list that begins with a message."""
     message = next(iter(_as_list(value) or ()), value)
     return isinstance(message, Mapping) and bool({"role", "content", "from"} & message.keys())
 

@@ -68,7 +68,7 @@ def check_names(kind: str, args: Iterable[str], known: Iterable[str]) -> None:
 
 
 def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> dict[str, Any]:
-    """Return `args`; check that each is of its default's type, or an integer if that is None."""
+    """Return `args`; refuse a value that has not the type of its default (for None, an integer)."""
     for name, value in args.items():
         default = inspect.signature(taken_by).parameters[name].default
         expected: type = int if default is None else type(default)

@@ -29,7 +29,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.places import folders
 
 _BINDS_MORE = re.compile(r"\b(globals|exec|vars|setattr|__getattr__)\b")
-"""Found in the text of a module that may bind names which the text does not spell out."""
+"""Matches the text of a module that may bind names which the text does not spell out."""
 
 
 @dataclass(frozen=True)

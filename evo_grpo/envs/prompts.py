@@ -70,13 +70,13 @@ class Template:
         return prompt_template
 
     def columns(self) -> dict[str, str]:
-        """Return the columns of the template, with descriptions for `tables.require_columns`."""
+        """Return column -> "the prompt template" for each column, as `require_columns` takes it."""
         parts = [self.text or ""] + [message["content"] for message in self.conversation or ()]
         return {column: "the prompt template" for part in parts for column in _columns(part)}
 
     @property
     def conversations(self) -> list[str]:
-        """The columns that hold messages."""
+        """The columns of the template that hold messages."""
         return [
             message["content"][1:-1]
             for message in self.conversation or ()

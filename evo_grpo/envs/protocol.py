@@ -121,7 +121,7 @@ StartT = TypeVar("StartT")
 class Environment(Protocol[StartT]):
     """An environment of a population, such as `ReasoningGym` or `MultiTurnGym`.
 
-    A start is a prompt, or the seed of an episode; all agents begin from the same starts.
+    A start is a prompt, or the seed of an episode; all agents of a step share one list of starts.
 
     Attributes:
         tokenizer: The tokenizer of the base model.

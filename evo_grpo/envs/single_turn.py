@@ -246,8 +246,8 @@ class ReasoningGym:
         """Score completions of this environment's prompts with every reward function.
 
         Returns (B, K) float64 rewards without weights, rows in the order of groups, then
-        completions; NaN if a function abstains. Raises RewardError if one raised, or returned
-        anything but a finite number or None.
+        completions; NaN if a function abstains. Raises RewardError if a function raised, or
+        returned anything but a finite number or None.
         """
         scored = self._scored(groups)
         if scored.failures:
@@ -255,7 +255,7 @@ class ReasoningGym:
         return scored.rewards
 
     def judge(self, groups: Sequence[CompletionGroup]) -> Judged:
-        """Score completions; set aside groups with failed rewards; RewardError if too many are."""
+        """Score completions, and set aside groups with failed rewards; too many are an error."""
         scored = self._scored(groups)
         failed = {position for failure in scored.failures for position in failure.positions}
         set_aside: list[bool] = []
@@ -276,7 +276,7 @@ class ReasoningGym:
         return SingleTurnPlay(self, starts, group_sizes)
 
     def limit_context(self, max_context_length: int, answer_tokens: int | None = None) -> None:
-        """Set the model's context and check that every prompt leaves room for one token.
+        """Set the model's context; refuse, drop or cut longer prompts, as `env.too_long` says.
 
         `max_context_length`, >= 2, is the number of tokens of prompt and completion together.
         `answer_tokens` is the number that `too_long: truncate_left` leaves for a completion; None
@@ -330,7 +330,7 @@ class ReasoningGym:
         return [judge.unrecorded() for judge in self._judges]
 
     def keep_rewards(self, unrecorded: Sequence[Mapping[str, Any]]) -> None:
-        """Write the answers that another process could not write, by judge."""
+        """Write each judge's answers that another process could not write."""
         for judge, answers in zip(self._judges, unrecorded, strict=True):
             judge.record(answers)
 

@@ -30,7 +30,7 @@ _ROWS: dict[str, list[dict[str, Any]]] = {}
 
 
 def hub_dataset(source: object) -> HubDataset | None:
-    """Return the dataset of the Hub that `source` names; None if it is a file or existing path."""
+    """Return the dataset of the Hub that `source` names; None if it is a path or no such name."""
     if isinstance(source, HubDataset):
         return source
     if not isinstance(source, str) or not _ID.fullmatch(source):

@@ -32,7 +32,7 @@ MAX_GIGABYTES = 1.0
 VALUE_BYTES = 64
 """Estimated memory of a value beside its characters, in bytes."""
 MOST_LEVELS = 200
-"""Deepest nesting of a row; recursive functions write, compare and send it."""
+"""Greatest depth of a row; it is limited because recursive functions write and compare rows."""
 
 ROWS_AT_ONCE = 16
 """Rows of a Parquet file that are decoded together."""

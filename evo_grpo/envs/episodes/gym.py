@@ -49,14 +49,14 @@ class MultiTurnGym:
         apply_chat_template: As for `TokenObservationWrapper`, around a bare environment.
         conversation_template: As for `TokenObservationWrapper`.
         chat_template_kwargs: As for `TokenObservationWrapper`.
-        max_environments: Most environments at once; the episodes of a step are then played in
-            several waves. None makes one environment per episode.
+        max_environments: Maximum number of environments at once; the episodes of a step are then
+            played in several waves. None makes one environment per episode.
         evaluation_size: Default number of episode seeds of a split.
         name: Name in messages and records; None takes the environment's class.
         reward_timeout: Seconds that a reset or a step may take; None is no limit.
 
     Raises:
-        ConfigError: The factory fails or returns something else, or a setting is missing.
+        ConfigError: The factory fails or returns no environment, or a setting is missing.
     """
 
     def __init__(  # noqa: PLR0913 -- all but the first have defaults
@@ -177,7 +177,7 @@ class MultiTurnGym:
             return episode
 
     def give_back(self, episode: TokenObservationWrapper) -> None:
-        """Keep an environment for the next episode, or close it if it failed in this one."""
+        """Keep an environment for the next episode, or close it if it failed in this episode."""
         with self._shared:
             self._lent.pop(id(episode.env), None)
             # The state of an environment that raised is unknown.
@@ -305,7 +305,7 @@ class EpisodePlay:
         self._begin_waves()
 
     def ask(self) -> Ask | None:
-        """Return the prompts of the running episodes; an agent without one has no prompts."""
+        """Return the prompts of the running episodes; an agent without such has no prompts."""
         live = self._live()
         if not any(live):
             return None

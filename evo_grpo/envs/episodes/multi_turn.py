@@ -26,7 +26,7 @@ LONGEST_MESSAGE = 1_000_000
 
 
 class Observation(dict[str, Any]):
-    """An argument of `agent.get_action`: `input_ids`, `attention_mask` and `text`.
+    """The argument of `agent.get_action` in a turn: `input_ids`, `attention_mask` and `text`.
 
     The agent passes its end tokens to the episode by `TokenObservationWrapper.answered_by`.
     """
@@ -397,7 +397,7 @@ def check_flag(place: str, name: str, value: Any) -> bool:  # noqa: ANN401 -- wh
 
 
 def _checked_parts(place: str, returned: object, names: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return the parts of a tuple, the last of which becomes a dict."""
+    """Return the parts of a tuple, the last part (info) as a dict."""
     try:
         # By type(): a value may report another __class__, or raise.
         if not issubclass(type(returned), tuple) or len(cast("Any", returned)) != len(names):

@@ -1,4 +1,4 @@
-"""What scores completions: functions of the user, per row or per batch, and `Scorer`s.
+"""Reward functions: the user's, called per row or per batch, and `Scorer`s, which use a model.
 
 A function may be sync or async. Each has a name and a weight.
 """

@@ -32,7 +32,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 PLACE_SECONDS = 0.01
 """Seconds between two attempts to acquire `Client.places`."""
 LONGEST_WAIT = 300.0
-"""Maximum number of seconds that a wait asked for by Retry-After lasts."""
+"""Upper limit, in seconds, of the wait that a server asks for in Retry-After."""
 _AGAIN = frozenset({408, 409, 425, 429})
 _REFUSED = {401: "refused the key", 403: "refused access"}
 Body = Mapping[str, Any]
@@ -250,7 +250,7 @@ class _Asking:
         return fields
 
     def _refusal(self, status: int, data: bytes, headers: Mapping[str, str]) -> _RequestFailure:
-        """Return the failure for a status; raise RewardError if every request would get it."""
+        """Return the failure for an HTTP status; raise RewardError if every request would get it."""
         url, name = self.settings.url, self.settings.key_variable
         text = self._excerpt(data)
         why = ""

@@ -54,7 +54,7 @@ class RewardProcess:
         self._running: tuple[subprocess.Popen[bytes], Connection[Any, Any]] | None = None
 
     def score(self, batch: CompletionBatch) -> Scored:
-        """Score a batch in the process; raise the error that it sends or that it died of."""
+        """Score a batch in the process; raise an error that it sends, or one if it ends."""
         calls = calls_of(self._rewards, batch)
         try:
             connection = self._connected()

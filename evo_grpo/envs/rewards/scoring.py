@@ -115,7 +115,7 @@ class CompletionBatch:
 
 @dataclass(frozen=True)
 class Failure:
-    """A reward that cannot be used: the positions of its completions, and a message."""
+    """Rewards that cannot be used: the positions of their completions, and why."""
 
     positions: Sequence[int]
     text: str

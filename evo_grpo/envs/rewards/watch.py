@@ -174,8 +174,8 @@ MODES = (
     ),
     Mode("number of threads", "torch", methodcaller("get_num_threads"), "set_num_threads"),
 )
-"""State of the process or of a thread on which the run depends. The run draws nothing from the
-global random generators."""
+"""State of the process or of a thread on which the run depends. The global random generators are
+not part of it, because the run draws nothing from them."""
 
 
 @excluding_loads()
