@@ -250,7 +250,7 @@ class _Asking:
         return fields
 
     def _refusal(self, status: int, data: bytes, headers: Mapping[str, str]) -> _RequestFailure:
-        """Return the failure for an HTTP status; raise RewardError if every request would get it."""
+        """Return the failure for a status; RewardError if every request would get this status."""
         url, name = self.settings.url, self.settings.key_variable
         text = self._excerpt(data)
         why = ""
