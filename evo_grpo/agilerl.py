@@ -1,4 +1,4 @@
-"""The classes of this package with AgileRL's names, positions, defaults and extra parameters.
+"""Classes and functions with AgileRL's names, parameters, order of parameters and defaults.
 
 A script for AgileRL only changes its imports to this module; the code is in `evo_grpo.api.agilerl`.
 """

@@ -35,7 +35,7 @@ class ConfigError(EvoGrpoError, ValueError):
 
 
 class ShapeError(EvoGrpoError, ValueError):
-    """A tensor or list has a shape that does not fit the other arguments."""
+    """A tensor or list has another shape than the other arguments require."""
 
 
 class DataError(EvoGrpoError, ValueError):
@@ -54,7 +54,7 @@ class RewardAbortError(RewardError):
 
 
 class ModelError(EvoGrpoError, ValueError):
-    """A base model or tokenizer cannot be loaded, or an adapter does not fit it."""
+    """A base model or tokenizer cannot be loaded, or the model cannot have adapters."""
 
 
 class PromptTooLongError(EvoGrpoError, ValueError):
@@ -66,7 +66,7 @@ class CheckpointError(EvoGrpoError, ValueError):
 
 
 class RunDirError(EvoGrpoError, FileExistsError):
-    """A folder cannot be a run folder: its run is finished or in use, or it has other files."""
+    """A folder cannot be used for a run; for example, its run is finished or in use."""
 
 
 class RunNotFoundError(EvoGrpoError, FileNotFoundError):

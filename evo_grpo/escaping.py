@@ -6,7 +6,7 @@ import json
 import unicodedata
 
 MESSAGE_CHARACTERS = 300
-"""Most characters of a message from outside."""
+"""Maximum length to which `shorten` cuts a message from outside."""
 
 _UNSAFE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories of characters that control a terminal or are invisible: control characters,
@@ -44,7 +44,7 @@ def shorten(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
 
 
 def redacted(text: str, secret: str | None) -> str:
-    """Return a text with *** in place of a secret, plain or as JSON or `repr` writes it.
+    """Return a text with *** in place of a secret, written plainly or as by JSON or `repr`.
 
     Redact before cutting: a cut could leave a part of the secret.
     """
@@ -56,7 +56,7 @@ def redacted(text: str, secret: str | None) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return type and message of an exception on one line, cut; its `__str__` may raise."""
+    """Return type and message of an exception as one short line, even if its `__str__` raises."""
     name = type(error).__name__
     try:
         text = str(error)

@@ -29,9 +29,7 @@ _PLACES: list[_Place] = []
 def searching(folder: str | Path | None, *, is_code: bool = False) -> Generator[None]:
     """Search one more folder within the context; None adds no folder.
 
-    Args:
-        folder: The folder.
-        is_code: Whether --code names the folder; commands in messages then repeat --code.
+    With `is_code`, --code names the folder, and commands in messages repeat --code.
     """
     if folder is None:
         yield

@@ -292,10 +292,7 @@ class GRPO:
         return completions
 
     def save(self, path: str | Path) -> None:
-        """Write the weights and the metrics so far: safetensors and JSON lines.
-
-        Args:
-            path: Folder to write; created if missing.
+        """Write weights and metrics to a folder, created if missing: safetensors and JSON lines.
 
         Raises:
             CheckpointError: The path, or a parent of it, is a file.
@@ -308,13 +305,10 @@ class GRPO:
         (folder / "history.jsonl").write_text(rows + "\n")
 
     def load(self, path: str | Path) -> None:
-        """Read the weights and metrics that `save` wrote; the optimizer state is reset.
-
-        Args:
-            path: Folder of a checkpoint.
+        """Read the weights and metrics that `save` wrote to a folder; reset the optimizer state.
 
         Raises:
-            CheckpointError: The folder is not a checkpoint, or one of another model.
+            CheckpointError: The folder is not a checkpoint, or its weights are not of this model.
         """
         folder = Path(path)
         # Read and compare everything first: load_state_dict copies matching tensors, then raises.
@@ -376,9 +370,10 @@ class GRPO:
         return ids[:, prompts.shape[1] :], torch.stack(masks, dim=1)
 
     def _logprobs(self, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the float32 log-probs (B, C) of the last C of ids (B, T), 0 outside `mask`.
+        """Return the float32 log-probs (B, C) of the last C ids of each row of `ids` (B, T).
 
-        A model may give the padding after the end token a logit of -inf.
+        Where `mask` (B, C) is false, the result is 0, even if the model gives the padding after the
+        end token a log-prob of -inf.
         """
         start = ids.shape[1] - mask.shape[1]
         logits = _logits(model, ids)[:, start - 1 : -1].float() / self.sampling.temperature

@@ -1,4 +1,4 @@
-"""Finds base models: embedded names, `smollm2`, .gguf files, folders, hub ids; no torch."""
+"""Finds a base model by an embedded name, `smollm2`, a .gguf file, a folder or a hub id."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Packaged(NamedTuple):
 
     Attributes:
         requirement: The package, with its version, as pip takes it.
-        module: The folder inside it.
-        file: The file in that folder.
+        module: Python module of the package, in whose folder the file lies.
+        file: Name of the .gguf file.
         sha256: Digest of the file, in hexadecimal.
         megabytes: Size of the download, in units of 10^6 bytes.
         hub_id: Id of the same model on the Hub.
@@ -49,10 +49,10 @@ PACKAGED = {
 
 
 class Source(NamedTuple):
-    """The arguments of `from_pretrained`.
+    """The place from which `from_pretrained` loads a base model.
 
     Attributes:
-        name: The name that the user gave.
+        name: The name of the model in the user's settings.
         path: Folder, or hub id.
         gguf_file: File name inside the folder, or None.
         local: Whether the model needs no download.
@@ -88,9 +88,6 @@ def resolve(name: str) -> Source:
     Args:
         name: An embedded name (`tiny-sums`), `smollm2`, the path of a .gguf file or of a model
             folder, or a hub id.
-
-    Returns:
-        The source to load.
 
     Raises:
         ModelError: The path is no model folder, or the name is none of the above.
@@ -158,7 +155,7 @@ def cache_folder() -> Path:
 
 
 def installed(name: str) -> Path | None:
-    """Return a model's file in its installed package, or None if it is not installed."""
+    """Return a model's file in its installed package; None if package or file is missing."""
     from importlib.util import find_spec  # only these names need it
 
     model = PACKAGED[name]

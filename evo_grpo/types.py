@@ -24,8 +24,8 @@ _Value = bool | int | float | str
 # `int | float`, not `float`: an integer that is read back from a file stays an integer.
 
 KEPT_SCORES = 100
-"""Number of latest scores in an agent's history, which bounds the memory and the checkpoint of an
-agent. The records of a run have all scores."""
+"""Maximum number of scores in an agent's history, the latest; it bounds the agent's memory and
+checkpoint. The records of a run have all scores."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Trajectory:
         turns: Number of completions, >= 1 unless `error` is set.
         end: Reason for the end: "completion" for a single completion; "terminated", "truncated",
             "max_turns" or "context" for an episode; or "error".
-        error: The error of the environment that dropped the trajectory, else empty.
+        error: The environment's error because of which the trajectory was dropped, else empty.
         answer: The right answer in the dataset, for display; empty if there is none.
         row: The dataset row of the prompt; empty for an episode.
     """
@@ -173,7 +173,7 @@ class Objective:
     """The value of an objective other than fitness, of one agent in one round.
 
     Attributes:
-        name: Name of the measure: a reward function, "tokens" or "fitness".
+        name: Name of the measure: a reward function or "tokens".
         minimize: Whether smaller values are better.
         mean: Mean over prompts, in units of the measure.
         se: Standard error of the mean over prompts; NaN for a single sample.
@@ -228,9 +228,10 @@ class Score:
             empty in a run with one objective.
         first_look: `per_prompt` of the first evaluation if racing evaluated the agent again, else
             empty.
-        steps: Training steps behind the score, 0 for an evaluation. If fitness is the mean reward
-            of a round's training, `n` counts the same steps and `per_prompt` is empty; in a
-            decision, the steps are the last entries of `per_prompt` (`with_training`).
+        steps: Number of training steps whose rewards are in the score, 0 for an evaluation. If
+            fitness is the mean reward of a round's training, `n` is the same number and
+            `per_prompt` is empty. For a decision, `with_training` adds the steps to an evaluation,
+            as the last entries of `per_prompt`.
         rewards: The score of each reward function in the first evaluation; empty without an
             evaluation, or if the environment does not name its functions.
     """
@@ -265,7 +266,7 @@ class Decision:
             agent ever), "collapsed" (can no longer learn), "left" (plays no further round),
             "steered" (a request of the user was carried out), "refused" (a request was refused).
         agent: Slot of the agent.
-        other: Slot of the agent compared with `agent`, None if there was no comparison.
+        other: Slot of the agent with which `agent` was compared, None if with no agent.
         difference: Mean reward by which `other` is ahead, per shared prompt; NaN without `other`.
         error: Standard error of `difference`; NaN for fewer than two prompts.
         prompts: Number of prompts that both agents answered.

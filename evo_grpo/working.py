@@ -15,11 +15,7 @@ _log = logging.getLogger(LOGGER)
 
 @contextmanager
 def working(what: str) -> Generator[None]:
-    """Log the beginning of the work in the body, and its end with the seconds that it took.
-
-    Args:
-        what: The work, such as "load the weights".
-    """
+    """Log `what`, such as "load the weights", before the body, and with its seconds after it."""
     begin = time.perf_counter()
     _log.info("%s", what, extra={"begins": True})
     try:

@@ -1,7 +1,7 @@
 """Finds the prompt template and answer length of a task from its settings alone.
 
-This works on a machine without the task's data and reward functions: no user code is imported, and
-rows are read only if the settings have no template.
+This works on a machine without the task's data and reward functions: no user code is imported. The
+user's rows are read only if the settings have no template, or to show examples drawn from train.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from evo_grpo.envs.messages import excerpt
 from evo_grpo.errors import DataError
 
 MESSAGES = "messages"
-"""Role of a template's message that stands for the messages in a column; and the usual name of that
-column, in which the assistant's last message is the target."""
+"""Role of a message in a template that stands for all messages in a column of the row. It is also
+the usual name of such a column; if its last message is the assistant's, that message is the target.
+"""
 TARGET = "target"
 """Column that `with_parts` adds to a row: the target of its conversation."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -31,15 +32,16 @@ def holds_messages(value: object) -> bool:
 
 
 def is_conversation(value: object) -> bool:
-    """Return whether a value is a message, or a list that begins with one."""
+    """Return whether a value is a message, or a list that begins with a message."""
     message = next(iter(_as_list(value) or ()), value)
     return isinstance(message, Mapping) and bool({"role", "content", "from"} & message.keys())
 
 
 def parts_of(row: DatasetRow, column: str) -> dict[str, Any]:
-    """Return the `messages` of the prompt and, if there is one, the `target` answer.
+    """Split a column's conversation: `messages` is the prompt, and `target`, if any, the answer.
 
-    Text is a message of the user. Only the column `messages` has a target.
+    Text is one message of the user. Only the column `messages` has a target: its last message, if
+    that is the assistant's.
     """
     messages = messages_of(row[column], f'the column "{column}"')
     if column != MESSAGES or messages[-1]["role"] != "assistant":
@@ -53,7 +55,7 @@ def parts_of(row: DatasetRow, column: str) -> dict[str, Any]:
 
 
 def with_parts(row: DatasetRow, parts: Mapping[str, Any]) -> DatasetRow:
-    """Return a row with the parts of its conversation as new columns; existing columns stay."""
+    """Add the parts of a row's conversation as columns; a column that exists is not replaced."""
     added = {name: value for name, value in parts.items() if name not in row}
     if not added:
         return row
@@ -61,7 +63,7 @@ def with_parts(row: DatasetRow, parts: Mapping[str, Any]) -> DatasetRow:
 
 
 def messages_of(value: object, where: str) -> list[dict[str, Any]]:
-    """Return the messages of a conversation, or of text, with their content as text."""
+    """Return the messages of a conversation, or text as one message; every content is text."""
     messages = _as_list(value)
     if isinstance(value, str):
         if not _MESSAGE_LIST.match(value):

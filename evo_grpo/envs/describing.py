@@ -22,7 +22,7 @@ from evo_grpo.settings.env import Message, NamedPrompt
 from evo_grpo.settings.objects import OBJECT
 
 DIGEST = "sha256:"
-"""Beginning of a part that is a digest."""
+"""Prefix of a part (see `environment_parts`) that is a digest."""
 ENVIRONMENT = "env"
 """Name of the part that holds the class of an environment."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -69,7 +69,7 @@ def _raw(template: Template) -> dict[str, Any]:
 
 
 def source_part(name: str, code: object) -> dict[str, str]:
-    """Return the digest of the source of a function or class, if there is a source."""
+    """Return `name` -> digest of the source of a function or class, or {} if there is no source."""
     bound = ""
     if isinstance(code, partial):
         call = cast("partial[Any]", code)
@@ -83,7 +83,7 @@ def source_part(name: str, code: object) -> dict[str, str]:
 
 
 def reward_parts(rewards: Iterable[object]) -> dict[str, str]:
-    """Return the digests of the sources of reward functions, given as functions or by name."""
+    """Return the digests of the sources of reward functions, plain or as `RewardFunction`s."""
     parts: dict[str, str] = {}
     for reward in rewards:
         fn = getattr(reward, "fn", reward)

@@ -68,7 +68,7 @@ def check_names(kind: str, args: Iterable[str], known: Iterable[str]) -> None:
 
 
 def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> dict[str, Any]:
-    """Check each of `env.args` against its default; a default of None is a number of rows."""
+    """Return `args`; refuse a value that has not the type of its default (for None, an integer)."""
     for name, value in args.items():
         default = inspect.signature(taken_by).parameters[name].default
         expected: type = int if default is None else type(default)
@@ -92,7 +92,7 @@ def check_arguments(
 
 
 def check_call(kind: str, args: Mapping[str, Any], made_by: Callable[..., Any]) -> None:
-    """Refuse arguments that do not fit the signature of a user's function."""
+    """Refuse keyword arguments with which a user's function cannot be called."""
     signature = inspect.signature(made_by)
     try:
         signature.bind(**args)

@@ -29,7 +29,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.places import folders
 
 _BINDS_MORE = re.compile(r"\b(globals|exec|vars|setattr|__getattr__)\b")
-"""Found in the text of a module that may bind names which the text does not spell out."""
+"""Matches the text of a module that may bind names which the text does not spell out."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ def is_installed(module: str) -> bool:
 
 
 def defining_files(path: str) -> dict[str, Path | None]:
-    """Return the files of the module in "module:function" and of modules that it imports it from.
+    """Return the files of the module in "module:function" and of those that it gets the name from.
 
-    `from .scores import exact as score` is followed, but not `import *`, another name for an
-    import, or functions that the definition calls. Nothing is imported.
+    `from .scores import exact as score` is followed to `scores`. `import *`, assignments such as
+    `score = exact` and functions that the function calls are not followed. Nothing is imported.
 
     Returns:
-        Module -> file, the module of the name first; None for a module that is missing or has no
+        Module -> file, the module in `path` first; None for a module that is missing or has no
         file.
     """
     module, _, attribute = path.partition(":")
@@ -252,7 +252,7 @@ def _class(node: ast.ClassDef, path: str) -> Definition:
 
 
 def _signature(node: ast.AST | _Import, *, bound: bool = False) -> Signature | None:
-    """Return the signature of a function or lambda, or None; `bound` drops the first parameter."""
+    """Return the signature of an undecorated function or lambda, else None; `bound` drops self."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         return None
     if getattr(node, "decorator_list", ()):

@@ -135,7 +135,7 @@ def load_function(path: str, where: str = REWARD) -> Callable[..., Any]:
 
 
 def split_name(path: str, where: str) -> tuple[str, str]:
-    """Return module and attribute of "module:function", or refuse the standard library."""
+    """Split "module:function" in two; refuse other forms, and modules of the standard library."""
     module_name, colon, attribute = path.partition(":")
     if (
         not colon
@@ -196,7 +196,7 @@ def not_callable(path: str, where: str, value: object) -> ConfigError:
 
 
 def _refuse_imported(value: object, path: str, where: str) -> None:
-    """Refuse a standard library module that another module imports, as in "package:os.system"."""
+    """Refuse what another module imports from the standard library, as in "package:os.system"."""
     if isinstance(value, ModuleType):
         module = value.__name__
     elif isinstance(value, FunctionType | BuiltinFunctionType | MethodType | type):
@@ -268,9 +268,10 @@ def _import(name: str, path: str, where: str) -> ModuleType:
 def configured_rewards(
     env: EnvConfig, load: Loader = load_function, own: Sequence[RewardFunction] = ()
 ) -> tuple[RewardFunction, ...]:
-    """Load the reward functions that a configuration names, by default `own`, the task's.
+    """Load the reward functions that a configuration names; return () if it names none.
 
-    If none is named, a mapping `env.reward_weights` sets the weights of `own`.
+    If it names none but has a mapping `env.reward_weights`, return `own`, the reward functions of
+    the task, with these weights.
     """
     if env.reward:
         return as_rewards(env.rewards, env.reward_weights, env.reward_style, load)
@@ -287,11 +288,11 @@ def as_rewards(
     style: Literal["trl"] | None = None,
     load: Loader = load_function,
 ) -> tuple[RewardFunction, ...]:
-    """Return one reward or several, at least one, as reward functions with weights.
+    """Turn one reward, or a list of at least one, into `RewardFunction`s with weights.
 
-    Each is a function, its name, a `RewardFunction`, a `ModelReward`, a `JudgeReward`, or a mapping
-    as in `env.reward`. `weights` has one weight per function, or some by name; other functions keep
-    their weight (1 for a plain function). `style` is the `env.reward_style` of the user's
+    A reward is a function, its name, a `RewardFunction`, a `ModelReward`, a `JudgeReward`, or a
+    mapping as in `env.reward`. `weights` has one weight per reward, or some by name; all others
+    keep their weight (1 for a plain function). `style` is the `env.reward_style` of the user's
     functions.
     """
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
@@ -329,7 +330,7 @@ def as_rewards(
 
 
 def _loaded(given: object, load: Loader) -> Any:  # noqa: ANN401 -- what a user gave as a function
-    """Load a reward function by its name, or build the scorer that settings describe."""
+    """Load a function by its name, or build the scorer of settings; return other values as is."""
     if isinstance(given, str):
         return load(given, REWARD)
     if isinstance(given, PythonObject):

@@ -1,4 +1,4 @@
-"""Helpers for other packages: quiet imports, trial episodes, private random generators."""
+"""Runs other packages' code: quiet imports, trial episodes, private random generators."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def entry_point(kind: str, spec: Any, package: str) -> Callable[..., Any]:  # no
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Hide the output of another package: prints and, in the main thread, warnings and logging."""
+    """Hide prints of another package; in the main thread, hide warnings and undo logging set-up."""
     with contextlib.redirect_stdout(cast("TextIO", _Muted())):
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -86,7 +86,7 @@ class _Muted:
 
 
 def try_out(kind: str, make: Callable[[], EnvT], seed: int) -> Callable[[], EnvT]:
-    """Begin one episode, so that errors are raised before the run, and return `make`."""
+    """Begin one episode of `make()`, so that errors are raised before the run; return `make`."""
     try:
         env = make()
         try:
@@ -130,7 +130,7 @@ class PrivateGenerators:
     def start(self, seed: int | None) -> int:
         """Seed the generators for an episode and return the seed in [0, 2**32), the range of numpy.
 
-        None takes the next seed of the environment.
+        With None, the episode's seed is drawn from the generator that `__init__` seeded.
         """
         episode_seed = self._episodes.randrange(_SEEDS) if seed is None else seed % _SEEDS
         # RandomState, because the global generator takes its state.

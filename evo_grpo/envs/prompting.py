@@ -53,7 +53,10 @@ def with_prompting(task: Task, settings: PromptSettings, seed: int) -> Task:
 def named_template(
     name: str | None, template: Template, settings: PromptSettings, examples: Sequence[DatasetRow]
 ) -> Template:
-    """Return the template `name` of `env.prompts`; None: the first one, or else the task's."""
+    """Return the template called `name` in `env.prompts`, with system prompt and examples.
+
+    None stands for the first of these, or for `template`, the task's, if `env.prompts` is empty.
+    """
     prompts = settings.prompts or {}
     if name is None:
         name = next(iter(prompts), None)
@@ -86,9 +89,9 @@ def prompting_template(
     *,
     above: str = "env",
 ) -> Template:
-    """Return a template with a system prompt, examples and keywords of the chat template.
+    """Add the system prompt, examples and chat template keywords in `settings` to a template.
 
-    `settings.prompts` is not read. `above` is the group of the system prompt, for messages.
+    `settings.prompts` is not read. `above` is the settings group of the system prompt, for errors.
     """
     if settings.few_shot is not None:
         template = _solved_before(template, settings.few_shot, examples)
@@ -132,7 +135,7 @@ def _with_examples(
 def _taken_out(
     train: Sequence[DatasetRow], template: Template, count: int, seed: int
 ) -> tuple[list[DatasetRow], list[DatasetRow]]:
-    """Draw `count` prompts from train; return one row of each, and the rows of other prompts."""
+    """Draw `count` prompts from train; return one row of each, and all rows of other prompts."""
     by_prompt: dict[str, list[DatasetRow]] = {}
     for row in train:
         by_prompt.setdefault(template.plain(row), []).append(row)
@@ -153,7 +156,7 @@ def _taken_out(
 def _solved_before(
     template: Template, few_shot: FewShot, examples: Sequence[DatasetRow]
 ) -> Template:
-    """Return a template preceded by the questions of examples and their answers."""
+    """Put the questions and answers of examples in front of a template."""
     answer = Template.of(few_shot.answer)
     if template.text is not None:
         solved_texts = (

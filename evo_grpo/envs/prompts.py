@@ -39,7 +39,7 @@ CHUNK = 1000
 WIDEST = 1000
 """Greatest width or precision in a format such as {answer:03d}; more could fill the memory."""
 SYSTEM = ("system", "developer")
-"""Roles of a message that comes first."""
+"""Roles of a system message, which comes first in a conversation."""
 _CONVERSIONS = (None, "", "r", "s", "a")
 
 
@@ -49,8 +49,8 @@ class Template:
 
     Attributes:
         text: A raw template with columns in braces, such as "{question}\nA:".
-        conversation: Messages with templates as content, for the tokenizer's chat template. A
-            completion continues a last message of the assistant. A message of the role
+        conversation: Messages with templates as content, for the tokenizer's chat template. If the
+            last message is the assistant's, a completion continues it. A message of the role
             `conversations.MESSAGES` stands for the messages in the column that its content names.
         keywords: Keyword arguments of the chat template.
     """
@@ -70,13 +70,13 @@ class Template:
         return prompt_template
 
     def columns(self) -> dict[str, str]:
-        """Return the columns of the template, with descriptions for `tables.require_columns`."""
+        """Return column -> "the prompt template" for each column, as `require_columns` takes it."""
         parts = [self.text or ""] + [message["content"] for message in self.conversation or ()]
         return {column: "the prompt template" for part in parts for column in _columns(part)}
 
     @property
     def conversations(self) -> list[str]:
-        """The columns that hold messages."""
+        """The columns of the template that hold messages."""
         return [
             message["content"][1:-1]
             for message in self.conversation or ()
@@ -86,9 +86,10 @@ class Template:
     def fitted(
         self, rows: Sequence[DatasetRow], name: str, who: str = "the prompt template"
     ) -> tuple[list[DatasetRow], list[str]]:
-        """Return rows with the parts of their conversations as columns, and the text of each row.
+        """Return rows with the parts of their conversations as columns, and each row's plain text.
 
-        `name` describes the rows, and `who` the part that needs the columns, for messages.
+        Refuses rows without the template's columns. For errors, `name` describes the rows, and
+        `who` what needs the columns.
         """
         needs = dict.fromkeys(self.columns(), who)
         require_columns(rows, needs, name, filled=needs)
@@ -105,18 +106,17 @@ class Template:
         return fitted_rows, texts
 
     def plain(self, row: DatasetRow) -> str:
-        """Fill in a row without a tokenizer; equal texts are equal prompts."""
+        """Return a row's prompt without the chat template; equal texts mean equal prompts."""
         return _text(self.messages(row))
 
     def messages(self, row: DatasetRow) -> list[dict[str, Any]]:
-        """Return the messages of a conversation, filled in with a row."""
+        """Return the messages of a row's prompt; a raw template becomes one message of the user."""
         return self.filled(row)[1]
 
     def filled(self, row: DatasetRow) -> tuple[DatasetRow, list[dict[str, Any]]]:
-        """Return a row with the parts of its conversations, and the messages filled in with it.
+        """Return a row with the parts of its conversations as columns, and its `messages`.
 
-        A system message in a column is put before the examples. A raw template becomes a user
-        message.
+        A system message in a column is put before the examples.
         """
         full_row, messages = row, list[dict[str, Any]]()
         for message in self.conversation or ({"role": "user", "content": self.text or ""},):
@@ -192,7 +192,7 @@ class RenderedPrompts:
     """Prompts by split and row, rendered on first use.
 
     `answer` is the number of tokens that `env.too_long: truncate_left` leaves for a completion;
-    None refuses a prompt that leaves none.
+    with None, a prompt that leaves no token for a completion is refused.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class RenderedPrompts:
         return prompts[index]
 
     def of_row(self, prompt: Prompt) -> Prompt:
-        """Return this template's prompt for the same row; `prompt` may be another template's."""
+        """Render the row of `prompt`, a prompt of this or another template, with this template."""
         index = prompt.index
         for split in SPLITS:
             rows = self._splits[split]
@@ -237,7 +237,7 @@ class RenderedPrompts:
         return None if template.conversation is None else template.messages(prompt.columns)
 
     def limit(self, max_context_length: int) -> None:
-        """Render all prompts and check that each leaves room for a token in a context."""
+        """Set the context length; render all prompts; refuse or cut those that leave no room."""
         if max_context_length < 2:
             raise ConfigError(f"max_context_length: expected >= 2 tokens, got {max_context_length}")
         self.max_context_length = max_context_length
@@ -285,7 +285,10 @@ def fitting_rows(
     *,
     whole: bool = True,
 ) -> dict[Split, list[DatasetRow]]:
-    """Return rows of at most `most` tokens in each template; `whole` refuses an empty split."""
+    """Return, by split, the rows whose prompts have at most `most` tokens in every template.
+
+    `whole` refuses a split without such rows.
+    """
     fitting: dict[Split, list[DatasetRow]] = {}
     for split, rows in splits.items():
         longest = map(max, zip(*(prompts.lengths(split) for prompts in rendered), strict=True))

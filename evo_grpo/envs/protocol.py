@@ -75,7 +75,7 @@ class Ask:
 def starts_under(
     env: Environment[StartT], prompt: str | None, starts: Sequence[StartT]
 ) -> Sequence[StartT]:
-    """Return the starts with the prompt `prompt` of `env.prompts`; None is the default prompt."""
+    """Render starts with the prompt `prompt` of `env.prompts`; None returns them unchanged."""
     if prompt is None:
         return starts
     under = getattr(env, "under", None)
@@ -110,7 +110,7 @@ class Play(Protocol):
 
         Raises:
             RewardError: A reward function failed.
-            RunFailedError: All episodes of many seeds failed.
+            RunFailedError: All episodes of many successive seeds failed.
         """
         ...
 
@@ -121,7 +121,7 @@ StartT = TypeVar("StartT")
 class Environment(Protocol[StartT]):
     """An environment of a population, such as `ReasoningGym` or `MultiTurnGym`.
 
-    A start is a prompt, or the seed of an episode; all agents begin from the same starts.
+    A start is a prompt, or the seed of an episode; all agents of a step share one list of starts.
 
     Attributes:
         tokenizer: The tokenizer of the base model.

@@ -1,4 +1,4 @@
-"""The families of environments, by the kinds of `env.kind`, and the tasks that they build.
+"""Finds the family of environments of an `env.kind`, and builds its task or environment.
 
 A family is a module of `builtin` or `adapters`; `family.py` says what it declares. Families are
 found by the names of these files; there is no list to extend.
@@ -43,7 +43,7 @@ _REFUSED_OF_EPISODES = (
         "plays episodes in this process and drops those that fail",
     ),
 )
-"""Settings of `env` that tasks of one turn, and of several, do not have, and why."""
+"""Settings that an `env` of one turn (questions) or of several (episodes) must not set, and why."""
 
 
 @cache
@@ -119,7 +119,7 @@ def check_multi_turn(env: EnvConfig, seed: int) -> None:
 
 
 def _checked(env: EnvConfig, *, multi_turn: bool) -> tuple[Any, str]:
-    """Return the module of a kind and the name within it; refuse settings of other kinds."""
+    """Return the module of `env.kind` and the name after its colon; check that `env` suits it."""
     key, colon, name = env.kind.partition(":")
     family = family_of(env.kind)
     if family is None or bool(name) != bool(family.named) or bool(colon) != bool(family.named):

@@ -29,7 +29,7 @@ def resolve_environment(
     max_output_tokens: int | None,
     batch_size: int | None = None,
 ) -> Environment[Any]:
-    """Return the environment for the argument `env`.
+    """Return `env`, or build the environment that it names or describes.
 
     Args:
         env: An environment of `evo_grpo`, which is returned unchanged; the name of a task such as

@@ -35,7 +35,7 @@ from evo_grpo.settings.env import PROMPTS, PromptSettings, RewardCalls
 from evo_grpo.types import CompletionGroup, Prompt, Trajectory
 
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
-"""Usual names of the column with the right answer, which sample completions are recorded with."""
+"""Usual names of the column with the right answer, for the record of sample completions."""
 
 
 class ReasoningGym:
@@ -118,7 +118,7 @@ class ReasoningGym:
         seed: int = 0,
         max_context_length: int | None = None,
     ) -> Self:
-        """Return the environment of a task; the other arguments are those of the constructor."""
+        """Return the environment of a task; all other arguments are as in the constructor."""
         env = cls.__new__(cls)
         env._set_up(task, tokenizer, batch_size, seed, max_context_length)
         return env
@@ -162,7 +162,7 @@ class ReasoningGym:
             self.limit_context(max_context_length)
 
     def _render(self, task: Task, answer_tokens: int) -> None:
-        """Take the rows of a task, and render their prompts anew."""
+        """Replace the task, and forget its rendered prompts: each is rendered anew on first use."""
         self.task, self._answer_tokens = task, answer_tokens
         answer = answer_tokens if task.too_long == "truncate_left" else None
         self._by_name = {
@@ -192,7 +192,7 @@ class ReasoningGym:
         return self._rendered.max_context_length
 
     def batch(self, step: int, size: int | None = None) -> list[Prompt]:
-        """Return the train prompts of a step, `size` or `batch_size`; the same at every call.
+        """Return `size` (None: `batch_size`) train prompts of a step; the same at every call.
 
         Steps walk through a seeded permutation of the rows, a new one each epoch.
         """
@@ -213,7 +213,8 @@ class ReasoningGym:
     def prompts(self, split: Split, size: int | None = None) -> list[Prompt]:
         """Return a fixed seeded subset of a split, the same at every call.
 
-        None takes all rows. A smaller subset begins a larger one. Equal rows count separately.
+        `size` is the number of rows; None takes all. A larger subset begins with any smaller one.
+        Equal rows count separately.
         """
         if split not in SPLITS or (size is not None and size < 1):
             expected = f"a split of {listed(SPLITS)} and size >= 1 or None"
@@ -228,7 +229,7 @@ class ReasoningGym:
         return self.task.prompt_names
 
     def under(self, name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts of the same rows under the prompt of this name in `env.prompts`."""
+        """Render the rows of `prompts` with the template called `name` in `env.prompts`."""
         if name not in self.prompt_names:
             text = unknown_name(name, self.prompt_names, PROMPTS)
             raise ConfigError(f"prompt of an agent: {text}")
@@ -245,8 +246,8 @@ class ReasoningGym:
         """Score completions of this environment's prompts with every reward function.
 
         Returns (B, K) float64 rewards without weights, rows in the order of groups, then
-        completions; NaN if a function abstains. Raises RewardError if one raised, or returned
-        anything but a finite number or None.
+        completions; NaN if a function abstains. Raises RewardError if a function raised, or
+        returned anything but a finite number or None.
         """
         scored = self._scored(groups)
         if scored.failures:
@@ -254,7 +255,7 @@ class ReasoningGym:
         return scored.rewards
 
     def judge(self, groups: Sequence[CompletionGroup]) -> Judged:
-        """Score completions and set aside unusable groups; raise RewardError for too many."""
+        """Score completions, and set aside groups with failed rewards; too many are an error."""
         scored = self._scored(groups)
         failed = {position for failure in scored.failures for position in failure.positions}
         set_aside: list[bool] = []
@@ -275,14 +276,14 @@ class ReasoningGym:
         return SingleTurnPlay(self, starts, group_sizes)
 
     def limit_context(self, max_context_length: int, answer_tokens: int | None = None) -> None:
-        """Set the model's context and check that every prompt leaves room for one token.
+        """Set the model's context; refuse, drop or cut longer prompts, as `env.too_long` says.
 
         `max_context_length`, >= 2, is the number of tokens of prompt and completion together.
         `answer_tokens` is the number that `too_long: truncate_left` leaves for a completion; None
         leaves the tokens of a usual answer.
 
         Raises:
-            PromptTooLongError: For the first prompt that is too long, by its row.
+            PromptTooLongError: A prompt is too long; the error names the first by its row.
             DataError: `env.too_long: drop` leaves a split without rows.
         """
         answer_tokens = answer_tokens or self._answer_tokens
@@ -329,12 +330,12 @@ class ReasoningGym:
         return [judge.unrecorded() for judge in self._judges]
 
     def keep_rewards(self, unrecorded: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the answers that another process could not write."""
+        """Write each judge's answers that another process could not write."""
         for judge, answers in zip(self._judges, unrecorded, strict=True):
             judge.record(answers)
 
     def spent_on_rewards(self) -> dict[str, float]:
-        """Return the summed cost of judges since the start of the run; empty without a judge."""
+        """Return the answers, tokens and cost of all judges so far, summed; {} without a judge."""
         total = Counter[str]()
         for judge in self._judges:
             total.update(judge.spent())
@@ -389,12 +390,12 @@ class ReasoningGym:
 
 
 class Judged(NamedTuple):
-    """The rewards of the groups that were scored.
+    """The rewards of groups of completions, of which some may be set aside.
 
     Attributes:
         rewards: (B, K) without weights, NaN in groups that are set aside.
         aside: For each group whether it is set aside.
-        logged: What functions in TRL's style logged, by name.
+        logged: Mean of each metric that functions in TRL's style logged, by name.
     """
 
     rewards: Floats
@@ -474,6 +475,6 @@ def _trajectories(group: CompletionGroup) -> list[Trajectory]:
 
 
 def right_answer(columns: Mapping[str, Any]) -> str:
-    """Return the right answer of a row: its first column named in `ANSWERS`, else ""."""
+    """Return the right answer of a row, from the first of the columns `ANSWERS` it has, or ""."""
     answer = next((columns[name] for name in ANSWERS if name in columns), None)
     return str(answer) if isinstance(answer, str | int | float) else ""

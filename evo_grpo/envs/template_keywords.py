@@ -14,7 +14,7 @@ from evo_grpo.envs.prompts import Template, Tokenizer, chat
 from evo_grpo.errors import ConfigError
 
 ROWS_SEARCHED = 1000
-"""Rows that are searched for the conversation with most roles."""
+"""Number of rows that are searched for the conversation with the most roles."""
 
 
 def ignored_keywords(chat_template: object, keywords: Collection[str]) -> list[str]:

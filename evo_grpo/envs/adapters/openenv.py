@@ -21,7 +21,7 @@ PACKAGE = "openenv-core"
 REMEDY = "pip install openenv-core"
 
 MOST_MIB = 1.0
-"""Size of the longest message that a server may send."""
+"""Size of the longest message that a server may send, in MiB."""
 _PART, MOST_PARTS = 2**16, 16
 """Bytes of a part of a schema, and the number of parts that are read."""
 _SEEDS = 2**32  # as numpy takes them on a server
@@ -33,9 +33,10 @@ _Fields: TypeAlias = dict[str, bool]
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], OpenEnv]:
     """Return a factory of sessions on the OpenEnv server at the address `name`.
 
-    In `env.args`, `action` names the field of an action that holds the completion; the default is
-    the required field. `observation` names the field of an observation that the agent reads; the
-    default is the only field, or all as JSON. All others are arguments of the server's `reset`.
+    In `env.args`, `action` names the field of the server's actions that gets the completion; the
+    default is the required field. `observation` names the field of the server's observations that
+    the agent reads; the default is the only field, or all fields as JSON. All other keys are
+    arguments of the server's `reset`.
     """
     kind, args = env.kind, dict(env.args)
     client = load_package(kind, "openenv.core", PACKAGE, REMEDY).GenericEnvClient
@@ -136,7 +137,7 @@ def _fields(schema: Mapping[str, Any]) -> _Fields:
 
 
 def _field(part: str, chosen: object, candidates: Sequence[str], fields: _Fields) -> str:
-    """Return the field of an action or observation that holds text, or refuse the choice."""
+    """Return `chosen` if it is a field, or the only candidate if it is None; refuse all else."""
     if chosen is None and len(candidates) == 1:
         return candidates[0]
     if not isinstance(chosen, str) or chosen not in fields:

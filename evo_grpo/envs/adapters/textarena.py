@@ -158,7 +158,7 @@ class TextArenaEnv:
         """Do nothing: the game holds no resources."""
 
     def _others(self) -> tuple[str, bool]:
-        """Make the opponents' moves; return the new messages, and whether the agent has a turn."""
+        """Make the opponents' moves; return the new messages, and False after too many moves."""
         for _ in range(MAX_OPPONENT_MOVES):
             if self._done:
                 return "", True

@@ -48,7 +48,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
     """Return a factory of a TRL-style environment.
 
     `name` is "module:Class", or a function that returns an object of such a class. Of `env.args`,
-    `max_turns` limits the completions of an episode (default 8); all others go to the class.
+    `max_turns` limits the completions of an episode (default 8); all others are for the class.
     `reset` gets one row of `train` per episode.
     """
     kind = env.kind

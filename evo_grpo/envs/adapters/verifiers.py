@@ -109,7 +109,7 @@ class VerifiersEnv:
         return text, {"task": task.data.idx, "name": task.data.name}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer the last message; the last step returns the reward, weighted by verifiers."""
+        """Answer the pending message; an episode's last step returns verifiers' weighted reward."""
         play = self._play
         assert play is not None, "step without an episode: call reset first"
         with self._generators.swapped_in(), quiet():
@@ -131,7 +131,7 @@ class VerifiersEnv:
 
 
 class _TaskEpisode:
-    """One episode: alternates `until_asked` and an answer until there is no further question."""
+    """One episode: `until_asked` returns each question, and an item of `answers` answers it."""
 
     def __init__(self, source: Any, task: Any, role: str) -> None:  # noqa: ANN401 -- an extra
         self._record = _vf().Episode(task=_about(task))

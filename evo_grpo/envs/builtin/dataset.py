@@ -64,8 +64,8 @@ class DatasetEnv:
         test: Rows evaluated once, at the end; types and None as for `validation`.
         prompt: A raw template such as "{question}\nA:". Braces name columns.
         conversation: Messages such as [{"role": "user", "content": "Q: {question}"}] for the chat
-            template, in place of `prompt`. With neither, the column "prompt" or "question" is the
-            message of the user.
+            template, in place of `prompt`. With neither, the column "prompt", "question" or
+            "messages" holds the user's message, or a conversation.
         reward_weights: One factor per reward function, or some by name; 1 for all others.
         name: Name in messages and records.
         **settings: Other keys of `env` in YAML, such as `reward_timeout`.
@@ -165,8 +165,8 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
     A missing validation or test split takes a tenth of the prompts of train; no prompt is in two
     splits. With `validation_from_few`, a validation split uses the train rows if there are too few
     prompts to hold any out. `sources` maps a split to a source of `tables.read_rows` or None; train
-    is required. If `template` is None, the column "prompt" or else "question" is the user's
-    message. With `thinking` tags, a reward parameter `thinking` is not read from a column.
+    is required. If `template` is None, `default_template` makes one from the first row. With
+    `thinking` tags, a reward parameter `thinking` is not read from a column.
     """
     sources = by_splits(sources)
     rows: dict[Split, Sequence[DatasetRow]] = {
@@ -215,7 +215,7 @@ def _try_templates(rewards: Sequence[RewardFunction], row: DatasetRow, place: st
 
 
 def default_template(row: DatasetRow) -> Messages:
-    """Return a template of the first column that a row has of "prompt", "question", "messages"."""
+    """Return a template of the column "prompt", "question" or "messages": the first in the row."""
     for column in ("prompt", "question", MESSAGES):
         if column in row:
             role = MESSAGES if holds_messages(row[column]) else "user"

@@ -12,7 +12,7 @@ from evo_grpo.settings import EnvConfig
 
 FAMILY = Family()
 MOST_ROWS = 1_000_000
-"""Most rows of a split. All rows are the same prompt, so more are a typing error."""
+"""Maximum number of rows in a split. All rows have the same prompt, so more are a typing error."""
 
 
 def contains(completion: str, food: str) -> float:

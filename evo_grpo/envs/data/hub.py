@@ -26,11 +26,11 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SPLITS = ("train", "validation", "test")
 
 _ROWS: dict[str, list[dict[str, Any]]] = {}
-"""Rows of datasets at a commit, which never change."""
+"""Rows that were read from datasets pinned to a commit, by the dataset's settings as JSON."""
 
 
 def hub_dataset(source: object) -> HubDataset | None:
-    """Return the dataset of the Hub that `source` names; None if it is a file or existing path."""
+    """Return the dataset of the Hub that `source` names; None if it is a path or no such name."""
     if isinstance(source, HubDataset):
         return source
     if not isinstance(source, str) or not _ID.fullmatch(source):

@@ -30,9 +30,9 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 MAX_GIGABYTES = 1.0
 """Default of `env.max_data_gb`."""
 VALUE_BYTES = 64
-"""Estimated memory of a value, beside its characters."""
+"""Estimated memory of a value beside its characters, in bytes."""
 MOST_LEVELS = 200
-"""Deepest nesting of a row; recursive functions write, compare and send it."""
+"""Greatest depth of a row; it is limited because recursive functions write and compare rows."""
 
 ROWS_AT_ONCE = 16
 """Rows of a Parquet file that are decoded together."""
@@ -74,7 +74,7 @@ class Row(dict[str, Any]):
 
 
 class LazyRows(Sequence[DatasetRow]):
-    """Rows of a known number that are built on the first access."""
+    """A known number of rows, which are built on the first access."""
 
     def __init__(self, count: int, make: Callable[[], Sequence[DatasetRow]]) -> None:
         self._count = count
@@ -229,7 +229,7 @@ def _file_rows(path: Path, name: str, gigabytes: float) -> _Rows:
 
 @final
 class BoundedFile:
-    """An input file with a limit of its memory; keeps the place of reading, for messages."""
+    """An input file with a memory limit; `place` says for messages which part was read last."""
 
     def __init__(self, path: Path, name: str, gigabytes: float) -> None:
         self.path, self.name, self.place = path, name, name
@@ -245,7 +245,7 @@ class BoundedFile:
             )
 
     def open(self, newline: str | None = None) -> TextIO:
-        """Open the file as UTF-8 text, and count its characters."""
+        """Open the file as UTF-8 text, and count its size as memory."""
         self.spend(self.path.stat().st_size)
         # utf-8-sig: spreadsheets begin a file with a byte-order mark, which would become part of
         # a column's name.
@@ -309,7 +309,7 @@ def _parsed(file: BoundedFile, text: str) -> object:
 
 
 def _needs_check(text: str) -> bool:
-    """Return whether a text has many brackets or an escaped surrogate, which few texts have."""
+    """Return whether JSON needs `_check`: it has many brackets, or an escaped surrogate."""
     brackets = text.count("[") + text.count("{")
     return brackets > MOST_LEVELS or _SURROGATE_ESCAPE.search(text) is not None
 

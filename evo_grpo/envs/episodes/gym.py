@@ -43,20 +43,20 @@ class MultiTurnGym:
         max_turns: Completions after which an episode ends, at most the wrapper's; None takes the
             wrapper's.
         batch_size: P, episode seeds per step; each agent plays a group of episodes of each.
-        seed: Seed of the order of episode seeds.
+        seed: Seed from which the episode seeds are derived.
         max_output_tokens: Tokens of one completion; None takes the wrapper's.
         max_model_len: Tokens of an episode; None takes the wrapper's, and the model's context.
         apply_chat_template: As for `TokenObservationWrapper`, around a bare environment.
         conversation_template: As for `TokenObservationWrapper`.
         chat_template_kwargs: As for `TokenObservationWrapper`.
-        max_environments: Most environments at once; the episodes of a step are then played in
-            several waves. None makes one environment per episode.
+        max_environments: Maximum number of environments at once; the episodes of a step are then
+            played in several waves. None makes one environment per episode.
         evaluation_size: Default number of episode seeds of a split.
         name: Name in messages and records; None takes the environment's class.
         reward_timeout: Seconds that a reset or a step may take; None is no limit.
 
     Raises:
-        ConfigError: The factory fails or returns something else, or a setting is missing.
+        ConfigError: The factory fails or returns no environment, or a setting is missing.
     """
 
     def __init__(  # noqa: PLR0913 -- all but the first have defaults
@@ -126,7 +126,7 @@ class MultiTurnGym:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether plays may run at once, in threads: True if each episode has its environment."""
+        """Whether plays may run at once, in threads: not if one wrapper plays all episodes."""
         return self._renews
 
     @property
@@ -141,16 +141,16 @@ class MultiTurnGym:
         return np.ones(1)
 
     def batch(self, step: int, size: int | None = None) -> list[int]:
-        """Return the episode seeds of a step, `size` or `batch_size`; the same at every call."""
+        """Return `size` (None: `batch_size`) episode seeds of a step; the same at every call."""
         size = self.batch_size if size is None else size
         if step < 0 or size < 1:
             raise ConfigError(f"batch: expected step >= 0, size >= 1, got step {step}, size {size}")
         return self._seeds("train", step * size, size)
 
     def prompts(self, split: Split, size: int | None = None) -> list[int]:
-        """Return `size` or `evaluation_size` fixed seeds of a split; no two splits share seeds.
+        """Return `size` (None: `evaluation_size`) fixed seeds of a split.
 
-        A smaller subset begins a larger one.
+        No two splits share seeds. A larger subset begins with any smaller one.
         """
         return self._seeds(split, 0, self._evaluation_size if size is None else size)
 
@@ -177,7 +177,7 @@ class MultiTurnGym:
             return episode
 
     def give_back(self, episode: TokenObservationWrapper) -> None:
-        """Keep an environment for the next episode, or close it if it failed in this one."""
+        """Keep an environment for the next episode, or close it if it failed in this episode."""
         with self._shared:
             self._lent.pop(id(episode.env), None)
             # The state of an environment that raised is unknown.
@@ -187,7 +187,7 @@ class MultiTurnGym:
                 self._idle.append(episode)
 
     def count_failures(self, episodes: Sequence[Trajectory], seeds: int) -> None:
-        """Count the consecutive seeds whose episodes all failed; `MAX_FAILED_SEEDS` end the run."""
+        """Count successive seeds whose episodes all failed; raise RunFailedError if too many."""
         reasons = Counter(t.error for t in episodes)
         with self._shared:
             # Plays that run at once have the same seeds.
@@ -261,8 +261,9 @@ class _Running(NamedTuple):
 def _metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
     """Return the metrics of one agent's episodes of a step.
 
-    `dropped` is the number of dropped episodes. If all were dropped, `empty_steps` is 1. Otherwise
-    `turns` is their mean, and `cut` the share of episodes that `max_turns` or the context ended.
+    `dropped` is the number of dropped episodes. If all were dropped, `empty_steps` is 1. Otherwise,
+    over the other episodes, `turns` is the mean number of completions, and `cut` the share that
+    `max_turns` or the context ended.
     """
     kept_episodes = [t for t in episodes if not t.error]
     if not kept_episodes:
@@ -276,7 +277,7 @@ def _metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
 
 @final
 class EpisodePlay:
-    """N agents play a group of episodes of each of their seeds; see `Play`.
+    """A play in which each of N agents plays a group of episodes per seed; see `Play`.
 
     An episode in which the environment raises an error is dropped: its reward is NaN.
     """
@@ -304,7 +305,7 @@ class EpisodePlay:
         self._begin_waves()
 
     def ask(self) -> Ask | None:
-        """Return the prompts of the running episodes; an agent without one has no prompts."""
+        """Return the prompts of the running episodes; an agent without such has no prompts."""
         live = self._live()
         if not any(live):
             return None

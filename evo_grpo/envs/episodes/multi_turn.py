@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 LONGEST_MESSAGE = 1_000_000
-"""Most characters in a message of an environment; more fit into no context."""
+"""Maximum number of characters in an environment's message; longer ones exceed any context."""
 
 
 class Observation(dict[str, Any]):
-    """An argument of `agent.get_action`: `input_ids`, `attention_mask` and `text`.
+    """The argument of `agent.get_action` in a turn: `input_ids`, `attention_mask` and `text`.
 
     The agent passes its end tokens to the episode by `TokenObservationWrapper.answered_by`.
     """
@@ -95,7 +95,8 @@ class TokenObservationWrapper:
             ids.
         total_reward: Cumulative reward.
         turns: Completions so far.
-        end: Empty while the episode runs, else terminated, truncated, max_turns, context or error.
+        end: Empty while the episode runs, "closed" before the first `reset`, else terminated,
+            truncated, max_turns, context or error.
         error: The exception of the environment, else empty.
     """
 
@@ -221,7 +222,7 @@ class TokenObservationWrapper:
     def take_turn(self, completion: Completion) -> tuple[float, dict[str, Any]]:
         """Hand a sampled completion to the environment; return the turn's reward, and info.
 
-        Raises any error of the environment, which `drop` then records.
+        An error of the environment is raised; `MultiTurnGym` then calls `drop`.
         """
         if self.end:
             raise ConfigError(
@@ -258,7 +259,7 @@ class TokenObservationWrapper:
         return reward, info
 
     def drop(self, error: BaseException) -> None:
-        """End the episode after an error of the environment; it gets no reward."""
+        """End the episode because the environment raised `error`; the episode has no reward."""
         self.end, self.error = "error", error_text(error)
 
     def close(self) -> None:
@@ -396,7 +397,7 @@ def check_flag(place: str, name: str, value: Any) -> bool:  # noqa: ANN401 -- wh
 
 
 def _checked_parts(place: str, returned: object, names: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return the parts of a tuple, the last of which becomes a dict."""
+    """Return the parts of a tuple, the last part (info) as a dict."""
     try:
         # By type(): a value may report another __class__, or raise.
         if not issubclass(type(returned), tuple) or len(cast("Any", returned)) != len(names):

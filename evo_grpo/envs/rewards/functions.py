@@ -1,4 +1,4 @@
-"""What scores completions: functions of the user, per row or per batch, and `Scorer`s.
+"""Reward functions: the user's, called per row or per batch, and `Scorer`s, which use a model.
 
 A function may be sync or async. Each has a name and a weight.
 """
@@ -25,7 +25,7 @@ PASSED = (
     *("completion_ids", "completions", "prompts"),
     *("log_extra", "log_metric", "trainer_state"),
 )
-"""What TRL passes beside the columns of the rows."""
+"""Names of the arguments that TRL passes beside the columns of the rows."""
 
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
@@ -40,14 +40,17 @@ FOREIGN = {
 
 
 class UnusableRewardError(RewardError):
-    """A reward is NaN, infinite or too large, possibly once only, unlike a reward of wrong type."""
+    """A reward is NaN, infinite or too large, or a judge's answer has no score.
+
+    `env.reward_failures` counts it even where a reward of a wrong type ends the run.
+    """
 
 
 class Board(Protocol):
     """A mapping from names to short texts that the processes of a run share."""
 
     def swap(self, name: str, old: str, new: str) -> str:
-        """Set the text of a name to `new` if it equals `old` ("": unset); return the result."""
+        """Set the text of a name to `new` if it is `old` ("": unset); return the name's text."""
         ...
 
     def write(self, texts: Mapping[str, str]) -> None:
@@ -86,8 +89,7 @@ class Scorer(ABC):
     def prepare(self, device: str) -> None:
         """Load and check what scoring needs on the run's device; repeated calls do nothing.
 
-        Raises:
-            ConfigError: Something is missing.
+        Raises ConfigError if something is missing.
         """
 
     @abstractmethod
@@ -133,7 +135,6 @@ class RewardFunction:
     style: Literal["trl"] | None = None
 
     def __post_init__(self) -> None:
-        """Check that `fn` can be called with a completion, and the range of the weight."""
         if (problem := next(self._problems(), None)) is not None:
             raise ConfigError(f"reward function {self.name!r}: {problem}")
 
@@ -181,7 +182,7 @@ class RewardFunction:
         return self.fn.keywords.keys() if isinstance(self.fn, partial) else ()
 
     def required_columns(self) -> dict[str, str]:
-        """Return the columns without a default, each with the name of the function for messages."""
+        """Return the columns that a call needs, each with the function's name for messages."""
         if isinstance(self.fn, Scorer):
             return dict.fromkeys(self.fn.columns, f"the templates of the reward {self.name!r}")
         passed = PASSED if self.style == "trl" else BATCH_NAMES if self.is_batch else ROW_NAMES
@@ -231,7 +232,7 @@ def _foreign(parameter: str) -> str:
 
 
 def hint(error: BaseException) -> str:
-    """Return what to change in a function that was written for another trainer, or ""."""
+    """Return what to change if `error` looks like that of a function for another trainer, or ""."""
     # Neither str nor isinstance: both may call methods that a user's object defines.
     args: tuple[object, ...] = vars(BaseException)["args"].__get__(error)
     message = args[0] if args and type(args[0]) is str else ""

@@ -32,7 +32,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 PLACE_SECONDS = 0.01
 """Seconds between two attempts to acquire `Client.places`."""
 LONGEST_WAIT = 300.0
-"""Most seconds that a server may ask to wait in Retry-After."""
+"""Upper limit, in seconds, of the wait that a server asks for in Retry-After."""
 _AGAIN = frozenset({408, 409, 425, 429})
 _REFUSED = {401: "refused the key", 403: "refused access"}
 Body = Mapping[str, Any]
@@ -67,7 +67,7 @@ class Client:
         self.places = threading.Semaphore(settings.concurrency)
 
     def check_key(self) -> None:
-        """Check the API key, if the settings name one, and that proxies and certificates fit."""
+        """Check the API key, if the settings name one, and the proxy and certificate settings."""
         self.key()
         # Imported here: only a judge needs it, and it takes a tenth of a second.
         import httpx2
@@ -101,7 +101,8 @@ class Client:
         """Send requests, at most `concurrency` at a time in all threads together.
 
         Inside a running event loop, as in a notebook, another thread sends them. `bodies` has the
-        JSON body of each request, by its key; `keep` gets key and JSON of each reply as it comes.
+        JSON body of each request, by the question's key; `keep` gets key and JSON of each reply as
+        it comes.
 
         Returns the requests without a reply after all retries. If a request fails and no other got
         a reply in the meantime, the remaining requests are not sent. Raises RewardError if the API
@@ -195,7 +196,7 @@ class _Asking:
             self._places.release()
 
     async def _reply(self, client: httpx2.AsyncClient, key: str, body: Body) -> Mapping[str, Any]:
-        """Send a request until there is a reply, with pauses in between."""
+        """Send a request, with pauses between attempts, until there is a reply or no retry left."""
         # Requests wait for different times, which are the same when the run is repeated.
         spread = 0.75 + int(key[:8], 16) / 2**33
         attempt = 0
@@ -249,7 +250,7 @@ class _Asking:
         return fields
 
     def _refusal(self, status: int, data: bytes, headers: Mapping[str, str]) -> _RequestFailure:
-        """Return the failure for a status; raise RewardError if every request would get it."""
+        """Return the failure for a status; RewardError if every request would get this status."""
         url, name = self.settings.url, self.settings.key_variable
         text = self._excerpt(data)
         why = ""
@@ -330,10 +331,10 @@ class Answers:
         self._path: Path | None = None
 
     def record_in(self, folder: Path, name: str, *, counts: bool = True) -> None:
-        """Read the answers in all files of a folder, and append new ones to one of them.
+        """Read the answers in all files of a folder; append new answers to `<name>.jsonl` in it.
 
-        The folder and this rank's file are created with the first answer. A line that a kill cut
-        off is then removed; a damaged line causes a warning and its question is asked again. With
+        The folder and the file are created with the first new answer, which also removes a line
+        that a kill cut off. A damaged line causes a warning; its question is asked again. With
         `counts`, the answers of this judge to all processes count.
         """
         judge = name.rpartition("rank-")[0]
@@ -355,14 +356,14 @@ class Answers:
         self._path = folder / (name + _SUFFIX)
 
     def add(self, key: str, answer: Answer) -> Answer:
-        """Keep an answer, in the file too, and return it; raise RunFailedError if that fails."""
+        """Keep an answer, its text cut, in memory and by `write`; return the answer as kept."""
         answer = Answer(answer.score, answer.text[-TEXT_CHARACTERS:], answer.input, answer.output)
         self.keep(key, answer, counts=True)
         self.write({key: answer})
         return answer
 
     def write(self, answers: Mapping[str, Answer]) -> None:
-        """Write answers of any process into the file; raise RunFailedError if that fails."""
+        """Append answers to the file, or raise RunFailedError; without a file, to `unrecorded`."""
         if self._path is None:
             self.unrecorded |= answers
             return

@@ -1,7 +1,7 @@
 """Reward functions in a separate process, which is killed when a call hangs.
 
-A call that hangs, exits or crashes raises an error in the run that names the call. The process
-receives the functions, then batches, and sends the number of each call before making the call.
+If a call hangs, exits or crashes, the run raises an error that names the call. The process receives
+the functions, then batches, and sends the number of each call before making the call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _START = (
 
 @final
 class RewardProcess:
-    """Scores batches in a process, which the first batch starts.
+    """Scores batches in a separate process, which is started for the first batch.
 
     Raises ConfigError if the process cannot import a function by its name.
     """
@@ -54,7 +54,7 @@ class RewardProcess:
         self._running: tuple[subprocess.Popen[bytes], Connection[Any, Any]] | None = None
 
     def score(self, batch: CompletionBatch) -> Scored:
-        """Score completions."""
+        """Score a batch in the process; raise an error that it sends, or one if it ends."""
         calls = calls_of(self._rewards, batch)
         try:
             connection = self._connected()
@@ -68,7 +68,7 @@ class RewardProcess:
         return reply
 
     def close(self) -> int:
-        """Kill the process and its children; return its exit code, or 0 if none runs."""
+        """Kill the process and its children; return its exit code, or 0 if no process runs."""
         if self._running is None:
             return 0
         (process, connection), self._running = self._running, None
@@ -78,7 +78,6 @@ class RewardProcess:
         return process.wait()
 
     def __del__(self) -> None:
-        """Kill the process when this object is freed."""
         with suppress(Exception):
             self.close()
 

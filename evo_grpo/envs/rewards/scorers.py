@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from evo_grpo.model.classifier import Classifier  # for annotations only: it loads torch
 
 DEFAULT_TEXT = "{prompt}{completion}"
-"""The text of a completion that a reward model reads."""
+"""Default template of the text that a reward model reads."""
 LIKELIEST = 20
 """Number of the likeliest first tokens that `score: logprob` asks for; the API allows no more."""
 CHARACTERS = 4
@@ -352,13 +352,13 @@ class Judge(Scorer):
 
 
 def _told(answer: Answer) -> str:
-    """Return the JSON that other processes need; only messages read the text of an answer."""
+    """Return an answer as JSON for other processes; its text only if it has no score."""
     text = answer.text if answer.score is None else ""
     return json.dumps({"score": answer.score, "text": text})
 
 
 def read_score(settings: JudgeReward, reply: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Return the score in [0, 1] of a reply, None if there is none, and the text of the answer."""
+    """Return a reply's score in [0, 1], or None without one, and the text of its answer."""
     choice = _first(reply.get("choices"))
     message = choice.get("message")
     content = cast("Mapping[str, object]", message).get("content") if _maps(message) else None
@@ -383,7 +383,10 @@ def _by_tag(settings: JudgeReward, text: str) -> float | None:
 
 
 def _by_logprob(settings: JudgeReward, choice: Mapping[str, object]) -> float | None:
-    """Return the mean score of the answers, by the probabilities of the first token."""
+    """Return the mean score of `settings.answers`, weighted by their probabilities as first token.
+
+    None if these probabilities are missing, or add up to less than `LEAST_PROBABILITY`.
+    """
     logprobs = choice.get("logprobs")
     content = cast("Mapping[str, object]", logprobs).get("content") if _maps(logprobs) else None
     likeliest = _first(content).get("top_logprobs")

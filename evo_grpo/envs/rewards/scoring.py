@@ -30,7 +30,7 @@ LATEST_GROUPS = 100
 """Number of the latest groups of which `env.reward_failures` is a share."""
 
 SHOWN = 60
-"""Most characters of a value in `shown_calls`."""
+"""Number of characters to which `shown_calls` cuts a value."""
 
 _NOT_PASSED_BY_TRL = ("prompt", "completion", "completion_ids")
 """Columns that TRL does not pass on."""
@@ -115,7 +115,7 @@ class CompletionBatch:
 
 @dataclass(frozen=True)
 class Failure:
-    """A reward that cannot be used: the positions of its completions, and a message."""
+    """Rewards that cannot be used: the positions of their completions, and why."""
 
     positions: Sequence[int]
     text: str
@@ -237,7 +237,7 @@ def warn_of_silence(rewards: Sequence[RewardFunction], scored: Scored) -> None:
 
 @final
 class SetAside:
-    """Counts groups set aside; raises if their share of the latest groups is too large."""
+    """Counts groups that are set aside; ends the run if they are too many of the latest groups."""
 
     def __init__(self, share: float) -> None:
         self.share = share

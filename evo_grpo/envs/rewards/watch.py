@@ -68,9 +68,10 @@ class Watch:
         self.abandoned = False
 
     def run(self, call: Call, allowance: float = 0.0) -> Any:  # noqa: ANN401 -- what the call returns
-        """Make a call; after one with `allowance`, seconds beyond the limit, `check` must follow.
+        """Make a call, and return its result; `allowance` adds seconds to the limit.
 
-        Raises RewardAbortError if the call took longer, or left one of `MODES` changed.
+        Raises RewardAbortError if the call took longer, or left one of `MODES` changed. With
+        `allowance`, run `check` afterwards: it finds a late call that caught `TimedOut`.
         """
         check_not_stopped()
         self._modes = self._modes or current_modes()  # of the thread of the first call
@@ -91,7 +92,7 @@ class Watch:
         return result
 
     def check(self, call: Call) -> None:
-        """Raise the error of a late call that caught `TimedOut`."""
+        """Raise RewardAbortError if `call` was late and caught `TimedOut`."""
         if self._interrupted is call:
             raise self.too_long(call)
 
@@ -149,7 +150,7 @@ def watching(limit: float | None, work: Callable[[Watch], ResultT]) -> ResultT:
 
 
 class Mode(NamedTuple):
-    """A global mode: its name, its module, its getter, and the name of its setter in the module."""
+    """A global mode: its name, module and getter, and its setter's name and first arguments."""
 
     name: str
     module: str
@@ -173,8 +174,8 @@ MODES = (
     ),
     Mode("number of threads", "torch", methodcaller("get_num_threads"), "set_num_threads"),
 )
-"""State of the process or of a thread on which the run depends. The run draws nothing from the
-global random generators."""
+"""State of the process or of a thread on which the run depends. The global random generators are
+not part of it, because the run draws nothing from them."""
 
 
 @excluding_loads()
@@ -254,7 +255,7 @@ def run_calls(
 
     Works inside a running event loop, as in a notebook: async calls then run in another thread.
     Each may take `timeout` seconds. `mark` gets the number of each call before the call. With
-    `keep_errors`, the error of a call is its result; otherwise the first one is raised.
+    `keep_errors`, the error of a call is its result; otherwise the first error is raised.
     """
     return watching(timeout, lambda watch: _all(watch, calls, keep_errors, mark))
 

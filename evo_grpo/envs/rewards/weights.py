@@ -26,7 +26,7 @@ def searched(names: Iterable[str]) -> list[str]:
 
 
 def weights_in(reward: str | Mapping[str, float]) -> Mapping[str, float]:
-    """Return the weights that `evolve.fitness.reward` names."""
+    """Return reward function -> weight of `evolve.fitness.reward`; a name alone has weight 1."""
     return {reward: 1.0} if isinstance(reward, str) else reward
 
 
@@ -37,9 +37,10 @@ def check_rewards(
     objectives: Sequence[ObjectiveConfig] = (),
     stop: Mapping[str, float] | None = None,
 ) -> None:
-    """Check the reward functions named in ranges, `evolve.fitness` and `population.stop`.
+    """Check names of reward functions in `space`, `evolve.fitness` and `population.stop`.
 
-    `weights` has the weight of each reward function of the environment; it may be empty.
+    `weights` has the weight of each reward function of the environment, and may be empty. A weight
+    that is searched must lie in its range.
     """
     problems: list[Problem] = []
     for name in searched(space.names()):
@@ -89,7 +90,7 @@ def judge_cost(env: Environment[Any]) -> float:
 
 
 def values_by_name(env: Environment[Any], rewards: Floats) -> list[dict[str, float | None]]:
-    """Return each row of rewards (B, K) by the names of the functions; None for NaN."""
+    """Return each row of rewards (B, K) as reward function -> reward, with None for NaN."""
     names = reward_names(env) or [f"reward {n}" for n in range(1, rewards.shape[1] + 1)]
     return [
         {name: None if math.isnan(value) else value for name, value in zip(names, row, strict=True)}
@@ -98,7 +99,7 @@ def values_by_name(env: Environment[Any], rewards: Floats) -> list[dict[str, flo
 
 
 def weights_of(env: Environment[Any], own: Mapping[str, float]) -> Floats:
-    """Return an environment's weights, (K,) float64, with those in `own` replaced by name."""
+    """Return an environment's weights, (K,) float64, some of them replaced by an agent's `own`."""
     if not own:
         return env.weights
     weights, names = env.weights.copy(), reward_names(env)
@@ -123,7 +124,7 @@ def searched_weights(env: Environment[Any], space: HyperparameterConfig) -> dict
 def with_weights_of(
     env: Environment[Any], hparams: Hparams, weights: Mapping[str, float]
 ) -> Hparams:
-    """Fill `weights` into an agent's hyperparameters, for rewards that have no weight there."""
+    """Return `hparams` with `weights` for rewards that have none there; refuse unknown rewards."""
     agent_hparams, names = hparams.with_weights(weights), reward_names(env)
     for name in agent_hparams.reward_weights:
         if name not in names:
