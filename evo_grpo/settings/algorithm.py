@@ -303,7 +303,7 @@ class AlgorithmConfig(LossFields, AgentFields):
         return _SCALES[hparams.adv_norm or self.adv_norm]
 
     def hparams(self) -> Hparams:
-        """Return the initial hyperparameters, which may differ between agents."""
+        """Return the settings of this group that may differ between agents, as hyperparameters."""
         values = {name: getattr(self, name) for name in AgentFields.model_fields}
         if self.lr is None:  # outside of a run, no model is known
             del values["lr"]
