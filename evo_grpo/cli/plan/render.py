@@ -57,7 +57,7 @@ def render_plan(plan: Plan, source: str) -> RenderableType:
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield (title, text); a row with an empty title continues the previous row."""
+    """Yield the rows (title, text) of a plan; one without a title continues the previous row."""
     config = plan.config
     population, algorithm = config.population, config.algorithm
     yield (
