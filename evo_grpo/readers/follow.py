@@ -32,7 +32,7 @@ from evo_grpo.settings.trackers import KINDS, TrackerConfig, check_trackers
 from evo_grpo.training.recorded_inputs import read_inputs_of
 
 NAMES = (OPTUNA, REPORT_READER, *KINDS)
-"""Names of the readers, for `to`."""
+"""Names of the readers: the values of `to`."""
 SECONDS_AFTER_END = 600.0
 """Seconds without progress, after the end of the run, from which a reader counts as hanging."""
 ATTEMPTS_AFTER_END = 3

@@ -332,7 +332,7 @@ def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_ranges(lr: float) -> dict[str, RLParameter]:
-    """Return the default range: of lr, within a factor of ten either way."""
+    """Return the default ranges: of lr alone, within a factor of ten either way."""
     # The range is smaller near the smallest and the largest lr that is allowed.
     return {"lr": RLParameter(max(lr / DECADE, LEAST_LR), min(lr * DECADE, MOST_LR))}
 

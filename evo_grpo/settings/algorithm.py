@@ -295,7 +295,7 @@ class AlgorithmConfig(LossFields, AgentFields):
         return self.max_output_tokens
 
     def shapes_kl(self, hparams: Hparams) -> bool:
-        """Return whether the KL of an agent is part of its advantages, not of a penalty."""
+        """Return whether an agent's KL is subtracted from its advantages, in place of a penalty."""
         return self.kl_shaping if hparams.kl_shaping is None else hparams.kl_shaping
 
     def adv_scale(self, hparams: Hparams) -> Literal["group", "batch", "none"]:

@@ -18,7 +18,7 @@ _SAMPLED_BY = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Evaluations(NamedTuple):
-    """The most evaluations of a run.
+    """Upper bounds of the evaluations of a run.
 
     Attributes:
         places: Number of agents of each round.
@@ -38,7 +38,7 @@ class Evaluations(NamedTuple):
 
 
 def count_evaluations(population: PopulationConfig, evolve: EvolveConfig) -> Evaluations:
-    """Return the most evaluations of a run."""
+    """Return upper bounds of the evaluations of a run."""
     by_round = population.places(selects=evolve.selects)
     places = tuple(by_round[min(n, len(by_round) - 1)] for n in range(population.rounds))
     always = evolve.decides_always

@@ -189,7 +189,7 @@ def adapter_problems(
 def _set_problems(
     lora: LoraSettings, space: HyperparameterConfig, above: Path
 ) -> Iterator[Problem]:
-    """Yield searched sets of layers that are not declared, and `target_modules` without effect."""
+    """Yield problems: undeclared sets of layers in the search, and `target_modules` beside it."""
     names, at = lora.searched_sets(space), f"{LORA}target_modules"
     for name in names:
         if name not in lora.target_sets:
@@ -235,7 +235,7 @@ def pattern_problems(
     lora: Any,  # noqa: ANN401 -- LoraSettings, or PEFT's LoraConfig
     above: Path,
 ) -> Iterator[tuple[str, str]]:
-    """Yield (setting, sentence) for each pattern of ranks or alphas beside a search of them."""
+    """Yield (setting, sentence) for each pattern of ranks or alphas beside a search of adapters."""
     for searching in searched(space)[:1]:
         for name in ("rank_pattern", "alpha_pattern"):
             if pattern := dict(getattr(lora, name) or {}):

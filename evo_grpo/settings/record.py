@@ -119,7 +119,7 @@ class RecordConfig(Group):
 
     @property
     def readers(self) -> list[str]:
-        """Names of the readers that follow the run: trackers, and optuna beside them or for a URL.
+        """Names of the readers that follow the run; optuna is one if there are trackers or a URL.
 
         Without readers, the run itself writes the trials into its folder at its end.
         """

@@ -220,7 +220,7 @@ def doubts_of_agents(settings: AgentSettings, init: Start = "same") -> list[str]
 
 
 def without_effect_of_run(config: RunConfig) -> list[Finding]:
-    """Return all settings of a run that were given and have no effect."""
+    """Return a finding for each given setting of a run that has no effect."""
     settings = KnownSettings(
         config.algorithm,
         config.search_space(),
@@ -235,7 +235,7 @@ def without_effect_of_run(config: RunConfig) -> list[Finding]:
 
 
 def without_effect_of_agents(settings: AgentSettings, init: Start = "same") -> list[Finding]:
-    """Return all settings of agents that were given and have no effect in any environment."""
+    """Return a finding for each given setting of agents that acts in no environment."""
     initial = _begin(settings.algorithm, settings.search_space(), init, settings.lora)
     return without_effect(
         KnownSettings(settings.algorithm, settings.search_space(), settings.engine, initial)

@@ -222,7 +222,7 @@ def from_written(text: str, source: str, *, past: bool = False) -> RunConfig:
 
 
 def with_current_keys(settings: Any) -> Any:  # noqa: ANN401 -- as it was given
-    """Convert settings that a run before 0.3 wrote to the present meaning of each key.
+    """Return settings of a run before 0.3 in the present meaning of each key.
 
     `engine.overlap` was the number of parts of a shard, and `engine.vllm` had stop sequences.
     """

@@ -46,9 +46,9 @@ VALUE = 40
 """Longest value of a setting that is shown in full."""
 _SAME_PROMPTS = ("seed", "env", "model.name", "evolve.fitness.test_prompts",
                  "evolve.fitness.test_samples", "evolve.fitness.temperature")  # fmt: skip
-"""Settings that are equal where two runs are tested on the same prompts."""
+"""Settings that must be equal for two runs to be tested on the same prompts."""
 _SAME_REWARD = ("env.kind", "env.reward", "env.reward_weights", "env.args")
-"""Settings that are equal where the rewards of two runs have the same unit."""
+"""Settings that must be equal for the rewards of two runs to have the same unit."""
 _WITHOUT_EFFECT = ("name", "record")
 """Settings that do not act on a result."""
 

@@ -44,7 +44,7 @@ class Pace:
     """Estimates the time until the end of a run, the test excluded, from the reported progress.
 
     Args:
-        clock: Returns seconds.
+        clock: Returns the time in seconds.
         whole: Whether the stage "learn" covers the whole run with its test, as in a replay, rather
             than the training steps of one round.
     """
@@ -294,7 +294,7 @@ def clock(seconds: float) -> str:
 
 
 def round_line(record: RoundRecord, rounds: int) -> str:
-    """Return the result of a round in one line; `rounds` is the number of the whole run."""
+    """Return the result of a round in one line; the whole run has `rounds` rounds."""
     best = best_agent(record)
     means = [mean for agent in record.agents if math.isfinite(mean := columns.fitness(agent))]
     tokens = sum(agent.tokens for agent in record.agents)

@@ -131,7 +131,7 @@ def _width(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _table(names: Sequence[str], rows: Sequence[Mapping[str, Any]], *, short: bool) -> Table:
-    """Return some columns of a leaderboard; `short` leaves out standard errors."""
+    """Return the named columns of a leaderboard as a table; `short` omits standard errors."""
     table = new_table()
     for name in names:
         justify = "left" if name in (*STRINGS, "rank", "left") else "right"

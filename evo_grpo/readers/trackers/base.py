@@ -151,7 +151,7 @@ class Values:
     texts: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def by_name(self) -> dict[str, float]:
-        """Return the values by names such as `reward/agent-03`; names of the population lack "/".
+        """Return the values by name: `reward/agent-03` for an agent, `round` for the population.
 
         Trackers show the names with the same part before the slash in one group of charts.
         """

@@ -12,7 +12,7 @@ SPARE_COLUMNS = 16
 """Further columns of the cache if waiting rows take the places of finished ones: rows then begin at
 different columns, and all move to the front when the columns are used up."""
 _DRAW_TENSORS = 4
-"""float32 tensors of as many numbers during a draw: logits, log-probs, probabilities, one more."""
+"""float32 tensors as large as the logits of a draw: logits, log-probs, probabilities, one more."""
 _SORT_TENSORS = 5
 """Further such tensors if top-k or top-p sorts the vocabulary."""
 

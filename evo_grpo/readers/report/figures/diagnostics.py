@@ -23,7 +23,7 @@ ROLLING = 10
 POINTS = 6000
 """Most points of a metric; with more, each drawn point is the mean of several neighbours."""
 FEW = 13
-"""Greatest number of points of an agent that all have markers."""
+"""Number of points of an agent up to which all points have markers."""
 LABELS = {
     "reward": "reward",
     "loss": "loss",
