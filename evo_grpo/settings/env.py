@@ -110,7 +110,7 @@ Prompts = Annotated[
 
 
 class PromptSettings(Group):
-    """What surrounds a question, and which part of a completion is its answer."""
+    """What surrounds a question, and which part of a completion is the answer."""
 
     prompts: Prompts = setting(
         None,

@@ -95,15 +95,9 @@ def settled(
 ) -> tuple[PopulationConfig, EvolveConfig]:
     """Return settings with the decisions, the agents of each round and the evaluations filled in.
 
-    If `population.stop.tokens` may end a run early, shares refer to the rounds that are certain to
-    be played.
-
-    Args:
-        population: The agents, and the length of their training.
-        evolve: What happens between two rounds.
-        algorithm: The initial settings of the agents.
-        space: The hyperparameters that may mutate.
-        tokens: Most tokens that a round trains on; None if they are not known.
+    If `population.stop.tokens` may end a run early, decisions and `evolve.fitness.share` refer to
+    the rounds that are certain to be played. `tokens` is the most tokens that a round trains on;
+    None if they are not known.
     """
     rounds, limit = population.rounds, population.stop.tokens
     if limit is not None and tokens:

@@ -263,10 +263,7 @@ def too_wide(space: HyperparameterConfig, layer: str, width: int) -> str:
 def above_width(rank: float, layer: str, width: int) -> str:
     """Return why a rank is too large for the narrowest layer, without a remedy; empty if it is not.
 
-    Args:
-        rank: The rank.
-        layer: The narrowest layer with an adapter.
-        width: The smaller of its numbers of inputs and outputs.
+    `layer` is the narrowest layer with an adapter, `width` the smaller of its inputs and outputs.
     """
     if rank <= width:
         return ""

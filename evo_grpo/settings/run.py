@@ -252,11 +252,7 @@ def _begin(
 
 
 def check_comparable(config: RunConfig) -> None:
-    """Refuse a run that is too small to be compared with one without evolution.
-
-    Raises:
-        ConfigError: The run has fewer than two agents.
-    """
+    """Raise ConfigError for a run of fewer than two agents, before it trains for a comparison."""
     if config.population.size < 2:
         raise ConfigError(
             "population.size: expected at least 2 agents to compare with those without evolution, "

@@ -73,10 +73,8 @@ class Dumper(yaml.SafeDumper):
 def parse(text: str, source: str, loader: type[Loader] = Loader) -> object:
     """Return the plain values in YAML.
 
-    Args:
-        text: The YAML.
-        source: Name of the file in messages.
-        loader: `WrittenOutLoader` for files of run folders, which are untrusted data.
+    `source` names the file in messages. `loader` is `WrittenOutLoader` for files of run folders,
+    because these are untrusted data.
     """
     try:
         return yaml.load(text, Loader=loader)
