@@ -1,4 +1,4 @@
-"""Prints lines and errors for people, and writes files and text for programs."""
+"""Prints lines and errors for people, and JSON, CSV or Markdown for programs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from evo_grpo.population.ranks.team import is_silent_rank
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print one line, with control characters escaped; only a terminal wraps it between words."""
+    """Print one line with escaped control characters, wrapped between words on a terminal."""
     typer.echo(wrapped(printable(text), err=err), err=err)
 
 
 def warn(text: str) -> None:
-    """Print one line to standard error that begins with a coloured "warning:"."""
+    """Print a coloured "warning:" and the text, as one line, to standard error."""
     shown = wrapped(printable(f"warning: {text}"), err=True).removeprefix("warning: ")
     typer.echo(f"{coloured('warning:', typer.colors.MAGENTA)} {shown}", err=True)
 
 
 def coloured(text: str, colour: str) -> str:
-    """Return a word for standard error, coloured if that is a terminal with colours."""
+    """Return a word for standard error, coloured if standard error is a terminal with colours."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     if plain or sys.stderr is None or not sys.stderr.isatty():
         return text
@@ -76,7 +76,7 @@ def flush_standard_output() -> OSError | None:
 
 @contextmanager
 def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
-    """Print an expected error, with its traceback if `debug()`, and exit with its code."""
+    """Print an expected error of the body, with its traceback if `debug()`; exit with its code."""
     try:
         yield
     except OtherRankError as error:
@@ -105,7 +105,7 @@ def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
 
 @contextmanager
 def bugs_to_exit_codes() -> Generator[None]:
-    """Print the traceback of an unexpected exception, escaped; report output that was lost."""
+    """Print the escaped traceback of a bug in the body, and exit with 1; report lost output."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # not closed (`>&-`), nor replaced by the caller
         sys.stdout.reconfigure(errors="backslashreplace")  # characters that its encoding lacks
     try:

@@ -1,4 +1,4 @@
-"""Shows a run, while it trains and at its end, to a person, or to a program as events.
+"""Shows a run while it trains and at its end: as text to a person, or as events to a program.
 
 `--json` writes one event per line of standard output, as JSON. Rounds are 0-based, as in
 rounds.jsonl. docs/command_line.md lists the keys.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from evo_grpo.record.view import RunView
 
 METRICS = ("reward", "zero_variance", "loss", "entropy")
-"""Training means in the event of a round, besides the KL; rounds.jsonl has all means."""
+"""Metrics of each agent in the event of a round, besides the KL; rounds.jsonl has all metrics."""
 
 
 @final
@@ -107,7 +107,7 @@ class Events(Observer):
 
     @contextmanager
     def errors(self) -> Generator[None]:
-        """Write an error that is raised in the body."""
+        """Write an exception of the body as an event, and raise it again."""
         try:
             yield
         except Exception as error:
@@ -146,7 +146,7 @@ def _agent(agent: AgentRecord) -> dict[str, Any]:
 
 @final
 class RunOutput:
-    """Selects the output of a run: text for a person, events for a program, or only errors.
+    """The output of a run: text for a person, events for a program, or only errors.
 
     `quiet` prints only errors, and the run folder as the last line; `as_json` prints one event per
     line. Both together raise typer.BadParameter.
@@ -166,7 +166,7 @@ class RunOutput:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     def errors(self) -> AbstractContextManager[None]:
-        """Write an error in the body as an event, if events are written."""
+        """Return a context that writes an error of its body as an event, if events are written."""
         return nullcontext() if self.events is None else self.events.errors()
 
     def warn(self, text: str) -> None:
@@ -184,18 +184,18 @@ class RunOutput:
         return progress_on(self.console, limited=arm) if self.person else RunProgress()
 
     def observer(self, progress: RunProgress, *, arm: bool = False) -> Observer:
-        """Return `progress` together with the events of the run, or of an arm."""
+        """Return an observer that updates `progress` and writes the events of a run or an `arm`."""
         events = Observer() if self.events is None else Events(ends=True) if arm else self.events
         return ObserverList((progress, events))
 
     def loading(self, progress: RunProgress, what: str) -> None:
-        """Show the name of the model or run that is loaded, as the first line."""
+        """Show `what`, the name of the model or run that is being loaded, as the first line."""
         progress.loading(what)
         if self.events is not None:
             self.events.write("loading", what=what)
 
     def stopped(self, text: str) -> None:
-        """Write an event for a stopped run; a person gets a message on standard error instead."""
+        """Write the event that the run has stopped; the caller prints the message for a person."""
         if self.events is not None:
             self.events.write("stopped", text=text)
 
@@ -213,9 +213,9 @@ def show_run(
     """Show a run while it trains, then its result, or how to resume it after an interruption.
 
     `play` trains the run by `training.run`, which is imported before the call. `loading` is the
-    name of the model or run folder, shown first. With `compare`, a comparison follows, which
-    `report` adds to the HTML report. `folder` is the folder of a resumed run, whose files in
-    `allow` may have changed.
+    name of the model or run folder, shown first. With `compare`, populations without evolution are
+    trained afterwards; `report` adds the comparison to the HTML report. `folder` is the run folder
+    of a resumed run; the user's files that `allow` names may have changed since the run began.
     """
     from evo_grpo.readers.terminal.console import WorkLines, warnings_to
 
@@ -286,7 +286,7 @@ def _show_end(
 
 
 def _compare(audience: RunOutput, folder: Path, allow: Sequence[str]) -> None:
-    """Train the populations of a comparison with a finished run, then show the results as bars."""
+    """Train the populations that a finished run is compared with, then show all results as bars."""
     from evo_grpo.readers.terminal.console import say as say_to
     from evo_grpo.readers.terminal.console import warnings_to
     from evo_grpo.readers.terminal.result import show_arms

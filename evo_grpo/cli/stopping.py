@@ -49,8 +49,8 @@ class _State:
 
     Attributes:
         signal: The first signal, None before there is one.
-        raises: Whether the first signal raises, so that the command can clean up.
-        messages: Has a function that returns the last message, until the message is printed.
+        raises: Whether the first signal raises an exception, so that the command can clean up.
+        messages: A list with the function that returns the last message; empty once it is printed.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def install() -> None:
 def leave() -> None:
     """Restore the default handlers: a signal during Python's shutdown ends the process at once.
 
-    The thread still ends a shutdown that takes too long.
+    After a first signal, the thread of `_watch` still ends a shutdown that takes too long.
     """
     for number in _CODES:
         if signal.getsignal(number) is _handle:
@@ -128,7 +128,7 @@ def _code(error: BaseException) -> int:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Raise in the main thread; end the process on a second signal or outside `interruptible`."""
+    """Raise an exception; on a second signal, or outside `interruptible`, end the process."""
     del frame
     if _state.signal is not None or not _state.raises:
         _end(_CODES[number])
@@ -170,7 +170,7 @@ def _leave_to_child() -> None:
 
 
 def _last_message() -> str:
-    """Return the last message as a line in the first call, and an empty string afterwards."""
+    """At the first call return the last message as a line, afterwards an empty string."""
     try:
         message = _state.messages.pop()
     except IndexError:

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @final
 class StudyCopy:
-    """Reads the log of a run into a study in memory, with notes and the family tree."""
+    """A study in memory, read from the log of a run, with notes and the family tree."""
 
     def __init__(self, run: str | Path) -> None:
         try:
@@ -169,7 +169,7 @@ class _Quiet(WSGIRequestHandler):
 
 
 class _Guarded:
-    """Accepts requests of the browser that opened the printed address, and refuses all others.
+    """A WSGI application that serves only the browser that opened the printed address.
 
     Web pages can send requests to the port from the user's browser, under another host name or from
     another origin, and any user of the machine can connect. So a request must name this host, come

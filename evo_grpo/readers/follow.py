@@ -32,7 +32,7 @@ from evo_grpo.settings.trackers import KINDS, TrackerConfig, check_trackers
 from evo_grpo.training.recorded_inputs import read_inputs_of
 
 NAMES = (OPTUNA, REPORT_READER, *KINDS)
-"""Names of the readers, for `to`."""
+"""Names of the readers: the values of `to`."""
 SECONDS_AFTER_END = 600.0
 """Seconds without progress, after the end of the run, from which a reader counts as hanging."""
 ATTEMPTS_AFTER_END = 3
@@ -114,7 +114,8 @@ def follow_all(
 ) -> list[Followed]:
     """Follow a run as `follow` does, and return the errors of readers instead of raising them.
 
-    `warn` is called with an error before each retry of a reader, from several threads.
+    `warn` is called from several threads: with each new error of a reader, and if one waits for
+    another process.
     """
     folder = expect_run(run)
     for run_folder in (folder, *_compared(folder)):
@@ -210,7 +211,7 @@ def _database(
 
 
 def _compared(folder: Path) -> Iterator[Path]:
-    """Yield the folders of the populations of a comparison."""
+    """Yield the run folders of the populations that a run was compared with."""
     for name in COMPARED:
         if is_run(arm := folder / COMPARE / name):
             yield arm
@@ -300,7 +301,10 @@ class _Feeding(threading.Thread):
 
 
 def _is_final(error: BaseException, trained: bool) -> bool:
-    """Return whether a retry is pointless: not after a lost connection or a full disk."""
+    """Return whether an error stops the reader: one of evo-grpo, but not a lost connection.
+
+    While the run trains, no RunFailedError stops it, such as that of a full disk.
+    """
     passing = isinstance(error, ConnectionError) or (trained and isinstance(error, RunFailedError))
     return isinstance(error, EvoGrpoError) and not passing
 

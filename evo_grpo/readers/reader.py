@@ -1,8 +1,8 @@
 """Feeds readers with the entries of a run's log, and saves their cursors.
 
 The log is the queue between a run and its readers. A reader that hangs, fails or is killed does not
-affect the run, and continues from its cursor later. The cursor is saved after each flush, or when
-the reader is closed if it cannot flush.
+affect the run, and continues from its cursor later. The cursor is saved after each flush that
+stored all entries, and when the reader is closed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Reader(Protocol):
         ...
 
     def flush(self) -> bool:
-        """Write the entries read so far to disk or to the server; return whether all are there."""
+        """Write the entries read so far to disk or to the server; return whether all are stored."""
         ...
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ def feed(
         make: Constructs the reader from its saved id, "" at first; called at the first entry.
         follow: Wait for new entries until the run has ended.
         from_start: Begin at the start of the log, not at the cursor.
-        on_progress: Called after each entry with the cursor and the id of the reader.
+        on_progress: Called with the cursor and the id of the reader, at first and after each entry.
         warn: Called with a message if this process waits for another process that feeds the reader.
     """
     folder = expect_run(run)

@@ -103,7 +103,7 @@ def _plain_values(settings: dict[str, object]) -> dict[str, object]:
 
 
 def wrong_keys(value: object, path: Path) -> Iterator[Problem]:
-    """Yield a problem for each key, at any depth, that is not a string: pydantic fails on some."""
+    """Yield a problem for each key, at any depth, that is no string: some make pydantic fail."""
     if isinstance(value, Mapping):
         for key, inner in cast("Mapping[Any, object]", value).items():
             if isinstance(key, str):
@@ -188,7 +188,7 @@ def one_or_several(value: object) -> object:
 
 
 def only(good: Callable[[Any], object], expected: str) -> BeforeValidator:
-    """Return a validator with one message for all branches of a union; a tuple becomes a list."""
+    """Return a validator of values that `good` accepts, with one message; tuples become lists."""
 
     def check(value: object) -> object:
         value = list(cast("tuple[object, ...]", value)) if isinstance(value, tuple) else value

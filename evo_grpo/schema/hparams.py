@@ -24,11 +24,11 @@ class LossUse(NamedTuple):
     """The effect of shared settings on a loss.
 
     Attributes:
-        bounds: The ends of the clip range that have an effect; with "both", `delta` has one too.
-        level: The ratio in the loss's paper: "token" or "sequence".
+        bounds: The ends of the clip range that have an effect; with "both", so has `delta`.
+        level: The ratio in the paper of the loss: one per "token" or one per "sequence".
         fixed_level: Whether the loss has a ratio that `importance_sampling_level` does not change.
-        at_token: The loss that equals this loss with one ratio per token, which is refused; else
-            empty.
+        at_token: The loss that this loss would equal with one ratio per token, a level that is
+            then refused; empty if the level is allowed.
         by_longest: Whether the loss divides by `max_completion_length`.
     """
 
@@ -65,10 +65,10 @@ REWARD_WEIGHT = "reward_weights."
 """Prefix of the name of a searched reward weight: `reward_weights.<reward function>`."""
 
 LORA = "lora."
-"""Prefix of the settings of an agent's adapter."""
+"""Prefix of the names of searched settings of adapters."""
 
 SCHEDULE = "lr_schedule."
-"""Prefix of the settings of an agent's learning-rate schedule."""
+"""Prefix of the names of searched settings of the learning-rate schedule."""
 
 WARMUP = f"{SCHEDULE}warmup_proportion"
 
@@ -78,7 +78,7 @@ PATHS = {
     "lora_target_modules": f"{LORA}target_modules",
     "warmup_proportion": WARMUP,
 }
-"""Field -> its name in a search, where that is a path of population.yaml."""
+"""Field of `Hparams` -> its name in a search, if the two differ, such as `lora.r`."""
 
 DRAWN_AT_START = frozenset({WARMUP})
 """Hyperparameters that are drawn for the first population and do not mutate: a copy keeps its
@@ -364,7 +364,7 @@ class Hparams(AgentFields):
             raise Problems(*renamed) from None
 
     def with_scale(self, space: Collection[str], adapter: RankAlpha) -> "Hparams":
-        """Return a copy whose searched rank and alpha are those of a run's adapters."""
+        """Return a copy with the rank and the alpha of `adapter`, if their names are in `space`."""
         searched = {
             _field(f"{LORA}{name}"): value
             for name, value in adapter._asdict().items()
@@ -376,7 +376,8 @@ class Hparams(AgentFields):
 def of_mean(parents: Sequence[Hparams]) -> Hparams:
     """Return the hyperparameters of the mean of agents; `parents` has the better agent first.
 
-    The values are the better agent's, except the largest rank, its alpha, and the layers of all.
+    The values are the better agent's, but rank and alpha are those of the parent with the largest
+    rank, and different sets of layers become None, `model.lora.target_modules`.
     """
     widest = max(parents, key=lambda hparams: hparams.lora_r or 0)
     layers = {hparams.lora_target_modules for hparams in parents}

@@ -126,7 +126,7 @@ def group_at(root: type[BaseModel], path: Path) -> type[BaseModel] | None:
 
 
 def unknown_key(root: type[BaseModel], group: type[BaseModel] | None, path: Path) -> str:
-    """Return the message for an unknown key, with the nearest valid key or the key's path."""
+    """Return the message for an unknown key, with a similar key, or its paths in other groups."""
     names = list(group.model_fields) if group is not None else []
     key = str(path[-1])
     elsewhere = dict.fromkeys(p for p in leaves(root) if p[-1] == key)
@@ -221,7 +221,7 @@ def _resolved(root: type[BaseModel], path: Path) -> tuple[Path, type[BaseModel] 
 
 
 def _members(above: type[BaseModel] | None, kept: list[str | int]) -> list[type[BaseModel]]:
-    """Return the groups of the union that the last part of a path names; empty if no union."""
+    """Return the groups of the union that the last part of a path names; empty if it names none."""
     if above is None or not kept or not isinstance(kept[-1], str):
         return []
     field = above.model_fields.get(kept[-1])

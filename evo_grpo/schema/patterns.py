@@ -14,7 +14,7 @@ LONGEST = 10_000
 
 
 def module_patterns(lora: Any) -> dict[str, str]:  # noqa: ANN401 -- LoraSettings, or PEFT's LoraConfig
-    """Return, by setting, the patterns that PEFT matches with full names; lists are left out."""
+    """Return, by setting, the patterns that PEFT matches with full names of modules; no lists."""
     patterns = {
         name: value
         for name in ("target_modules", "exclude_modules")

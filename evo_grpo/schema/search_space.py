@@ -44,7 +44,7 @@ ROUNDING = 1e-12
 """Tolerance of a range for rounding: 1 - 0.8 is not exactly 0.2."""
 _PLURALS = {str: "names", bool: "true and false", int: "integers", float: "numbers"}
 DECADE = 10.0
-"""Factor by which lr may move in either direction when no range is given."""
+"""Factor by which lr may move in either direction in the default range."""
 
 
 def _type_name(value: object) -> object:
@@ -135,7 +135,7 @@ class RLParameter(Group):
         return self
 
     def _problems(self, ends: tuple[float, float]) -> Iterator[Problem]:
-        """Yield the problems of the range, or of choices with `ends` as extreme numbers."""
+        """Yield the problems of the range, or of choices, whose extreme numbers are `ends`."""
         given_ends = [name for name in ("min", "max") if name in self.model_fields_set]
         if self.choices is not None:
             for name, end in zip(("min", "max"), ends, strict=True):
@@ -175,7 +175,7 @@ class RLParameter(Group):
         return f"a value inside {where} [{self.min:g}, {self.max:g}]"
 
     def replace(self, **changes: Any) -> Self:
-        """Return a validated copy with some settings changed; new `choices` also set the ends."""
+        """Return a validated copy with some settings changed; new `choices` replace a range."""
         values = dict(self)
         if {"min", "max"} & changes.keys():
             values.pop("choices")
@@ -289,7 +289,7 @@ class HyperparameterConfig:
         self.parameters = ranges
 
     def names(self) -> list[str]:
-        """Return the names in the order given."""
+        """Return the names in the order of the arguments."""
         return list(self.parameters)
 
     def mutating(self) -> "HyperparameterConfig":
@@ -332,7 +332,7 @@ def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_ranges(lr: float) -> dict[str, RLParameter]:
-    """Return the default range: of lr, within a factor of ten either way."""
+    """Return the default ranges: of lr alone, within a factor of ten either way."""
     # The range is smaller near the smallest and the largest lr that is allowed.
     return {"lr": RLParameter(max(lr / DECADE, LEAST_LR), min(lr * DECADE, MOST_LR))}
 
@@ -425,7 +425,7 @@ def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> No
 
 
 class ValueOutsideRange(NamedTuple):
-    """An agent's initial value outside its range; of a clip pair, a bound's distance from 1."""
+    """An agent's initial value outside its range; for a pair in clip_coef, a distance from 1."""
 
     name: str
     value: Value
@@ -451,7 +451,7 @@ def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[Value
 
 
 def values_of(hparams: Hparams, name: str) -> list[Value]:
-    """Return the values to compare with a range: none for None, two distances from 1 for a pair."""
+    """Return the values that a range applies to: none for None, two distances from 1 for a pair."""
     if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
         low, high = hparams.clip_coef
         return [1 - low, high - 1]  # the range of clip_coef is that of the distance from 1

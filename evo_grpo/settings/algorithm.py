@@ -295,7 +295,7 @@ class AlgorithmConfig(LossFields, AgentFields):
         return self.max_output_tokens
 
     def shapes_kl(self, hparams: Hparams) -> bool:
-        """Return whether the KL of an agent is part of its advantages, not of a penalty."""
+        """Return whether an agent's KL is subtracted from its advantages, in place of a penalty."""
         return self.kl_shaping if hparams.kl_shaping is None else hparams.kl_shaping
 
     def adv_scale(self, hparams: Hparams) -> Literal["group", "batch", "none"]:
@@ -303,7 +303,7 @@ class AlgorithmConfig(LossFields, AgentFields):
         return _SCALES[hparams.adv_norm or self.adv_norm]
 
     def hparams(self) -> Hparams:
-        """Return the initial hyperparameters, which may differ between agents."""
+        """Return the settings of this group that may differ between agents, as hyperparameters."""
         values = {name: getattr(self, name) for name in AgentFields.model_fields}
         if self.lr is None:  # outside of a run, no model is known
             del values["lr"]

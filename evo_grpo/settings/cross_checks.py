@@ -30,7 +30,7 @@ from evo_grpo.settings.rewards import JudgeReward
 
 
 class DoubtfulSetting(UserWarning):
-    """A setting is valid, but probably not meant, alone or in combination with others."""
+    """A warning of a setting that is valid but probably not meant, alone or beside others."""
 
 
 MOST_AGENTS = 10_000
@@ -38,7 +38,7 @@ MOST_ROUNDS = 100_000
 MOST_STEPS = 1_000_000
 """Limits far beyond use: a plan lists agents and rounds, and a typo must not exhaust memory."""
 LEAST_PARTS = 3
-"""Fewest parts of a population of which `offload_adapters` keeps some in host memory."""
+"""Least number of parts of a population at which `offload_adapters` keeps any in host memory."""
 
 
 def run_problems(
@@ -97,7 +97,7 @@ def fitness_problems(space: HyperparameterConfig, fitness: FitnessConfig) -> Ite
 def objective_problems(evolve: EvolveConfig, *, own: bool = False) -> Iterator[Problem]:
     """Yield contradictions between the objectives and the other settings of evolution.
 
-    `own` says that an object replaces `evolve.selection`.
+    `own` says that an object from Python replaces `evolve.selection`.
     """
     fitness, selection = evolve.fitness, evolve.selection
     for_goals = not own and getattr(selection, "several_goals", False)
@@ -204,7 +204,7 @@ def _engine(engine: EngineConfig) -> Iterator[Problem]:
 
 
 def divides_quantized(engine: EngineConfig) -> str:
-    """Return why a quantised base cannot be divided among processes; empty if it need not be."""
+    """Return the problem of a quantised base divided among processes; empty if it is not both."""
     if engine.quantization is None or not (engine.base == "sharded" or engine.zero == 3):
         return ""
     how = "base: sharded" if engine.base == "sharded" else "zero: 3"
@@ -250,7 +250,7 @@ def _counts(population: PopulationConfig, evolve: EvolveConfig) -> Iterator[Prob
 def _lengths(
     algorithm: AlgorithmConfig, space: HyperparameterConfig, above: Path
 ) -> Iterator[Problem]:
-    """Yield lengths of completions that contradict each other, for the limits of all agents."""
+    """Yield contradictions among lengths of completions, at the limits that agents may have."""
     least, longest = algorithm.shortest_output(space), algorithm.longest_output(space)
     searched, context = "max_output_tokens" in space.names(), algorithm.max_model_len
     expected = f"at most {'the least ' * searched}max_output_tokens ({least})"
@@ -285,7 +285,7 @@ def _levels(
 def _outside(
     algorithm: AlgorithmConfig, ranges: Mapping[str, RLParameter], above: Path
 ) -> Iterator[Problem]:
-    """Yield initial hyperparameters outside of their range or choices."""
+    """Yield a problem for each initial hyperparameter outside of its range or choices."""
     space = HyperparameterConfig(**ranges)
     for value in outside(algorithm.first_hparams(space), space):
         name = "clip_coef" if value.name in CLIPS else value.name

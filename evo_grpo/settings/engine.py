@@ -20,7 +20,7 @@ else:
     EngineName = Literal[tuple(ENGINES)]
 
 DECODE_ROWS = 1024
-"""Completions decoded at once where it is not known how many fit."""
+"""Completions decoded at once if it is not known for how many the memory suffices."""
 _UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
 
 
@@ -159,7 +159,7 @@ class EngineConfig(Group):
 
     @property
     def memory_bytes(self) -> int | None:
-        """The bytes of `memory`; None without it."""
+        """`memory` in bytes; None if it is null."""
         if self.memory is None:
             return None
         number = self.memory.rstrip("GMiB")

@@ -48,7 +48,7 @@ class FewShot(Group):
 
 
 def without_rows(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the number and digest of the user's few-shot rows in their place."""
+    """Return settings in which the few-shot rows are replaced by their number and digest."""
     env = settings.get("env")
     shots = cast("Mapping[str, Any]", env).get("few_shot") if isinstance(env, Mapping) else None
     rows = cast("Mapping[str, Any]", shots).get("rows") if isinstance(shots, Mapping) else None
@@ -110,7 +110,7 @@ Prompts = Annotated[
 
 
 class PromptSettings(Group):
-    """What surrounds a question, and which part of a completion is its answer."""
+    """What surrounds a question, and which part of a completion is the answer."""
 
     prompts: Prompts = setting(
         None,

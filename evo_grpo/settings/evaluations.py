@@ -12,21 +12,21 @@ from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig
 from evo_grpo.settings.population import PopulationConfig
 
 LEAST_PROMPTS = 8
-"""Validation prompts that `fitness.share` leaves; fewer hardly tell agents apart."""
+"""Least number of validation prompts with `fitness.share`; fewer hardly tell agents apart."""
 _SAMPLED_BY = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Hyperparameters that act on sampling in training, and on no evaluation."""
 
 
 class Evaluations(NamedTuple):
-    """The most evaluations of a run.
+    """Upper bounds of the evaluations of a run.
 
     Attributes:
-        places: Agents of each round.
+        places: Number of agents of each round.
         decisions: Finished rounds after which all agents answer all validation prompts: rounds with
             a decision, and the last round.
-        whole: Evaluations on all validation prompts after each round, including racing and the
-            archive.
-        between: Agents that answer `fitness.between` prompts after each round.
+        whole: Number of evaluations on all validation prompts after each round, including racing
+            and the archive.
+        between: Number of agents that answer `fitness.between` prompts after each round.
         finalists: Candidates of the final comparison: best of the last round, archive, mean.
     """
 
@@ -38,7 +38,7 @@ class Evaluations(NamedTuple):
 
 
 def count_evaluations(population: PopulationConfig, evolve: EvolveConfig) -> Evaluations:
-    """Return the most evaluations of a run."""
+    """Return upper bounds of the evaluations of a run."""
     by_round = population.places(selects=evolve.selects)
     places = tuple(by_round[min(n, len(by_round) - 1)] for n in range(population.rounds))
     always = evolve.decides_always
@@ -93,17 +93,11 @@ def settled(
     space: HyperparameterConfig,
     tokens: int | None = None,
 ) -> tuple[PopulationConfig, EvolveConfig]:
-    """Return settings with decisions, numbers of agents and evaluations of each round filled in.
+    """Return settings with the decisions, the agents of each round and the evaluations filled in.
 
-    If `population.stop.tokens` may end a run early, shares refer to the rounds that are certain to
-    be played.
-
-    Args:
-        population: The agents, and the length of their training.
-        evolve: What happens between two rounds.
-        algorithm: The initial settings of the agents.
-        space: The hyperparameters that may mutate.
-        tokens: Most tokens that a round trains on; None if they are not known.
+    If `population.stop.tokens` may end a run early, decisions and `evolve.fitness.share` refer to
+    the rounds that are certain to be played. `tokens` is the most tokens that a round trains on;
+    None if they are not known.
     """
     rounds, limit = population.rounds, population.stop.tokens
     if limit is not None and tokens:

@@ -42,7 +42,7 @@ def _weights(value: object) -> object:
 FITNESS, TOKENS = "fitness", "tokens"
 """Names of objectives that are no reward functions."""
 BETWEEN = 8
-"""Validation prompts of a round without decisions, where its training does not measure fitness."""
+"""Validation prompts of a round without decisions, unless its training measures fitness."""
 FitnessReward = Annotated[str | dict[str, float] | None, BeforeValidator(_weights)]
 Ranges = Annotated[dict[str, RLParameter] | None, BeforeValidator(_typed_ranges)]
 
@@ -165,7 +165,7 @@ class FitnessConfig(Group):
 
     @property
     def second_looks(self) -> float:
-        """The value of `racing`; 0 if evaluations are greedy, as a second one would be equal."""
+        """The value of `racing`; 0 if evaluations are greedy and a second one would be equal."""
         return self.racing if self.temperature else 0.0
 
 
@@ -230,7 +230,7 @@ class EvolveConfig(Group):
 
     @property
     def decides_always(self) -> bool:
-        """Whether to decide after every round: scheduled values may begin at any round."""
+        """Whether to decide after every round, because scheduled values may begin at any round."""
         return bool(getattr(self.exploration, "scheduled", False))
 
 

@@ -34,7 +34,7 @@ AGENT_KEYWORDS: dict[str, Path] = {
 """Keyword of the constructors -> its path in `AgentSettings`."""
 
 POPULATION_KEYWORDS: dict[str, Path] = {name: ("population", name) for name in ("size", "init")}
-"""Further keyword of `population` -> its path in a run file."""
+"""Keyword that only `GRPO.population` takes -> its path in population.yaml."""
 
 TRAIN_KEYWORDS: dict[str, Path] = {
     "name": ("name",),
@@ -46,7 +46,7 @@ TRAIN_KEYWORDS: dict[str, Path] = {
     **_below(EvolveConfig, "evolve", without="hyperparameters"),
     **_below(RecordConfig, "record"),
 }
-"""Keyword of `Population.train` -> its path in a run file."""
+"""Keyword of `Population.train` -> its path in population.yaml."""
 
 
 def agent_settings(given: Mapping[str, Any], *, kind: str) -> AgentSettings:
@@ -85,7 +85,7 @@ def unknown_keyword(call: str, name: str, known: Mapping[str, object]) -> Config
 
 
 def _flat(path: Path) -> Path:
-    """Return the keyword for a path in `AgentSettings`."""
+    """Return a path in `AgentSettings` with a keyword in place of the parts that it stands for."""
     for name, prefix in AGENT_KEYWORDS.items():
         if path[: len(prefix)] == prefix:
             return (name, *path[len(prefix) :])

@@ -22,7 +22,7 @@ class UsualLR(NamedTuple):
 
     Attributes:
         models: The kind in words.
-        lr: The default.
+        lr: The default lr.
         low: Minimum of the default range.
         high: Maximum of the default range.
     """
@@ -48,9 +48,9 @@ def with_default_lr(
     ranges: Mapping[str, RLParameter] | None,
     model: ModelConfig | None,
 ) -> tuple[AlgorithmConfig, Mapping[str, RLParameter] | None]:
-    """Replace an lr of null, and with it ranges of null, by the usual values for the model.
+    """If lr is null, replace it, and ranges of null, by the usual values for the model.
 
-    If lr is given, ranges of null are kept; they mean a factor of ten around lr. A run folder
+    If lr is not null, ranges of null stay null and mean a factor of ten around lr. A run folder
     records its lr, so that a resume does not change it.
     """
     if algorithm.lr is not None:
@@ -69,7 +69,7 @@ def unusual_lr(
     begin: Iterable[Hparams],
     ranges: Mapping[str, RLParameter] | None,
 ) -> str | None:
-    """Return a sentence about the first given lr that is far from usual; None if there is none.
+    """Return a sentence about the first lr of the settings that is far from usual; None if none is.
 
     Args:
         model: The model; None stands for a transformers module.

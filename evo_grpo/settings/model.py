@@ -119,7 +119,7 @@ class LoraSettings(Group):
 
     @property
     def rank_alpha(self) -> RankAlpha:
-        """The rank and the alpha, with its default filled in."""
+        """The rank, and the alpha or its default."""
         return RankAlpha(self.r, 2.0 * self.r if self.alpha is None else self.alpha)
 
     @property
@@ -133,7 +133,7 @@ class LoraSettings(Group):
         return [str(value) for value in space[name].choices or ()] if name in space.names() else []
 
     def largest(self, space: HyperparameterConfig) -> Self:
-        """Return the settings with the largest rank and all layers of the search."""
+        """Return these settings with the largest rank and all layers that are searched."""
         name = f"{LORA}r"
         rank = int(space[name].max) if name in space.names() else self.r
         own = self.replace(r=rank) if rank > self.r else self
@@ -189,7 +189,7 @@ def adapter_problems(
 def _set_problems(
     lora: LoraSettings, space: HyperparameterConfig, above: Path
 ) -> Iterator[Problem]:
-    """Yield searched sets of layers that are not declared, and `target_modules` without effect."""
+    """Yield problems: undeclared sets of layers in the search, and `target_modules` beside it."""
     names, at = lora.searched_sets(space), f"{LORA}target_modules"
     for name in names:
         if name not in lora.target_sets:
@@ -203,7 +203,7 @@ def _set_problems(
 def missing_layers(
     targets: str | Sequence[str], layers: Collection[str], model: str, excluded: str | Sequence[str]
 ) -> str:
-    """Return the problem of a set of layers; empty if the model has all of them.
+    """Return why a set of layers is refused: one is unknown, or all are excluded; empty if not.
 
     Args:
         targets: The set, in the form of `target_modules`.
@@ -235,7 +235,7 @@ def pattern_problems(
     lora: Any,  # noqa: ANN401 -- LoraSettings, or PEFT's LoraConfig
     above: Path,
 ) -> Iterator[tuple[str, str]]:
-    """Yield (setting, sentence) for each pattern of ranks or alphas beside a search of them."""
+    """Yield (setting, sentence) for each pattern of ranks or alphas beside a search of adapters."""
     for searching in searched(space)[:1]:
         for name in ("rank_pattern", "alpha_pattern"):
             if pattern := dict(getattr(lora, name) or {}):
@@ -253,7 +253,7 @@ def begins_outside(
 
 
 def too_wide(space: HyperparameterConfig, layer: str, width: int) -> str:
-    """Return why a rank in the range is too large for the narrowest layer; empty if all fit."""
+    """Return why a rank in the range is too large for the narrowest layer; empty if none is."""
     name = f"{LORA}r"
     text = above_width(space[name].max, layer, width) if name in space.names() else ""
     remedy = "lower max" if text and space[name].choices is None else "remove it"
@@ -261,12 +261,9 @@ def too_wide(space: HyperparameterConfig, layer: str, width: int) -> str:
 
 
 def above_width(rank: float, layer: str, width: int) -> str:
-    """Return why a rank is too large for the narrowest layer, without a remedy; empty if it fits.
+    """Return why a rank is too large for the narrowest layer, without a remedy; empty if it is not.
 
-    Args:
-        rank: The rank.
-        layer: The narrowest layer with an adapter.
-        width: The smaller of its numbers of inputs and outputs.
+    `layer` is the narrowest layer with an adapter, `width` the smaller of its inputs and outputs.
     """
     if rank <= width:
         return ""

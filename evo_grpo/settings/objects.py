@@ -136,9 +136,10 @@ Source = Annotated[str | HubDataset | PythonObject | None, BeforeValidator(_sour
 
 
 def by_splits(sources: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return sources in which a `DatasetDict` given as train stands for its splits.
+    """Return sources in which a `DatasetDict` as `train` is replaced by its splits.
 
-    Any mapping with the key train counts. Its splits fill in a missing validation and test.
+    Any mapping with the key train counts as one. Its validation and test splits replace sources of
+    None.
     """
     train = sources.get("train")
     train = train.value if isinstance(train, PythonObject) else train

@@ -193,7 +193,7 @@ class PopulationConfig(Group):
 
     @property
     def _halving(self) -> list[int]:
-        """The finished rounds after which a population without `sizes` halves, and the last one."""
+        """Finished rounds at which `sizes: null` may halve the agents, and the last decision."""
         if isinstance(self.decisions, list):
             return self.decisions
         if self.decisions == "every":

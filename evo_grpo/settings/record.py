@@ -16,7 +16,7 @@ from evo_grpo.schema.problems import Problems, below, refuse
 from evo_grpo.settings.trackers import TrackerConfig, Trackers, problems_of
 
 FILE = "sqlite"
-"""The value for a SQLite file in the run folder."""
+"""The value of `record.storage` for a SQLite file in the run folder."""
 EXPECTED = (
     "null, sqlite, sqlite:///PATH, or postgresql+psycopg://USER@HOST:PORT/DATABASE without a "
     "password, which PGPASSWORD in the environment or ~/.pgpass has"
@@ -54,7 +54,7 @@ def is_url(storage: str | None) -> bool:
 
 
 def check_driver(storage: str | None) -> None:
-    """Refuse a server whose driver is not installed; import nothing."""
+    """Refuse a PostgreSQL server if its driver is not installed; import nothing."""
     if storage is not None and _SERVER.fullmatch(storage) and find_spec("psycopg") is None:
         raise missing_driver("No module named 'psycopg'")
 
@@ -119,7 +119,7 @@ class RecordConfig(Group):
 
     @property
     def readers(self) -> list[str]:
-        """Names of the readers that follow the run: trackers, and optuna if trials need a reader.
+        """Names of the readers that follow the run; optuna is one if there are trackers or a URL.
 
         Without readers, the run itself writes the trials into its folder at its end.
         """

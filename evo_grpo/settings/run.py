@@ -30,7 +30,7 @@ GroupT = TypeVar("GroupT", bound=Group)
 
 
 def _with_values(group: GroupT, **values: object) -> GroupT:
-    """Set values that depend on other groups, in a group whose validation has not ended."""
+    """Set values of a frozen group whose validation has not ended, and return the group."""
     for name, value in values.items():
         object.__setattr__(group, name, value)  # the group is frozen
     return group
@@ -154,7 +154,7 @@ class RunConfig(Group):
         return self.algorithm.first_hparams(self.search_space(), self.model.lora.rank_alpha)
 
     def settled(self, output_tokens: int) -> Self:
-        """Return settings whose null values that depend on the length of the run are filled in.
+        """Return settings with values in place of nulls that depend on the length of the run.
 
         A run records the settings, so that they stay the same if the run is extended.
         `output_tokens` is the longest completion in tokens, if the settings name none.
@@ -196,7 +196,7 @@ def doubts_of_run(config: RunConfig) -> list[str]:
 
 
 def _unsearched(config: RunConfig) -> Iterator[str]:
-    """Yield a sentence if prompts other than the first, or sets of layers, are not used."""
+    """Yield a sentence on prompts beyond the first, or sets of layers, that nothing searches."""
     searched, prompts = config.search_space().names(), list(config.env.prompts or ())
     sets, several = list(config.model.lora.target_sets), prompts if len(prompts) > 1 else []
     for place, names, key, used in (
@@ -220,7 +220,7 @@ def doubts_of_agents(settings: AgentSettings, init: Start = "same") -> list[str]
 
 
 def without_effect_of_run(config: RunConfig) -> list[Finding]:
-    """Return all settings of a run that were given and have no effect."""
+    """Return a finding for each given setting of a run that has no effect."""
     settings = KnownSettings(
         config.algorithm,
         config.search_space(),
@@ -235,7 +235,7 @@ def without_effect_of_run(config: RunConfig) -> list[Finding]:
 
 
 def without_effect_of_agents(settings: AgentSettings, init: Start = "same") -> list[Finding]:
-    """Return all settings of agents that were given and have no effect in any environment."""
+    """Return a finding for each given setting of agents that acts in no environment."""
     initial = _begin(settings.algorithm, settings.search_space(), init, settings.lora)
     return without_effect(
         KnownSettings(settings.algorithm, settings.search_space(), settings.engine, initial)
@@ -252,11 +252,7 @@ def _begin(
 
 
 def check_comparable(config: RunConfig) -> None:
-    """Refuse a run that cannot be compared, before it trains.
-
-    Raises:
-        ConfigError: The run has fewer than two agents.
-    """
+    """Raise ConfigError for a run of fewer than two agents, before it trains for a comparison."""
     if config.population.size < 2:
         raise ConfigError(
             "population.size: expected at least 2 agents to compare with those without evolution, "

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from evo_grpo.settings.population import PopulationConfig
 
 OF_ONE_LOSS = [name for name in LossFields.model_fields if name.partition("_")[0] in LOSS_USES]
-"""Settings that only the loss uses with whose name they begin."""
+"""Settings that begin with the name of the only loss that uses them."""
 RANGES = "hyperparameters"
 WHY_RATIO_IS_ONE = (
     "with update_epochs 1 and all rows of a step in one batch the probability ratio is exactly 1; "
@@ -41,7 +41,7 @@ Row = tuple[str, object, str]
 
 
 class WithoutEffect(UserWarning):
-    """A given setting has no effect in combination with others."""
+    """A warning of a given setting that has no effect in combination with others."""
 
 
 class Finding(NamedTuple):
@@ -122,7 +122,7 @@ class KnownSettings:
 
     @property
     def clip(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Least and greatest lower clip bound of the ratio, and the same of the upper bound."""
+        """(Least, greatest) lower clip bound of the ratio, then (least, greatest) upper bound."""
         low, high = self.bounds("clip_low"), self.bounds("clip_high")
         if not self.mutates("clip_coef"):
             return low, high
@@ -146,7 +146,7 @@ class KnownSettings:
 
     @property
     def ratio_is_one(self) -> bool:
-        """Whether every optimizer step starts from the policy that computed the old log-probs.
+        """Whether the ratio is 1: every optimizer step starts from the policy of the old log-probs.
 
         False while the environment is not known, because rows may be passed by hand.
         """
@@ -278,7 +278,7 @@ def _engine(seen: KnownSettings) -> Iterator[Finding]:
 
 
 def _run(seen: KnownSettings) -> Iterator[Finding]:
-    """Yield settings of a run without effect; nothing if only those of its agents are known."""
+    """Yield findings on `population` and `evolve`; none if only the agents' settings are known."""
     population, evolve = seen.population, seen.evolve
     if population is None or evolve is None:
         return
@@ -317,7 +317,7 @@ def _run(seen: KnownSettings) -> Iterator[Finding]:
 
 
 def without_effect(seen: KnownSettings) -> list[Finding]:
-    """Return all settings that were given and have no effect."""
+    """Return a finding for each given setting that has no effect."""
     return [
         finding for check in (_clip_range, _algorithm, _engine, _run) for finding in check(seen)
     ]

@@ -1,4 +1,4 @@
-"""Reads and writes YAML: plain values with bounds, and the settings of a run."""
+"""Reads and writes YAML: plain values of bounded size, and the settings of a run."""
 
 from __future__ import annotations
 
@@ -73,10 +73,8 @@ class Dumper(yaml.SafeDumper):
 def parse(text: str, source: str, loader: type[Loader] = Loader) -> object:
     """Return the plain values in YAML.
 
-    Args:
-        text: The YAML.
-        source: Name of the file in messages.
-        loader: `WrittenOutLoader` for files of run folders, which are untrusted data.
+    `source` names the file in messages. `loader` is `WrittenOutLoader` for files of run folders,
+    because these are untrusted data.
     """
     try:
         return yaml.load(text, Loader=loader)
@@ -133,7 +131,7 @@ def _string(loader: Loader, node: Any) -> str:  # noqa: ANN401 -- of any kind, w
 
 
 def _checked(construct: Callable[[Any, Any], Any], noun: str) -> Callable[[Any, Any], Any]:
-    """Return a constructor whose error names the value, such as an invalid date."""
+    """Return `construct` with an error that names an invalid value and the expected `noun`."""
 
     def constructed(loader: Loader, node: Any) -> Any:  # noqa: ANN401 -- whatever it makes
         try:
@@ -163,8 +161,8 @@ REMOVED: dict[tuple[str, ...], tuple[object, str]] = {
     ("engine", "vllm", "stop_sequences"): ([], "and algorithm.stop serves every engine"),
     ("engine", "vllm", "process"): ("child", "and vLLM always runs in a separate process"),
 }
-"""Removed setting, which older run folders have -> the value that means what is done now, and why
-it was removed."""
+"""Path of a removed setting, which older run folders have -> (the value that means what is done
+now, why the setting was removed)."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -213,7 +211,7 @@ def as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
 def from_written(text: str, source: str, *, past: bool = False) -> RunConfig:
     """Build a configuration from the text of `to_yaml` in a run folder, without anchors.
 
-    With `past`, removed settings are left out, whatever their value, in place of an error.
+    With `past`, removed settings are left out; else one that has an effect is an error.
     """
     settings = with_current_keys(parse(text, source, WrittenOutLoader))
     if past and isinstance(settings, Mapping):
@@ -222,7 +220,7 @@ def from_written(text: str, source: str, *, past: bool = False) -> RunConfig:
 
 
 def with_current_keys(settings: Any) -> Any:  # noqa: ANN401 -- as it was given
-    """Convert settings that a run before 0.3 wrote to the present meaning of each key.
+    """Return settings of a run before 0.3 in the present meaning of each key.
 
     `engine.overlap` was the number of parts of a shard, and `engine.vllm` had stop sequences.
     """
@@ -243,7 +241,7 @@ def with_current_keys(settings: Any) -> Any:  # noqa: ANN401 -- as it was given
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return a configuration as YAML, with all defaults; loading it gives an equal one.
+    """Return a configuration as YAML, with all defaults; the YAML loads as an equal configuration.
 
     Raises:
         ConfigError: The text is longer than the size limit of `load`.
@@ -296,7 +294,7 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
 
 
 def without_removed(settings: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[Problem]]:
-    """Drop removed settings; return the rest, and a problem for each value that had an effect."""
+    """Return settings without removed ones, and a problem for each that had an effect."""
     remaining, problems = dict(settings), list[Problem]()
     for path, (harmless, why) in REMOVED.items():
         group: dict[Any, Any] = remaining
@@ -316,7 +314,7 @@ def without_removed(settings: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[P
 
 
 def _without_objects(config: RunConfig, source: str) -> RunConfig:
-    """Refuse rows inside a file; a mapping from Python may have them."""
+    """Refuse a file that contains rows of the task; only a mapping from Python may have them."""
     if objects := config.env.objects():
         raise ConfigError(
             f"{source}: expected the name of a file with the rows, got the rows themselves: "
@@ -327,7 +325,7 @@ def _without_objects(config: RunConfig, source: str) -> RunConfig:
 
 
 def _apply(settings: dict[Any, Any], override: str) -> None:
-    """Set one value, after copying the groups on its path, which belong to the caller."""
+    """Apply an override to `settings`; copy the groups on its path, which belong to the caller."""
     path, sign, text = override.partition("=")
     names = tuple(path.strip().split("."))
     where = f"--set {shorten(override)}"
@@ -348,7 +346,7 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
 
 
 def _group_copy(inside: object, path: tuple[str, ...], where: str) -> dict[Any, Any]:
-    """Return a copy of the mapping at a path, which may be missing or given by its shorthand."""
+    """Return a copy of the mapping `inside` at a path; {} for None, and a shorthand expanded."""
     if inside is None:
         return {}
     if isinstance(inside, Mapping):

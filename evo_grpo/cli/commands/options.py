@@ -18,7 +18,7 @@ RUNS = "runs"
 
 
 class Commands(TyperGroup):
-    """Converts errors into a message and an exit code; --debug adds the traceback."""
+    """Commands whose errors become a message and an exit code; --debug adds the traceback."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- as for `invoke`
         """Parse the arguments."""
@@ -41,7 +41,7 @@ app = typer.Typer(
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the matching run folders in runs/ and in the typed folder."""
+    """Return the paths of runs in runs/ and the typed folder that begin with `incomplete`."""
     from evo_grpo.record.folder import is_run
 
     beside = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)
@@ -53,7 +53,7 @@ def complete_run(incomplete: str) -> list[str]:
 
 
 def complete_setting(incomplete: str) -> list[str]:
-    """Return the matching paths of settings, such as algorithm.lr."""
+    """Return the paths of settings, such as algorithm.lr, that begin with `incomplete`."""
     from evo_grpo.schema.messages import leaves
     from evo_grpo.settings import RunConfig
 

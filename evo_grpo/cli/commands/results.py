@@ -83,7 +83,7 @@ def lineage(
 
 
 def _say_missing(view: RunView, folder: Path) -> None:
-    """Print the facts that a run does not have, and why."""
+    """Print which facts the records of a run lack, and why."""
     if not view.rounds:
         say(f"{folder}: no round is finished yet")
         return
@@ -210,7 +210,7 @@ def follow(
 def _feed_readers(
     folder: Path, to: Sequence[str], storage: str | None, *, outside: bool, quiet: bool
 ) -> None:
-    """Follow a run, by default with the readers of its settings, and print their progress."""
+    """Feed the readers `to`, by default those of the run's settings, and print their progress."""
     output = _own_output()
     print_line = _line_printer(output)
     failed: list[EvoGrpoError] = []
@@ -268,7 +268,7 @@ def _exit_if_hanging(error: EvoGrpoError, *, quiet: bool) -> None:
 
 
 def _own_output() -> TextIO:
-    """Return standard output, and redirect later prints of packages to standard error."""
+    """Return a copy of standard output; later prints of packages then go to standard error."""
     try:
         descriptor = sys.stdout.fileno()
     except OSError:  # sys.stdout was replaced by an object without a descriptor

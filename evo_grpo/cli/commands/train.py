@@ -44,7 +44,7 @@ FORMS = {
     "cancel": "cancel",
 }
 _AGENTS = {"stop-agent": 1, "clone": 2, "set": 1}
-"""Number of agents that a request names."""
+"""Operation of a request -> the number of agents that the request names."""
 #: Seconds after the end of a rank until the remaining ranks are terminated.
 SECONDS_TO_END = 15.0
 _POLL_SECONDS = 0.05
@@ -103,7 +103,7 @@ def run(  # noqa: PLR0913 -- one argument for each option
 
 
 def _finished(folder: Path) -> str:
-    """Return a sentence that a run is finished, with the rule that ended it."""
+    """Return a sentence which says that a run is finished, and which rule ended it, if any did."""
     from evo_grpo.record.stopping import why_it_ended
     from evo_grpo.record.summary import read_summary
 
@@ -271,7 +271,7 @@ def _time_ago(asked: float) -> str:
 
 @contextmanager
 def reporting_early_errors() -> Generator[None]:
-    """Report an error of this rank to the other ranks before they are connected."""
+    """If this process rank fails before the ranks are connected, report its error to the others."""
     try:
         yield
     except EvoGrpoError:
@@ -285,9 +285,10 @@ def reporting_early_errors() -> Generator[None]:
 
 
 def launch_ranks(ranks: int | None, arguments: Sequence[str]) -> None:
-    """Start the ranks of a run on this machine, wait for them, and exit with their exit code.
+    """Start the process ranks of a run on this machine, wait for them, and exit with their code.
 
-    A process that is already a rank returns at once, or raises ConfigError if `ranks` differs.
+    This returns at once if `ranks` is None or 1, or if this process is a rank already; ConfigError
+    if it is a rank of another number of processes. `arguments` are those of the command.
     """
     if is_one_of_several():
         if launcher := os.environ.pop(_LAUNCHER, ""):
@@ -346,7 +347,10 @@ def _run_ranks(ranks: int, command: Sequence[str]) -> NoReturn:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks; return the exit code of rank 0, or of the rank that failed first."""
+    """Wait for all process ranks; after one has failed, end those that do not end in time.
+
+    Returns the exit code of rank 0 or, if that is 0, of the rank that failed first.
+    """
     first_failed: int | None = None
     ends = iter((signal.SIGTERM, signal.SIGKILL))
     deadline = 0.0
@@ -382,7 +386,7 @@ def _cores() -> int:
 
 
 def _end_with(launcher: int) -> None:
-    """End this rank as SIGTERM does when its launcher has ended, even by SIGKILL."""
+    """Wait until the launcher has ended, even by SIGKILL; then send SIGTERM to this rank."""
     while os.getppid() == launcher:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)

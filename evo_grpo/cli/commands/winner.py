@@ -109,7 +109,7 @@ def _choose(
 
 
 def _weights_of(given: Sequence[str]) -> dict[str, float]:
-    """Return the weights of `--prefer tokens=0.2`."""
+    """Return the weight of each objective in values of `--prefer`, such as `tokens=0.2`."""
     weights: dict[str, float] = {}
     for text in given:
         name, _, number = text.partition("=")

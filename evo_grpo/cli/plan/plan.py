@@ -63,20 +63,21 @@ class Plan(NamedTuple):
         rows_per_step: Rows of all agents in one step, the same in every round.
         test_prompts: Prompts of the final comparison of base and best agent.
         tokens_per_round: Most training tokens per round, over all agents.
-        evaluation_tokens: Most tokens of the evaluations after each round, over its agents, all
-            evaluations of racing, and the comparison with the archive.
-        finalists: Most candidates of the final comparison; 0 if there is only one.
+        evaluation_tokens: Most tokens of the evaluations after each round: those of its agents, of
+            racing, and of the comparison with the archive.
+        finalists: Most candidates of the final comparison; 0 if the run has no final comparison.
         final_tokens: Most tokens of the final comparison.
-        test_tokens: Most tokens of the comparison of base and best agent.
+        test_tokens: Most tokens of base and best agent on the test prompts.
         adapter_parameters: Parameters of one adapter, or None if unknown.
-        memory: Memory of one process by dtype; with `auto`, on the CPU and on CUDA. Empty if
+        memory: Memory plans of one process, one for each possible dtype of the base; empty if
             unknown. For a CUDA device of unknown size, few rows and tokens at once are assumed.
-        fit: Whether the run fits into the given or detected GPU, or into this machine; None
-            if the memory or the size is unknown.
+        fit: Whether the run needs no more memory than the GPU to plan for has, or than this machine
+            has; None if the need or the size is unknown.
         prompts: Lengths of the prompts; None for a task that generates its rows.
         calls: The call of each reward function for the first row; empty for a task that generates
             its rows.
-        warnings: One sentence for each setting without effect, and for each missing requirement.
+        warnings: Sentences on settings without effect, doubtful settings, shortages of rows or
+            memory, and missing packages.
     """
 
     config: RunConfig
@@ -130,13 +131,13 @@ class Plan(NamedTuple):
 
     @property
     def bytes_per_agent(self) -> int | None:
-        """Bytes of one agent in training, with its reference if it has one; None if unknown."""
+        """Bytes of an agent in training, with its reference adapter, if any; None if unknown."""
         parameters, reference = self.adapter_parameters, self.config.algorithm.separate_reference
         return None if parameters is None else trained_bytes(parameters, reference=reference)
 
     @property
     def base_bytes(self) -> dict[str, int]:
-        """Bytes of the base by dtype; with `auto`, those on the CPU and those on CUDA."""
+        """Bytes of the base by dtype; with `engine.dtype: auto`, on the CPU and on CUDA."""
         quantization = self.config.engine.quantization
         names = [memory.dtype for memory in self.memory] or list(dtypes(self.config))
         sizes = {name: base_bytes(self.base, name, quantization) for name in names}
@@ -144,7 +145,7 @@ class Plan(NamedTuple):
 
     @property
     def checkpoint_bytes(self) -> int | None:
-        """Most bytes of all checkpoints, adapters and optimizer states; None if unknown."""
+        """Most bytes of all checkpoints: adapters and optimizer states; None if unknown."""
         parameters, reference = self.adapter_parameters, self.config.algorithm.separate_reference
         if parameters is None:
             return None
@@ -163,7 +164,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     """Make the plan of a run: count the rows of its task, then read the size of its model.
 
     Code that the configuration names is not imported. `gpu` is the card to plan for, by default the
-    devices of this machine; with `online`, the config.json of a hub model may be fetched.
+    devices of this machine; with `online`, the small files of a hub model may be fetched.
 
     Raises:
         EvoGrpoError: The task's rows, columns or rewards, a user's strategy, or the model cannot be
@@ -230,7 +231,10 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
 
 
 def _read_base(config: RunConfig, *, online: bool) -> tuple[RunConfig, ModelSize, str | None]:
-    """Return settings completed from `model.adapter`, the base's size, and a Hub error or None."""
+    """Return the settings with those of `model.adapter`, the size of the base, and a hub error.
+
+    The error says why the hub did not answer; None if it did, or was not asked.
+    """
     failure = fetch_small_files(config.model.name) if online else None
     if online and failure is None:
         for reward in config.env.reward_models:
@@ -259,7 +263,10 @@ def _missing_packages(engine: EngineConfig) -> Iterator[str]:
 
 
 def _check_first(config: RunConfig) -> RunConfig:
-    """Check packages and the environment; return settings with earlier runs' start values."""
+    """Check packages and the environment, and return the settings.
+
+    Run folders in `population.init` are replaced by the values of their agents.
+    """
     check_driver(config.record.storage)
     check_trackers(config.record.trackers)
     if is_multi_turn(config.env.kind):
@@ -275,7 +282,7 @@ def _check_first(config: RunConfig) -> RunConfig:
 
 
 def _of_models(config: RunConfig) -> Iterator[str]:
-    """Warn of keywords that the chat template ignores, and of reward models of unknown size."""
+    """Yield warnings: keywords that the chat template ignores, reward models of unknown size."""
     for reward in config.env.reward_models:
         if classifier_parameters(reward.name) is None:
             yield (
@@ -289,7 +296,7 @@ def _of_models(config: RunConfig) -> Iterator[str]:
 def _memory(
     config: RunConfig, base: ModelSize, longest: int, gpu: Gpu | None
 ) -> tuple[Fit | None, tuple[MemoryPlan, ...]]:
-    """Return whether the run fits, and its memory by dtype."""
+    """Return `Plan.fit` and `Plan.memory`; completions have at most `longest` tokens."""
     setup = setup_here(config, base, longest, gpu)
     fit = None if setup is None else fit_of(config, setup)
     memory: list[MemoryPlan | None] = []
@@ -314,7 +321,7 @@ def _rows_per_round(config: RunConfig, prompts: int) -> int:
 
 
 def _replacing_tokens(config: RunConfig) -> int:
-    """Return the most tokens per round for replacing groups with equal rewards."""
+    """Return the most tokens of a round that dynamic sampling spends on replacing groups."""
     tokens = config.algorithm.dynamic_sampling_tokens or 0
     return tokens * config.population.size * config.population.steps_per_round
 
@@ -343,7 +350,7 @@ def _read_prompts(
 
 
 def _rows_of(task: Task, lengths: PromptLengths | None) -> dict[str, int]:
-    """Return the rows of each split, without those that `env.too_long: drop` leaves out."""
+    """Return the number of rows of each split, less those that `env.too_long: drop` leaves out."""
     rows = {str(split): len(split_rows) for split, split_rows in task.splits.items()}
     if task.too_long != "drop" or lengths is None or lengths.read < lengths.rows:
         return rows
@@ -351,7 +358,7 @@ def _rows_of(task: Task, lengths: PromptLengths | None) -> dict[str, int]:
 
 
 def _calls(task: Task) -> tuple[str, ...]:
-    """Return the call of each reward function for the first row of a dataset."""
+    """Return the call of each reward function for the first row, as code; () for generated rows."""
     if isinstance(task.splits["train"], LazyRows):
         return ()
     # Imported here: it loads numpy.

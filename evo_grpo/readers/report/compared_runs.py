@@ -46,9 +46,9 @@ VALUE = 40
 """Longest value of a setting that is shown in full."""
 _SAME_PROMPTS = ("seed", "env", "model.name", "evolve.fitness.test_prompts",
                  "evolve.fitness.test_samples", "evolve.fitness.temperature")  # fmt: skip
-"""Settings that are equal where two runs are tested on the same prompts."""
+"""Settings that must be equal for two runs to be tested on the same prompts."""
 _SAME_REWARD = ("env.kind", "env.reward", "env.reward_weights", "env.args")
-"""Settings that are equal where the rewards of two runs have the same unit."""
+"""Settings that must be equal for the rewards of two runs to have the same unit."""
 _WITHOUT_EFFECT = ("name", "record")
 """Settings that do not act on a result."""
 
@@ -59,9 +59,9 @@ class RunDifference(Difference):
 
     Attributes:
         why: Why the difference is not paired, so that it has no interval; empty if it is paired.
-        same_reward: Whether both rewards have the same unit, so that one can be ahead.
-        shown: 1 if the winner is significantly ahead of the first run's winner on these prompts, -1
-            if behind, else 0; at `TEST_LEVEL` over all pairs of the runs.
+        same_reward: Whether both rewards have the same unit, so that a winner can be ahead.
+        shown: 1 if the run's winner is significantly ahead of the first run's winner on these
+            prompts, -1 if behind, else 0; at `TEST_LEVEL` over all pairs of the runs.
     """
 
     why: str = ""
@@ -82,8 +82,8 @@ class RunDifference(Difference):
 class ComparedRuns:
     """Several runs under unique names.
 
-    `differences` has the difference of each other run to the first; `settings` has the settings
-    that differ, with the value of each run.
+    `differences` has the difference of each run but the first to the first run; `settings` has the
+    settings that differ, with the value of each run.
     """
 
     runs: Sequence[RunView]
@@ -93,7 +93,7 @@ class ComparedRuns:
 
     @property
     def caveat(self) -> str:
-        """A sentence on which uncertainty the differences include."""
+        """A sentence that says which uncertainty the differences include."""
         return (
             f"Results are claimed at {TEST_LEVEL:g} over all pairs of the {len(self.runs)} runs. "
             "They are about the winners on these prompts: one training each tells nothing of the "
@@ -278,7 +278,7 @@ def _result(name: str, run: RunView) -> list[tuple[str, object]]:
 
 
 def differences_table(compared: ComparedRuns) -> Table:
-    """Return the difference of each run to the first."""
+    """Return the difference of each run but the first to the first run."""
     titles = ["run", f"minus {compared.names[0]}", "95% interval", "paired", "result"]
     rows: list[list[tuple[str, object]]] = [
         [

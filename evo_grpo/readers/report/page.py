@@ -49,7 +49,7 @@ class Page:
 
     @contextmanager
     def legend(self, entries: str) -> Generator[None]:
-        """Add sections below a common legend, which stays in sight; `entries` is HTML."""
+        """Put the sections of the body below a legend, which stays in sight; `entries` is HTML."""
         begin = f'<div class="figures"><div class="page-legend">{entries}</div>'
         self._sections.append(("", "", begin))
         yield

@@ -86,7 +86,7 @@ def write_report(run: str | Path, out: str | Path | None = None, *, samples: boo
 
 @final
 class ReportReader:
-    """Writes report.html when a run starts, after rounds, and at its end; `id` is not used."""
+    """A reader that writes report.html when a run starts, after rounds, and when the run ends."""
 
     def __init__(self, run: Path, id: str = "") -> None:
         graph_objects("report")
@@ -101,7 +101,7 @@ class ReportReader:
         self._behind |= isinstance(entry, RunStarted | RoundDone | RunFinished)
 
     def flush(self) -> bool:
-        """Write the page, unless it was written moments ago."""
+        """Write the page, unless it was written moments ago; return whether it is up to date."""
         if self._behind and time.monotonic() >= self._next:
             self._write()
         return not self._behind
@@ -162,7 +162,7 @@ def _overview(view: RunView) -> str:
 
 
 def _legend(view: RunView) -> str:
-    """Return the legend of all figures as HTML: the agents, and the other lines."""
+    """Return the legend of all figures as HTML: the agents, and the lines of no agent."""
     agent_looks, named_agents = looks(view), sorted(named(view))
     agents = "".join(
         f'<button type="button" data-agent="{agent_name(agent)}" aria-pressed="false">'
@@ -386,7 +386,7 @@ def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values(rewards: object) -> dict[str, float | None]:
-    """Return the value of each reward function if there are several; empty for earlier runs."""
+    """Return the value of each reward function; empty if fewer than two are recorded."""
     values = cast("dict[str, Any]", rewards) if isinstance(rewards, dict) else {}
     if len(values) < 2:
         return {}

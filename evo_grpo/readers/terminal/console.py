@@ -35,7 +35,7 @@ LONG_WORK = 2.0
 
 @final
 class WorkLines(logging.Handler):
-    """Shows the work that `evo_grpo.working` reports while it lasts; a context manager.
+    """A log handler and context manager that shows work of `evo_grpo.working` while it lasts.
 
     A timer thread prints, because the working thread is busy until the work is done.
     """
@@ -123,7 +123,7 @@ def plain_table(titles: Sequence[str], rows: Sequence[Sequence[str]], texts: int
 
 @contextmanager
 def warnings_to(report: Callable[[str], None]) -> Generator[None]:
-    """Report each warning for users as one line, without the source line that raised it.
+    """Report each warning for users in the body as one line, without its place in the source.
 
     Warnings for developers, such as deprecations, keep Python's form.
     """

@@ -141,7 +141,7 @@ class LiveTable(RunProgress):
         return Group(self.bar) if self.last is None else Group(self._table(self.last), self.bar)
 
     def _table(self, record: RoundRecord) -> RenderableType:
-        """Return the agents of a round, with as many rows and columns as fit the terminal."""
+        """Return a table of the agents of a round, with the rows and columns that have room."""
         size = self.console.size
         if self.drawn is None or self.drawn[:2] != (record.round, size):
             table = self._fitting_table(record, size)

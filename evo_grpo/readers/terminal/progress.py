@@ -44,7 +44,7 @@ class Pace:
     """Estimates the time until the end of a run, the test excluded, from the reported progress.
 
     Args:
-        clock: Returns seconds.
+        clock: Returns the time in seconds.
         whole: Whether the stage "learn" covers the whole run with its test, as in a replay, rather
             than the training steps of one round.
     """
@@ -98,8 +98,8 @@ class Pace:
 class RunProgress(Observer):
     """Keeps the progress of a run for messages about errors; subclasses show it while it trains.
 
-    It is a context manager. A run that starts from a RunConfig needs neither title nor
-    hyperparameters.
+    It is a context manager. If `started` gets a RunConfig, this replaces `title` and
+    `hyperparameters`.
 
     Args:
         console: Where notes and the ending are shown; None shows nothing.
@@ -141,7 +141,7 @@ class RunProgress(Observer):
         self.close()
 
     def loading(self, what: str) -> None:
-        """Show the name of the model or run that is loaded, as the first line."""
+        """Show `what`, the name of the model or run that is being loaded, as the first line."""
         self.note(f"loading {what} …")
 
     def started(
@@ -209,7 +209,7 @@ class RunProgress(Observer):
 
 @final
 class PlainLines(RunProgress):
-    """Prints a block of lines after every round, and a line now and then during a long one."""
+    """Prints a block of lines after every round, and single lines during a long round."""
 
     last_line = -math.inf
     """Time of the last line, by `time.monotonic`."""
@@ -272,7 +272,7 @@ class PlainLines(RunProgress):
 
 
 def shown_names(hyperparameters: Iterable[str]) -> list[str]:
-    """Return the hyperparameters with a column: the common ones, then `hyperparameters`."""
+    """Return the hyperparameters to show: `ALWAYS_SHOWN`, then the rest of `hyperparameters`."""
     return combined((*ALWAYS_SHOWN, *hyperparameters))
 
 
@@ -294,7 +294,7 @@ def clock(seconds: float) -> str:
 
 
 def round_line(record: RoundRecord, rounds: int) -> str:
-    """Return the result of a round in one line; `rounds` is the number of the whole run."""
+    """Return the result of a round in one line; the whole run has `rounds` rounds."""
     best = best_agent(record)
     means = [mean for agent in record.agents if math.isfinite(mean := columns.fitness(agent))]
     tokens = sum(agent.tokens for agent in record.agents)
@@ -321,8 +321,8 @@ def evolution(record: RoundRecord, arrow: str = " -> ") -> dict[str, str]:
     """Return the copies and mutations after a round that are not among its decisions.
 
     "copied" has "0 -> 1, ..." for copies without a recorded decision. "mutated" has
-    "1: clip 0.2 -> 0.16; ...", without the lr of a copy, which its decision contains. Keys without
-    changes are missing.
+    "1: clip 0.2 -> 0.16; ...", without an lr that the decision about the agent states. A key
+    without changes is missing.
     """
     slots = {agent.member: agent.agent for agent in record.agents}
     decided = {d.agent for d in record.decisions if d.kind in ("copied", "restored")}

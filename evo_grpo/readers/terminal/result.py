@@ -67,7 +67,7 @@ WINNERS = {
 }
 PROGRAM = "evo-grpo"
 PARAGRAPHS = {"schedule": "winner", "validation": "choice"}
-"""Kinds of sentences that continue a paragraph of another kind."""
+"""Kind of a sentence -> the kind of the sentences whose paragraph it continues."""
 TROUBLES_SHOWN = 5
 """Problems that an ending shows; a run can have one for each agent and round."""
 
@@ -131,7 +131,7 @@ def _width(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _table(names: Sequence[str], rows: Sequence[Mapping[str, Any]], *, short: bool) -> Table:
-    """Return some columns of a leaderboard; `short` leaves out standard errors."""
+    """Return the named columns of a leaderboard as a table; `short` omits standard errors."""
     table = new_table()
     for name in names:
         justify = "left" if name in (*STRINGS, "rank", "left") else "right"
@@ -203,7 +203,7 @@ def winner_label(view: RunView) -> str:
 
 
 def _first_and_last(member: FamilyMember, view: RunView) -> str:
-    """Return the first and the last fitness of a member, or the rewards of its training."""
+    """Return the first and the last fitness of a member; without any, its rewards in training."""
     played = [a for record in view.rounds for a in record.agents if a.member == member.id]
     trained = [a.score is not None and a.score.steps > 0 for a in played]
     fitness = [
@@ -294,7 +294,7 @@ def _commands(path: str, *, worse: bool) -> tuple[str, ...]:
 
 
 def program_name() -> str:
-    """Return the word that starts evo-grpo in the user's shell: its name, or a path outside PATH.
+    """Return the word that starts evo-grpo in the user's shell: its name, or a path if not in PATH.
 
     `make run` starts .venv/bin/evo-grpo, which is not in PATH unless the environment is activated.
     """

@@ -41,7 +41,7 @@ Settings = dict[str, str | float | None]
 class TrackerReader(ABC):
     """Writes the entries of a run to a tracker; see `evo_grpo.readers.reader.Reader`.
 
-    A subclass whose run has the methods `log` and `finish` only needs to implement `open`.
+    A subclass whose `run` has the methods `log` and `finish` only needs to implement `open`.
 
     Attributes:
         environment: Default values of environment variables of the tracker's package.
@@ -118,7 +118,7 @@ def open_tracker(config: TrackerConfig, run: Path | None, settings: object, id: 
 def flat_settings(settings: object) -> Settings:
     """Return settings as path -> value for trackers; empty without settings.
 
-    Rows of the user's data are replaced by their number, because a tracker may upload them.
+    Few-shot rows are replaced by their number and digest, because a tracker may upload them.
     """
     dump = getattr(settings, "model_dump", None)
     by_path: Settings = {}
@@ -143,6 +143,7 @@ class Values:
     Attributes:
         step: GRPO steps of the run including this one, >= 1.
         values: Finite numbers by owner (`agent-03` or `population`) and name of the metric.
+        texts: Sentences about the life of an agent or the decisions of a round, by owner.
     """
 
     step: int
@@ -150,7 +151,7 @@ class Values:
     texts: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def by_name(self) -> dict[str, float]:
-        """Return the values by names such as `reward/agent-03`; names of the population lack "/".
+        """Return the values by name: `reward/agent-03` for an agent, `round` for the population.
 
         Trackers show the names with the same part before the slash in one group of charts.
         """

@@ -107,7 +107,7 @@ class Tracker(Observer):
         self.close()
 
     def close(self, *, stopped: bool = False) -> None:
-        """Write the waiting entries and close the tracker, or abandon it after a while."""
+        """Write queued entries and close the tracker; give up after a while, soon if `stopped`."""
         if self._writing is not None:
             self._writing.end(SECONDS_TO_STOP if stopped else SECONDS_TO_FINISH)
             self._writing = None
@@ -143,7 +143,7 @@ class _Writing:
         return not self._failed
 
     def end(self, seconds: float) -> None:
-        """Wait until all entries are written, then warn about an error."""
+        """Wait for the thread, at most `seconds`; warn if the tracker failed or missed entries."""
         self._entries.put(None)
         self._thread.join(seconds)
         reason = self._failed

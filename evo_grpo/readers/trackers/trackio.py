@@ -41,7 +41,7 @@ class Writer(TrackerReader):
 
 
 def _writing_to(folder: Path) -> Any:  # noqa: ANN401 -- a module without types
-    """Import trackio so that it writes to a folder; it reads the folder only when imported.
+    """Import trackio so that it writes to `folder`, which trackio reads only when it is imported.
 
     An earlier import with another folder raises ConfigError.
     """

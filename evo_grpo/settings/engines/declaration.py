@@ -53,7 +53,7 @@ class Work:
         filtered: Whether top-k or top-p sorts the vocabulary.
         specialised: Whether the joined layers of the Llama family run instead of the modules.
         shards: Processes that divide the base's weights; 1 if each process has all of them.
-        group: Completions of one prompt, which the joined layers compute once for all of them.
+        group: Completions of one prompt; the joined layers compute the prompt once for all of them.
         least_rows: Completions that have to be decoded together: all completions of one prompt of
             every agent.
         head_norms: Whether queries and keys are normalised per head.
@@ -141,11 +141,11 @@ class RolloutSettings(Group):
     ignores: ClassVar[Mapping[str, str]] = {}
     """Settings of `engine` without effect -> the reason and the remedy, as a relative clause."""
     of_machine: ClassVar[tuple[str, ...]] = ()
-    """Own settings that name something on one machine, which may differ between ranks."""
+    """Settings of this group that name something on one machine and may differ between ranks."""
     adjustable: ClassVar[tuple[str, ...]] = ()
-    """Own settings that a resumed run may change, since no result depends on them."""
+    """Settings of this group that a resumed run may change, because no result depends on them."""
     programs: ClassVar[tuple[str, ...]] = ()
-    """Own settings that name a program to start; one inside a run folder is refused."""
+    """Settings of this group that name a program to start; one in a run folder is refused."""
 
     def problems(self, device: str, lora: LoraSettings | None) -> Iterator[Problem]:
         """Yield contradictions among these settings, even if another engine is selected.
@@ -177,6 +177,6 @@ class RolloutSettings(Group):
         yield from ()
 
     def remedies(self, load: EngineLoad) -> Iterator[Mapping[str, object]]:
-        """Yield changes of these settings that need less memory or end a shortage, best first."""
+        """Yield changes of these settings that need less memory or avoid shortages, best first."""
         del load
         yield from ()

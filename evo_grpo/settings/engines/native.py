@@ -12,9 +12,9 @@ SPARE_COLUMNS = 16
 """Further columns of the cache if waiting rows take the places of finished ones: rows then begin at
 different columns, and all move to the front when the columns are used up."""
 _DRAW_TENSORS = 4
-"""float32 tensors of that size that exist then: logits, log-probs, probabilities and one more."""
+"""float32 tensors as large as the logits of a draw: logits, log-probs, probabilities, one more."""
 _SORT_TENSORS = 5
-"""Further tensors of that size where top-k or top-p sorts the vocabulary."""
+"""Further such tensors if top-k or top-p sorts the vocabulary."""
 
 
 class NativeSettings(RolloutSettings):
@@ -60,8 +60,8 @@ def _drawn(load: EngineLoad) -> Part:
 def _joined(load: EngineLoad) -> int:
     """Return the number of elements of all adapters, joined for decoding.
 
-    The B of joined layers is block-diagonal, zeros included; a CPU may keep the blocks as well. For
-    kernels, A is concatenated to the weights, and there is a second B.
+    The LoRA matrix B of joined layers is block-diagonal, and its zeros count; a CPU may also keep
+    the blocks. For kernels, LoRA A is concatenated to the weights, and LoRA B exists twice.
     """
     shape, work = load.shape, load.work
     hidden, inner = shape.hidden, shape.inner

@@ -25,7 +25,7 @@ OURS = (
 _PROCESS_BYTES: Mapping[Device, int] = {"cpu": 1700 << 20, "cuda": 1 << 30}
 """Memory of vLLM's process before it loads a model."""
 _CACHE_BYTES = 1 << 30
-"""Keys and values where no setting gives their size."""
+"""Bytes of the keys and values if no setting says how many."""
 _LOGIT_TENSORS = 2
 """float32 tensors (rows, V) that exist while tokens are drawn."""
 _SEQUENCES = 16
@@ -176,7 +176,7 @@ class VLLMSettings(RolloutSettings):
             )
 
     def held_memory(self, load: EngineLoad) -> tuple[Part, ...]:
-        """Return vLLM's memory while agents learn: all of it, or its process if it sleeps."""
+        """Return vLLM's memory while agents learn: all, or its bare process if vLLM sleeps."""
         if self._elsewhere(load):
             return ()
         awake, asleep = self._awake(load), self._asleep(load)
@@ -191,7 +191,7 @@ class VLLMSettings(RolloutSettings):
         return (Part("vLLM awake", self._awake(load) - self._asleep(load), _LOWERS),)
 
     def shortages(self, load: EngineLoad) -> Iterator[str]:
-        """Yield a sentence if vLLM's share of a GPU does not hold its weights and one sequence."""
+        """Yield a sentence if vLLM's share of a GPU is too small for weights and one sequence."""
         share, least = self._share(load), self._least(load)
         if share is not None and share < least:
             yield (

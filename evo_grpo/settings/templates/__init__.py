@@ -31,7 +31,7 @@ def template(name: str = DEFAULT, file: str = YAML) -> str:
 
     Args:
         name: A key of `TEMPLATES`.
-        file: Name of the file in the commands of its comments.
+        file: The file name that the commands in the comments use.
     """
     text = (_folder(name) / YAML).read_text(encoding="utf-8")
     shown = printable(file)  # a line break would end the comment
@@ -43,7 +43,7 @@ def companions(name: str, file: str = YAML) -> dict[str, str]:
 
     Args:
         name: A key of `TEMPLATES`.
-        file: Name of the configuration, which a job script calls.
+        file: The file name of the configuration in a job script.
     """
     texts = {
         path.name: path.read_text(encoding="utf-8")

@@ -50,7 +50,7 @@ PAD = 0.06
 DECADE = 10.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
 BETWEEN = ((1.2, (1, 2, 5)), (2.5, (1, 3)), (math.inf, (1,)))
-"""Ticks of a logarithmic axis: up to a span in powers of ten, the multiples of each power."""
+"""(Greatest span of a logarithmic axis in powers of ten, multiples of each power with a tick)."""
 
 Place = Mapping[str, Any]
 """The `row` and `col` of a subplot; empty in a figure without subplots."""
@@ -220,7 +220,7 @@ def linear(
 
 
 def scale_of(values: Iterable[float], names: Sequence[str] = ()) -> Scale:
-    """Return a scale that is logarithmic if positive values span a factor of 10."""
+    """Return a scale, logarithmic if all values are positive and span a factor of 10."""
     finite = [value for value in values if math.isfinite(value)]
     if names or not finite or min(finite) <= 0 or max(finite) < DECADE * min(finite):
         return linear(finite, names=names)

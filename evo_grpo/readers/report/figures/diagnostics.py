@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 ROLLING = 10
 """Steps of a rolling mean."""
 POINTS = 6000
-"""Greatest number of points; with more, each drawn point is the mean of several neighbours."""
+"""Most points of a metric; with more, each drawn point is the mean of several neighbours."""
 FEW = 13
-"""Greatest number of points of an agent that all have markers."""
+"""Number of points of an agent up to which all points have markers."""
 LABELS = {
     "reward": "reward",
     "loss": "loss",
@@ -62,7 +62,7 @@ PATTERNS = ("", "/", "x", ".", "\\", "+", "-", "|")
 
 @dataclass
 class Curve:
-    """One metric of one agent, until the agent leaves or takes the weights of another.
+    """One metric of one agent, until the agent leaves or takes the weights of another agent.
 
     `steps` count from 1 since the start of the run; `values` are NaN for steps without a value.
     """

@@ -81,7 +81,7 @@ def _lives(view: RunView) -> dict[int, _Life]:
 
 
 def _edge(lives: dict[int, _Life], child: AgentRecord) -> tuple[AgentRecord, AgentRecord] | None:
-    """Return parent and child at the two ends of an edge; None if the parent played no round."""
+    """Return the records at both ends of an edge to `child`; None if its parent played no round."""
     parent = None if child.parent is None else lives.get(child.parent)
     if parent is None:
         return None

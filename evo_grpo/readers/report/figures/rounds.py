@@ -68,7 +68,7 @@ def plot_fitness(run: Run) -> go.Figure:
 
 
 def _add_flat_lines(figure: go.Figure, view: RunView) -> list[axes.End]:
-    """Draw results on the test split as flat lines."""
+    """Draw results on the test split as flat lines, and return the ends of the lines."""
     if view.summary is None:
         return []
     flat = [("base model", "base model", view.summary["base"], "dot")]
@@ -183,8 +183,8 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
 def plot_improvement(run: Run, name: str) -> go.Figure:
     """Draw the change of fitness between two evaluations against the value of a hyperparameter.
 
-    The change is from the previous evaluation of the agent, or of the parent if the agent was
-    copied since. A round without an evaluation counts as part of the next round with an evaluation.
+    The change is from the previous evaluation of the agent or, if the agent has taken its parent's
+    weights since, of the parent. A round without an evaluation is part of the next that has one.
     """
     view = view_of(run)
     figure = axes.new_figure(short_name(name), "change of fitness between evaluations", height=320)
@@ -231,7 +231,7 @@ def names_of(view: RunView, name: str) -> list[str]:
 
 
 def heights(view: RunView, name: str) -> traces.Value:
-    """Return a function that gives an agent's value, or the index of the value in `names_of`."""
+    """Return a function from an agent to its value; a name becomes its place in `names_of`."""
     places = {value: float(place) for place, value in enumerate(names_of(view, name), start=1)}
 
     def height(agent: AgentRecord) -> float:

@@ -138,7 +138,7 @@ def add_copies(
 
 
 def named(view: RunView) -> set[int]:
-    """Return the agents in the legend: those that played the most rounds."""
+    """Return the agents in the legend: the `NAMED` agents that played the most rounds."""
     rounds: dict[int, int] = defaultdict(int)
     for agent in view.played:
         rounds[agent.agent] += 1
@@ -153,7 +153,7 @@ def survivors(view: RunView) -> list[int]:
 
 
 def ends_of(view: RunView, points: Mapping[int, tuple[float, float]]) -> list[axes.End]:
-    """Return the line ends of the last round's agents, best first, given their last `points`."""
+    """Return the ends of the lines of the last round's agents, at their `points`, best first."""
     agent_looks = looks(view)
     return [
         axes.End(*points[agent], agent_looks[agent].named(agent_name(agent)), agent)
@@ -187,7 +187,7 @@ def measure(agent: AgentRecord) -> str:
 
 
 def brief(agent: AgentRecord, name: str) -> str:
-    """Return a line that describes an agent in one round, with one of its values."""
+    """Return a text line on an agent in one round, with its value of a hyperparameter."""
     value = hyperparameter(agent.hparams, combined([name])[0])
     return f"agent {agent.agent}, member {agent.member}, round {agent.round + 1}: {value}"
 

@@ -5,15 +5,15 @@
     game    ?
     model   6
 
-Each right answer earns 1, so an episode returns 0, 1 or 2. A wrong one ends it: who never gets the
-sum right never sees the second question.
+Each right answer earns 1, so an episode returns 0, 1 or 2. A wrong answer ends the episode: a model
+that never gets the sum right never sees the second question.
 """
 
 import random
 
 
 class MiddleDigit:
-    """What `env.kind` names: Gymnasium's `reset` and `step`, on text.
+    """The environment that `env.kind` names, with Gymnasium's `reset` and `step` on text.
 
     Args:
         low: Least summand.
@@ -26,10 +26,10 @@ class MiddleDigit:
         self.due: list[str] = []
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, str]]:
-        """Begin an episode; the same seed begins the same one.
+        """Begin an episode; the same seed begins the same episode.
 
         Returns:
-            What the model reads first, and info.
+            The text that the model reads first, and info.
         """
         draw = random.Random(seed)
         first, second = draw.randint(self.low, self.high), draw.randint(self.low, self.high)
@@ -38,11 +38,11 @@ class MiddleDigit:
         return f"{first:02d}+{second:02d}=", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, str]]:
-        """Take what the model said.
+        """Judge an answer of the model.
 
         Returns:
-            What it reads next, the reward of this turn, whether the episode is over (`terminated`),
-            whether it was cut short (`truncated`), and info.
+            The text that the model reads next, the reward of this turn, whether the episode is over
+            (`terminated`), whether it was cut short (`truncated`), and info.
         """
         right = action == self.due.pop(0)
         over = not right or not self.due
