@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peft import LoraConfig
-
 from evo_grpo.envs.describing import recorded_task
 from evo_grpo.envs.resolve import named_task
 from evo_grpo.errors import ConfigError
@@ -68,6 +66,9 @@ def separated(given: Mapping[str, Any], kind: str) -> tuple[AgentSettings, Objec
             f"expected a transformers tokenizer, got {type(tokenizer).__name__}; load one with "
             "AutoTokenizer.from_pretrained, or omit it: a model by name has its own",
         )
+    # Imported here: before `evo_grpo.errors`, PEFT's import of bitsandbytes would print a warning.
+    from peft import LoraConfig
+
     peft = lora if isinstance(lora, LoraConfig) else None
     if peft is not None:
         # The adapter's adapter_config.json stores PEFT's object.

@@ -157,6 +157,7 @@ def take_up_requests(
             folder.amend_round(rounds[-1])
     # Requests are removed only after they are recorded.
     remove_requests(folder.path, carried_out(rounds) | {request.id for request in to_ended})
+    outcomes.sort(key=lambda outcome: outcome.request.id)  # as they were asked
     sentences = [f"asked for before this process: {_in_words(outcome)}" for outcome in outcomes]
     for sentence in sentences:
         folder.note(sentence)

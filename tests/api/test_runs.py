@@ -48,6 +48,7 @@ def test_a_run_without_progress_loads_no_reader(tmp_path):
     command = [sys.executable, "-c", script, str(tmp_path / "small.yaml"), str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+    assert done.stderr == ""  # nor a warning of a library that is imported first here
     assert (tmp_path / "run" / "journal.log").is_file()
 
 

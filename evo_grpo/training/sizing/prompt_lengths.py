@@ -289,7 +289,8 @@ def chat_template_of(name: str) -> str | dict[str, str] | None:
     own, config = (_file(name, file) for file in (_TEMPLATE, _CONFIG))
     files = [] if own is None else [own]
     if source.local:
-        files += sorted((Path(source.path) / _TEMPLATES).glob("*.jinja"))
+        further = (Path(source.path) / _TEMPLATES).glob("*.jinja")
+        files += sorted(file for file in further if file.is_file())
     if files:
         return {file.stem: _text_of(name, file) for file in files}
     if config is None:
