@@ -265,7 +265,7 @@ def _keeps_best(config: RunConfig) -> bool:
 def _writer_of(
     config: RunConfig, path: Path, folder: RunDir | None, prepared: Prepared
 ) -> RunWriter:
-    """Remove unfinished files; return this rank's writer of rounds. Restore the run before."""
+    """Remove unfinished files and return this rank's writer; the run must be restored before."""
     team, env = prepared.cohort.team, prepared.env
     shared = sees_folder(path, team)
     record_rewards(env, path, team, writes=folder is not None, shared=shared)
@@ -291,9 +291,9 @@ def _write_optuna_study(config: RunConfig, place: Path, observer: Observer) -> N
 
 
 def _tell_the_end(folder: RunDir, observer: Observer, readers: Observer) -> None:
-    """Repeat the end of a finished run, in case its process was killed before it did all of this.
+    """Notify observers that a run is finished, write a missing Optuna study, and start the readers.
 
-    Notifies the observer, writes a missing Optuna study, and starts the readers.
+    The process that finished the run may have been killed before it did this.
     """
     summary = read_summary(folder.path)
     if summary is None:
