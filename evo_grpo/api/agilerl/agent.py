@@ -50,7 +50,7 @@ class AgileRLAgent(Agent, ABC):
     Raises:
         ConfigError: An argument is unknown or has a value out of range.
         ModelError: The base cannot be loaded.
-        EngineUnavailable: For vLLM, or an accelerator with DeepSpeed, where that is missing.
+        EngineUnavailable: vLLM, or the DeepSpeed of the accelerator, is missing.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -95,7 +95,7 @@ class AgileRLAgent(Agent, ABC):
         return super().clone(index)
 
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
-        """Return the policy, a PeftModel with this agent's adapter active, and its optimizer."""
+        """Return, by name, the PeftModel with this agent's adapter active, and its optimizer."""
         networks: dict[str, Any] = {POLICY: self.get_policy()}
         return networks if networks_only else {**networks, OPTIMIZER: self.state.optimizer}
 
@@ -293,7 +293,7 @@ class AgileRLAgent(Agent, ABC):
         return tuple(_moved(value, self.cohort.base.device) for value in experiences)
 
     def recompile(self) -> None:
-        """Compile as the setting `torch_compiler` does, with its mode, or `default` if None."""
+        """Compile the base in the mode `torch_compiler`; if that is None, in the mode `default`."""
         self.cohort.base.compile(self.settings.engine.compile or "default")
 
 
