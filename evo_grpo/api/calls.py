@@ -229,8 +229,7 @@ def warn_of_inert_mutations(
 ) -> None:
     """Warn about settings without effect in a call of `train`, unless the constructor has warned.
 
-    `explorer` is None unless the caller gave another than the default; `prompts` is P, the prompts
-    of a GRPO step.
+    `explorer` is None for the default; `prompts` is P, the prompts of a GRPO step.
     """
     settings, hp_config = cohort.settings, cohort.hp_config
     known_settings = KnownSettings(
@@ -276,8 +275,7 @@ def unnamed_objects(
 ) -> list[str]:
     """Return the names of objects that no file can name, which `Population.resume` must be given.
 
-    `strategies` has the selection and exploration that are objects, by their names in
-    `RoundSettings`.
+    `strategies` has the strategies that are objects, by their names in `RoundSettings`.
     """
     names = [*cohort.objects, *(name for name, field, _ in STRATEGIES if field in strategies)]
     task = named_task(env)

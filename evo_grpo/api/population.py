@@ -304,8 +304,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
 
         Args:
             out: The run folder.
-            env: The environment, needed if the run began with it as an object. The same holds for
-                the next five arguments.
+            env: The environment, if the run began with an object; the next five arguments likewise.
             model: See `env`.
             tokenizer: See `env`.
             lora: See `env`; not needed once a round is finished, because checkpoints contain it.
@@ -405,8 +404,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         The copies have their parent's hyperparameters until they mutate.
 
         Args:
-            plan: One `Offspring` for each agent of the next round; positions are those in this
-                population.
+            plan: One `Offspring` per agent of the next round, with positions in this population.
         """
         states = [self.cohort.agents[slot] for slot in self.slots]
         check_plan("plan", plan, len(states), len(states))
@@ -454,8 +452,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
 
         Args:
             env: The environment, or the name of a task such as "sums".
-            loop: Completions per test prompt or episodes per seed, >= 1. All agents have the same
-                draws.
+            loop: Completions per prompt, or episodes per seed, >= 1. Agents have the same draws.
         """
         return [result.score for result in tested(self.cohort, env, self.slots, loop)]
 

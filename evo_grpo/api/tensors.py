@@ -90,10 +90,7 @@ def _to_prompt(
 def close_turns_with(
     observations: Observation | Sequence[Observation], ends: StopRules, pad_id: int
 ) -> None:
-    """Tell the episodes of observations which tokens end and pad the agent's completions.
-
-    Observations without an episode are ignored.
-    """
+    """Tell the episodes of observations, if any, which tokens end and pad completions."""
     for turn in _listed(observations):
         if isinstance(turn, Turn):
             turn.episode.answered_by(ends, pad_id)

@@ -22,8 +22,7 @@ class Unapplied:
 
     Attributes:
         record: The last round of the call, with the plan.
-        marks: Version of the weights, steps, hyperparameters, member and optimizer of each agent at
-            the end of the call.
+        marks: Result of `_mark` for each agent at the end of the call.
     """
 
     record: RoundRecord
@@ -100,7 +99,7 @@ def _find(cohort: Cohort, slots: Sequence[Slot]) -> Unapplied | None:
 
 
 def _changed(cohort: Cohort, slots: Sequence[Slot], unapplied: Unapplied) -> list[Slot]:
-    """Return the slots of agents changed since the plan's round; all, if its agents were others."""
+    """Return the slots whose agents changed since the plan's round; all, if the plan has others."""
     if list(slots) != list(unapplied.marks):
         return list(slots)
     return [slot for slot, mark in unapplied.marks.items() if _mark(cohort, slot) != mark]

@@ -66,8 +66,7 @@ class AgileRLAgent(Agent, ABC):
 
         Args:
             size: N agents, >= 1.
-            *args: As for the constructor; two spaces may be followed by `wrapper_cls` and
-                `wrapper_kwargs`.
+            *args: As for the constructor; `wrapper_cls, wrapper_kwargs` may follow two spaces.
             **kwargs: As for the constructor. `wrapper_cls` is called with each agent and
                 `wrapper_kwargs`; its results are the members of the population.
 
@@ -313,10 +312,7 @@ class GSPO(AgileRLAgent):
 
 @final
 class CISPO(AgileRLAgent):
-    """Clipped importance-sampling weights (MiniMax 2025, arXiv:2506.13585).
-
-    The weights are clipped instead of the updates.
-    """
+    """CISPO: clips importance-sampling weights, not updates (MiniMax 2025, arXiv:2506.13585)."""
 
     kind = "cispo"
 

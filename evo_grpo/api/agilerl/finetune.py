@@ -121,14 +121,14 @@ class FinetuneSettings(Group):
         mutation: The mutation of the hyperparameters in the agents' `hp_config`; None changes none.
         max_reward: Stop at the evaluation where an agent's fitness reaches it.
         prompts_per_step: Prompts of a GRPO step; None takes the environment's batch size.
-        eval_prompts: Validation prompts, or episode seeds, behind a fitness.
+        eval_prompts: Validation prompts, or episode seeds, of an evaluation.
         eval_samples: Completions of each prompt, or episodes of each seed.
         checkpoint_interval: GRPO steps between two checkpoints of all agents, which are written
             after the next evaluation.
         checkpoint_path: Folder of the checkpoints: `step-000100/agent-00/...`.
         save_elite: Whether to save the agent with the best last fitness at the end; None does so if
             `elite_path` is given.
-        elite_path: Folder of that agent.
+        elite_path: Folder in which that agent is saved.
         verbose: Show progress, as `Population.train` does with `progress=True`.
         accelerator: The accelerator of the agents, which already use it.
     """
