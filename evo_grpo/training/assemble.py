@@ -119,7 +119,7 @@ class Prepared:
     objects: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        """Refuse round settings that contradict each other or the environment's rewards."""
+        """Refuse settings of rounds that contradict each other or the environment."""
         evolve, space = self.round_settings.evolve, self.cohort.hp_config
         fitness = evolve.fitness
         stop = self.round_settings.population.stop.rewards
@@ -164,7 +164,7 @@ def build_parts(
     task: Task | None = None,
     team: Team | None = None,
 ) -> tuple[Cohort, Environment[Any], AdapterCopy | None]:
-    """Build a run's cohort without agents, its environment, and the adapter that agents start from.
+    """Build a run's cohort without agents, and its environment; return the start adapter too.
 
     `agents` is `config.agents()`, possibly with another seed. `task` is the single-turn task of
     `config.env`, if it is already built. The adapter is None if agents start from the base.
@@ -226,10 +226,7 @@ def build_agents(
 def add_agents(
     cohort: Cohort, size: int, init: Start, start: AdapterCopy | None = None
 ) -> tuple[Slot, ...]:
-    """Add `size` new agents to a cohort; return their slots.
-
-    Actors and references start from the adapter `start`; if it is None, from the base.
-    """
+    """Add `size` agents, which start from the adapter `start` or the base; return their slots."""
     rank_and_alpha = rank_alpha(cohort.slots.config)
     first = cohort.settings.algorithm.first_hparams(cohort.hp_config, rank_and_alpha)
     starts = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
@@ -356,8 +353,7 @@ def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
 def record_rewards(env: object, path: Path, team: Team, *, writes: bool, shared: bool) -> None:
     """Let judges record their answers in a run folder, and ask each question on one rank only.
 
-    `writes` is whether this rank writes the records of the folder, `shared` whether all ranks see
-    the folder.
+    `writes` is whether this rank writes the folder's records, `shared` whether all see the folder.
     """
     if not isinstance(env, ReasoningGym):
         return

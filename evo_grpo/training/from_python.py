@@ -159,7 +159,7 @@ class FromPython:
         return replace(settings, **strategies)
 
     def cohort(self, config: RunConfig, rounds: Sequence[RoundRecord], folder: Path) -> Prepared:
-        """Build the base, the agents and the environment of a run, ready to be restored."""
+        """Return the base, agents and environment of a run as a `Prepared`, not yet restored."""
         agents, objects = config.agents(), self.objects
         if objects.model is not None:
             agents = agents.replace(model=None, target_sets=agents.lora.target_sets)
@@ -190,7 +190,7 @@ def resume_from_python(
     allow: Sequence[str] = (),
     observer: Observer | None = None,
 ) -> tuple[Prepared, tuple[Slot, ...]]:
-    """Continue a run in this process; return it, and the slots of the agents that remain."""
+    """Continue a run in this process; return its `Prepared` and the slots of remaining agents."""
     observer = observer or Observer()
     check_observer(observer)
     if is_one_of_several():

@@ -134,10 +134,7 @@ def _with_adapter(config: RunConfig, setup: Setup) -> RunConfig:
 
 
 def _check_memory(config: RunConfig, setup: Setup | None) -> None:
-    """Refuse adapters that the base cannot carry, and a run that needs more memory than there is.
-
-    A shortage within the error of the estimate only warns.
-    """
+    """Refuse adapters that the base cannot carry; refuse, or warn of, a run that lacks memory."""
     if setup is None:
         return
     config = _with_adapter(config, setup)

@@ -81,7 +81,7 @@ _Checkpoint = tuple[Path, Mapping[str, str], str]
 def _checkpoint(
     folder: Path, record: AgentRecord, played: RoundRecord, copy: str | None = None
 ) -> _Checkpoint:
-    """Return the checkpoint that a round recorded for an agent; with `copy`, its copy there."""
+    """Return the checkpoint that a round recorded for an agent, or its copy in folder `copy`."""
     if record.checkpoint is None:
         raise CheckpointError(
             f"run {folder}: round {record.round + 1} has no checkpoint of agent {record.agent}"

@@ -65,8 +65,7 @@ ROUNDING = (
 class Change(NamedTuple):
     """A difference between recorded and present inputs; None stands for a missing value.
 
-    `kind` is the attribute of `Inputs` that differs, `name` the setting, file, package or part of
-    an object.
+    `kind` is the attribute of `Inputs` that differs, `name` the setting, file, package or part.
     """
 
     kind: str
@@ -83,8 +82,7 @@ class Changed:
         before: The recorded inputs.
         now: The inputs from now on, with all changes so far.
         config: The settings from now on.
-        extended: Whether the number of rounds is not that of population.yaml, but from the caller
-            or from an extension that has begun.
+        extended: Whether `config` has the number of rounds of the caller or of a begun extension.
         notes: A sentence for each change that may affect the results of the following rounds.
     """
 
@@ -120,10 +118,7 @@ def changed_inputs(
     team: Team,
     objects: Mapping[str, str] | None = None,
 ) -> Changed:
-    """Return the inputs that an unfinished run continues with; warn of those that affect rounding.
-
-    `objects` has the parts of its Python objects.
-    """
+    """Return the inputs of an unfinished run from now on; warn of those that change rounding."""
     played, extension = opened.rounds(), begun_extension(opened)
     if not played:
         check_storage(config.record.storage)
@@ -140,7 +135,7 @@ def changed_inputs(
 
 
 def record_changed(opened: RunDir, changed: Changed) -> None:
-    """Record changed inputs, an extension in population.yaml too; reopen a run that is extended."""
+    """Record changed inputs; for an extension, change population.yaml and reopen the run."""
     # Record the inputs first: if the process stops after this call, a resume continues with them.
     record_changes(opened, changed)
     if changed.extended:
@@ -366,8 +361,7 @@ def _refuse(
 ) -> None:
     """Raise a ConfigError with a sentence for each change in `refused` that is not in `allow`.
 
-    `allow` has names of files and objects. Sentences on these propose `command` with its `--allow`
-    options; if it is None, the argument `allow=`.
+    The remedy for a file or an object is `command` with its `--allow` options, or `allow=`.
     """
     allowed, recorded_names = set(allow), {*recorded.files, *recorded.objects}
     if unknown := sorted(allowed - recorded_names):

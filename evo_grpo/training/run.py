@@ -240,8 +240,7 @@ def _read_history(
 ) -> tuple[list[RoundRecord], list[dict[str, Any]], list[str]]:
     """Record a run's inputs, update `checkpoints/best`, and take up requests if the run `steers`.
 
-    Returns the recorded rounds, the summaries from before each extension, and a sentence for each
-    request that was taken up.
+    Returns the rounds, the summaries from before each extension, and a sentence for each request.
     """
     with reading(folder.path):
         record_inputs(folder, config, prepared.objects)
@@ -291,10 +290,7 @@ def _write_optuna_study(config: RunConfig, place: Path, observer: Observer) -> N
 
 
 def _tell_the_end(folder: RunDir, observer: Observer, readers: Observer) -> None:
-    """Notify observers that a run is finished, write a missing Optuna study, and start the readers.
-
-    The process that finished the run may have been killed before it did this.
-    """
+    """Notify observers that a run is finished, write a missing Optuna study, start the readers."""
     summary = read_summary(folder.path)
     if summary is None:
         return

@@ -38,8 +38,7 @@ def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> 
 def few_prompts(task: Task) -> Iterator[str]:
     """Yield a sentence if a validation split has too few different prompts to tell agents apart.
 
-    Tasks that generate rows are not checked, nor tasks with one prompt for all rows, whose answers
-    vary.
+    Tasks with generated rows or a single prompt are not checked, because their answers vary.
     """
     if any(isinstance(rows, LazyRows) for rows in task.splits.values()):
         return
@@ -70,10 +69,7 @@ def _different(rows: Iterable[DatasetRow], template: Template) -> int:
 def warn_of_shortages(
     task: object, prompts: int, fitness: FitnessConfig, *, tests: bool = True
 ) -> None:
-    """Warn of settings that exceed the rows of their split, and of few validation prompts.
-
-    `tests` includes the test split.
-    """
+    """Warn if a split has too few rows or prompts; the test split counts only with `tests`."""
     single_turn = task if isinstance(task, Task) else None
     splits = {} if single_turn is None else single_turn.splits
     rows = {str(split): len(items) for split, items in splits.items() if tests or split != "test"}

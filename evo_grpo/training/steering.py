@@ -26,8 +26,7 @@ SECONDS_BETWEEN_LOOKS = 0.25
 SECONDS_BETWEEN_EXCHANGES = 1.0
 """Time between two messages that the ranks of a paused run exchange.
 
-Ranks wait inside an exchange. It must not last for the whole pause, or delay a signal longer than a
-process has to exit.
+A single exchange must not last for days, or delay a signal longer than a process has to exit.
 """
 
 

@@ -105,7 +105,7 @@ class FolderWriter(RunWriter):
         self._pending.append(self._submit(lambda: self._write_round(record, agents, samples)))
 
     def amend(self, record: RoundRecord) -> None:
-        """Queue the changed record of a round: requests came after the round was recorded."""
+        """Queue a round's record again, with requests that came after it was recorded."""
         self._raise_errors()
         self._pending.append(self._submit(lambda: self._amend_round(record)))
 
@@ -227,7 +227,7 @@ class RankWriter(RunWriter):
 
 
 def with_files(record: RoundRecord, files: Mapping[str, str]) -> RoundRecord:
-    """Return a record with `files`, SHA-256 by path, and with the digests of each agent in them."""
+    """Return a record with `files`, SHA-256 by path, and each agent's digests taken from them."""
     agents = tuple(
         replace(
             agent,

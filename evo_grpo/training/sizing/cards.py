@@ -153,10 +153,7 @@ def torch_build(version: Any) -> str:  # noqa: ANN401 -- the module torch.versio
 
 
 def unseen_gpus(build: str) -> str | None:
-    """Return a clause on GPUs that torch does not see, with a remedy; None without GPUs.
-
-    Call this only if torch sees none. `build` is the result of `torch_build`.
-    """
+    """Return why torch sees no GPU, with a remedy; None if nvidia-smi lists no GPU either."""
     visible = cuda_devices()
     if not visible:
         return None

@@ -86,10 +86,7 @@ class Counted:
         return s.layers * layer + head + 2 * other(words) + 3 * LAUNCH
 
     def rollout(self, rows: int, prompts: int, prompt: int, output: int) -> float:
-        """Return the seconds to sample `rows` completions of `output` tokens at once.
-
-        They have `prompts` different prompts of `prompt` tokens.
-        """
+        """Return the seconds to sample `rows` completions; `prompt` and `output` are in tokens."""
         steps = (output - 1) * self.step(rows, prompt + output // 2)
         flops = sum(2.0 * inputs * outputs for inputs, outputs, _ in self.linears)
         tokens = prompts * prompt
@@ -98,7 +95,7 @@ class Counted:
         return steps + prefill + CAPTURE
 
     def learn(self, rows: int, prompts: int, prompt: int, output: int) -> float:
-        """Return the seconds of one forward and backward; arguments as for `rollout`."""
+        """Return the seconds of one forward and backward of `rows` rows; see `rollout`."""
         s, copy = self.shape, self.card.copy
         hidden, inner, rests = s.hidden, s.inner, rows * (output - 1)
         tokens = prompts * prompt + rests

@@ -127,10 +127,7 @@ def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
 def _largest(
     config: RunConfig, setup: Setup, known: Mapping[str, int], name: str, least: int, most: int
 ) -> int:
-    """Return the largest value of a limit that fits in memory, given the `known` limits.
-
-    Of values that need equal memory, the smallest is returned: batches do not reach the others.
-    """
+    """Return the largest useful value of a limit that fits in memory, given the `known` limits."""
     needed: dict[int, int] = {}
     for value in (least, *(step for step in _STEPS if least < step <= most)):
         plan = setup.plan(config, **{**known, name: value})
@@ -191,10 +188,7 @@ def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
 
 
 def propose(config: RunConfig, setup: Setup) -> Fit | None:
-    """Return the `Fit` with the first changes of `_proposals` that suffice; None if none do.
-
-    Changes that the last change has made unnecessary are left out.
-    """
+    """Return the `Fit` with the needed changes of the first sufficient proposal, or None."""
     for changes in _proposals(config, setup):
         if (fit := _tried(config, setup, changes)) is None:
             continue

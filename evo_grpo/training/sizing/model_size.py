@@ -135,8 +135,7 @@ def check_adapters_fit(
 ) -> None:
     """Refuse sets of layers that the model lacks, and ranks above the width of a layer.
 
-    `largest` is the largest adapter that an agent may have. If the layers of the model are unknown,
-    nothing is checked.
+    `largest` is the largest adapter of an agent. If the layers are unknown, nothing is checked.
     """
     lora = model.lora
     for name, targets in lora.target_sets.items() if size.linears else ():
@@ -154,7 +153,7 @@ def check_adapters_fit(
 
 
 def rank_in(layer: str, lora: LoraSettings) -> int:
-    """Return the rank of a layer: of the first pattern that matches its end, as in PEFT, else r."""
+    """Return the LoRA rank of a layer, by the first pattern that matches its end, as in PEFT."""
     ranks = (r for key, r in lora.rank_pattern.items() if re.match(ending(key), layer))
     return next(ranks, lora.r)
 

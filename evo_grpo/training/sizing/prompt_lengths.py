@@ -137,10 +137,7 @@ def _fitting(
     *,
     whole: bool,
 ) -> tuple[Mapping[Split, Sequence[DatasetRow]], dict[str, int]]:
-    """Return the rows that a run uses, and the number of too long rows of each split.
-
-    `every` has the prompts of `splits` with each template. `whole` says that `splits` has all rows.
-    """
+    """Return the rows that a run uses, and the number of too long rows of each split."""
     if context is None or task.too_long == "error":
         return splits, {}
     whole = whole and task.too_long == "drop"
@@ -201,7 +198,7 @@ class FileTokenizer:
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, tokenize: bool, **keywords: Any
     ) -> str:
-        """Return the text of messages; ValueError if the template takes too much memory or time."""
+        """Return the text of messages; ValueError if the template exceeds a limit (`MOST_...`)."""
         del tokenize
         try:
             with _bounded_memory(), _bounded_time():
@@ -217,7 +214,7 @@ class FileTokenizer:
 
 @contextmanager
 def _bounded_memory() -> Generator[None]:
-    """Raise MemoryError if the block, which has no threads, takes over `MOST_MEMORY` (on Linux)."""
+    """Raise MemoryError if the block, without threads, takes more than `MOST_MEMORY` (on Linux)."""
     if sys.platform != "linux":
         yield
         return
