@@ -160,7 +160,7 @@ class Agent(ABC):
 
     @staticmethod
     def copy_attributes(agent: Agent, clone: Any) -> Any:  # noqa: ANN401 -- returns what it was given
-        """Copy hyperparameters, steps, fitness and mode, without weights; return `clone`."""
+        """Copy an agent's hyperparameters, counters, scores and mode to `clone`, and return it."""
         clone.cohort.set_hparams(clone.slot, agent.hparams)
         clone.state.counters = agent.state.counters
         clone.state.history = list(agent.state.history)
@@ -174,12 +174,12 @@ class Agent(ABC):
         training: bool = True,
         repeat_prompts: bool = True,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Sample completions.
+        """Sample completions of prompts.
 
         Args:
             obs: Prompts: `Prompt`, strings, or mappings with `input_ids`.
             training: True samples with the agent's settings, False at temperature 1, unfiltered.
-            repeat_prompts: Sample group_size completions per prompt in training, not one.
+            repeat_prompts: In training, sample group_size completions per prompt instead of one.
 
         Returns:
             Two lists with a tensor per prompt: ids (G, T) int64 of prompt and completion, and
@@ -227,7 +227,7 @@ class Agent(ABC):
         env: Environment[Any] | TokenObservationWrapper | MultiTurnEnv | str,
         loop: int = 1,
     ) -> np.ndarray:
-        """Evaluate on the test split, one completion or episode per start at temperature 1.
+        """Evaluate on the test split at temperature 1: a completion per prompt or episode per seed.
 
         Args:
             env: The environment, or the name of a task such as "sums"; a `TokenObservationWrapper`

@@ -1,4 +1,4 @@
-"""A decorator that gives methods whose keywords are settings their defaults, help and errors."""
+"""A decorator for methods whose keywords are settings; it adds defaults, help and errors."""
 
 from __future__ import annotations
 

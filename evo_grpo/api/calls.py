@@ -199,8 +199,8 @@ def going_on(
     """Return the settings of a call of `train` with its decisions and sizes filled in.
 
     `past` has the finished rounds, and the settings of the previous call. Missing decisions or
-    sizes are taken from the previous call, repeated as in a run that is extended, or after `load`
-    from the finished rounds. Without a selection, no agent leaves.
+    sizes are those of the previous call, which continue as in a run that is extended; after `load`,
+    those of the finished rounds. Without a selection, no agent leaves.
     """
     rounds, earlier = past
     selects = evolve.selects
@@ -230,7 +230,7 @@ def warn_of_inert_mutations(
 ) -> None:
     """Warn about settings without effect in a call of `train`, unless the constructor has warned.
 
-    `explorer` is None if the caller gave none; `prompts` is P, the prompts of a GRPO step.
+    `explorer` is None for the default; `prompts` is P, the prompts of a GRPO step.
     """
     settings, hp_config = cohort.settings, cohort.hp_config
     known_settings = KnownSettings(
@@ -274,9 +274,9 @@ def recorded_config(prepared: Prepared, name: str, env: object) -> RunConfig:
 def unnamed_objects(
     cohort: Cohort, slots: Sequence[Slot], env: object, strategies: Mapping[str, Any]
 ) -> list[str]:
-    """Return the names of objects that no file can name; only `Population.resume` can get them.
+    """Return the names of objects that no file can name, which `Population.resume` must be given.
 
-    `strategies` are those given as objects, by their names in `RoundSettings`.
+    `strategies` has the strategies that are objects, by their names in `RoundSettings`.
     """
     names = [*cohort.objects, *(name for name, field, _ in STRATEGIES if field in strategies)]
     task = named_task(env)
@@ -299,7 +299,7 @@ def given_objects(
 def shown_progress(
     wanted: bool | None, title: str = "", names: Sequence[str] = ()
 ) -> AbstractContextManager[RunProgress | None]:
-    """Show progress: None in a terminal or notebook only, True everywhere, False nowhere."""
+    """Return a context that shows progress; `wanted` is `progress` of `Population.train`."""
     if wanted is False:
         return nullcontext()
     from evo_grpo.readers.terminal.live import progress  # loads rich

@@ -220,7 +220,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return self.rounds[played:]
 
     def _after_rounds(self, slots: Sequence[Slot], planned: int) -> None:
-        """Drop agents that leave after the last round; `planned` is the call's number of rounds."""
+        """Keep the agents in `slots`; after the last of `planned` rounds, note its pending plan."""
         self.keep(slots)
         if self.rounds and (len(self.rounds) >= planned or self.rounds[-1].is_end):
             unapplied.note(self.cohort, self.rounds[-1])
@@ -241,7 +241,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             raise
 
     def make_up(self, *, inherit_optimizer: bool) -> None:
-        """Carry out the recorded plan of the last round; see `evo_grpo.api.unapplied`."""
+        """Carry out the pending plan of the last round, if any; see `evo_grpo.api.unapplied`."""
         if not self.rounds:  # rounds of another population do not count
             unapplied.withdraw(self.cohort, self.slots)
             return
@@ -304,7 +304,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
 
         Args:
             out: The run folder.
-            env: The environment, if it was given as an object; the next five arguments likewise.
+            env: The environment, if the run began with an object; the next five arguments likewise.
             model: See `env`.
             tokenizer: See `env`.
             lora: See `env`; not needed once a round is finished, because checkpoints contain it.
@@ -313,7 +313,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             rounds: Rounds of the whole run, in place of the recorded number.
             allow: Files of yours, and parts of the objects, that may have changed since the run
                 began, named as in the error message.
-            code: A further folder for the files and modules that the run names.
+            code: A further folder to search for the files and modules that the run names.
             observer: Gets the progress.
             progress: As for `train`.
 
@@ -404,7 +404,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         The copies have their parent's hyperparameters until they mutate.
 
         Args:
-            plan: The agents of the next round, with positions in this population.
+            plan: One `Offspring` per agent of the next round, with positions in this population.
         """
         states = [self.cohort.agents[slot] for slot in self.slots]
         check_plan("plan", plan, len(states), len(states))
@@ -452,15 +452,18 @@ class Population(Sequence[AgentT], Generic[AgentT]):
 
         Args:
             env: The environment, or the name of a task such as "sums".
-            loop: Completions or episodes per start, >= 1. All agents have the same draws.
+            loop: Completions per prompt, or episodes per seed, >= 1. Agents have the same draws.
         """
         return [result.score for result in tested(self.cohort, env, self.slots, loop)]
 
     def learn(self, batches: Sequence[AgentBatch]) -> list[dict[str, float]]:
         """Take one GRPO step for every agent with a batch, in one fused forward and backward.
 
+        Args:
+            batches: At most one batch per agent.
+
         Returns:
-            The learner's metrics, one mapping per batch; there is at most one batch per agent.
+            The learner's metrics, one mapping per batch.
 
         Raises:
             ShapeError: The rows of an agent have no generated token.

@@ -50,9 +50,9 @@ def run(
     Args:
         config: Settings of the run: a `RunConfig`, the path of a YAML file, or a mapping as in
             such a file, in which `env.train`, `env.validation` and `env.test` may be rows (a list
-            of mappings, a pandas frame, a datasets.Dataset or DatasetDict) and `env.reward`
+            of mappings, a pandas frame, a datasets.Dataset or DatasetDict) and `env.reward` may be
             functions. Files and modules that a YAML file names are found in the working folder or
-            beside it.
+            beside the YAML file.
         out: Run folder; None creates `runs/<name>-<n>`.
         force: Replace an existing run.
         observer: Gets the progress.
@@ -105,7 +105,7 @@ def resume(
             summary keeps the earlier result.
         allow: Files of yours that may have changed since the run began, named as in the error
             message, such as "env.reward: my_rewards:score".
-        code: A further folder for the files and modules that the run names.
+        code: A further folder to search for the files and modules that the run names.
         observer: Gets the progress.
         progress: As for `run`.
 
@@ -113,7 +113,7 @@ def resume(
         The run folder.
 
     Raises:
-        RunDirError: `Population.train` recorded it with objects that no file can name.
+        RunDirError: `Population.train` recorded the run with objects that no file can name.
         ConfigError: The settings or files of the run have changed, or `rounds` is less than the
             finished rounds.
         CheckpointError: A file of the run is missing or was changed.

@@ -64,7 +64,7 @@ def load_one(
     zero: int | None = None,
     accelerator: object = None,
 ) -> tuple[Cohort, Slot]:
-    """Build an agent of an algorithm from a checkpoint, over a new base; see `Agent.load`.
+    """Build an agent of the algorithm `kind` from a checkpoint, over a new base; see `Agent.load`.
 
     `zero` is the stage of DeepSpeed for further training, None for AdamW of torch.
     """
@@ -125,7 +125,7 @@ def load(
 
 
 def _load_agent(cohort: Cohort, slot: Slot, place: Path) -> None:
-    """Read a checkpoint into a slot, which takes over the LoRA configuration of the checkpoint."""
+    """Read a checkpoint into a slot; the slot takes over the checkpoint's LoRA configuration."""
     attributes, state = read_attributes(place), cohort.agents[slot]
     # Agents of a population differ in LoRA rank or modules if an agent has loaded another adapter,
     # or if these are searched.

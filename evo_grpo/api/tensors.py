@@ -1,4 +1,4 @@
-"""Converts between the tensors of `get_action` and `learn` and prompts, groups and rows."""
+"""Converts prompts, groups and rows to the tensors of `get_action` and `learn`, and back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def to_prompts(
         observations: One or more of: a `Prompt`; a mapping with `input_ids` (T,) or (1, T) and
             optionally `attention_mask`; or a string.
         tokenizer: Tokenizer for strings.
-        vocabulary: Upper bound of ids, exclusive; None does not check ids.
+        vocabulary: Number of token ids of the base; None does not check ids.
     """
     prompts = [_to_prompt(i, item, tokenizer) for i, item in enumerate(_listed(observations))]
     for i, prompt in enumerate(prompts):
@@ -90,10 +90,7 @@ def _to_prompt(
 def close_turns_with(
     observations: Observation | Sequence[Observation], ends: StopRules, pad_id: int
 ) -> None:
-    """Set, in the episodes of observations, the tokens that end and pad completions.
-
-    Observations without an episode are ignored.
-    """
+    """Tell the episodes of observations, if any, which tokens end and pad completions."""
     for turn in _listed(observations):
         if isinstance(turn, Turn):
             turn.episode.answered_by(ends, pad_id)
@@ -102,8 +99,8 @@ def close_turns_with(
 def to_tensors(groups: Sequence[CompletionGroup], pad_id: int) -> tuple[list[Tensor], list[Tensor]]:
     """Convert groups into one tensor of ids (G, T) and one of masks (G, T - 1) per prompt.
 
-    `pad_id` fills the right end of shorter rows. The masks come from lengths, so that `pad_id` may
-    be the end token.
+    `pad_id` fills the right end of shorter rows. It may be the end token, because the masks come
+    from lengths.
     """
     ids: list[Tensor] = []
     masks: list[Tensor] = []
@@ -175,7 +172,7 @@ def check_generated(rows: Sequence[Row]) -> None:
 
 
 def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarray) -> list[Row]:
-    """Convert the tensors of `learn` into rows, cut after the last generated token.
+    """Convert the tensors of `learn` into rows, each cut after its last generated token.
 
     Groups with different prompts are refused, because their rewards have no common baseline.
     """

@@ -18,11 +18,11 @@ from evo_grpo.types import Slot
 
 @dataclass(frozen=True, eq=False)
 class Unapplied:
-    """A plan that was not carried out.
+    """A plan that is not carried out yet.
 
     Attributes:
         record: The last round of the call, with the plan.
-        marks: State of each agent at the end of the call, which a user may have changed since.
+        marks: Result of `_mark` for each agent at the end of the call.
     """
 
     record: RoundRecord
@@ -99,7 +99,7 @@ def _find(cohort: Cohort, slots: Sequence[Slot]) -> Unapplied | None:
 
 
 def _changed(cohort: Cohort, slots: Sequence[Slot], unapplied: Unapplied) -> list[Slot]:
-    """Return the agents changed since the last round; all, if `slots` has other agents."""
+    """Return the slots whose agents changed since the plan's round; all, if the plan has others."""
     if list(slots) != list(unapplied.marks):
         return list(slots)
     return [slot for slot, mark in unapplied.marks.items() if _mark(cohort, slot) != mark]

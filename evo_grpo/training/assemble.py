@@ -75,8 +75,8 @@ class Objects:
             place; None loads the model that the settings name.
         tokenizer: Replaces the model's tokenizer.
         lora: Replaces `lora` of the settings.
-        padding: Id of the padding token, and the token as a string, set on a tokenizer that has
-            none; None uses the model's padding token.
+        padding: Id and string of the padding token; a tokenizer without a padding token gets the
+            string. None uses the model's padding token.
         accelerator: An accelerate.Accelerator with the DeepSpeed stage of the settings; None
             creates one.
     """
@@ -88,7 +88,7 @@ class Objects:
     accelerator: Any = None
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the objects that were given."""
+        """Return the names of those of model, tokenizer and lora that are not None."""
         objects = {"model": self.model, "tokenizer": self.tokenizer, "lora": self.lora}
         return tuple(name for name, value in objects.items() if value is not None)
 
@@ -99,7 +99,7 @@ def _nothing(slots: Sequence[Slot], rounds: int) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything a run needs; a context that frees it.
+    """A run that is ready to train; a context manager that closes the rollout engine on exit.
 
     Attributes:
         cohort: The agents and the parts that they share.
@@ -108,7 +108,7 @@ class Prepared:
         slots: Slots of the agents that play the first round.
         between_rounds: Called before the first round and after each, with the slots of the next
             round and the number of finished rounds.
-        objects: Parts of the Python objects that the run was given, for its record.
+        objects: Parts of the run's Python objects, for its record; see `Inputs.objects`.
     """
 
     cohort: Cohort
@@ -119,7 +119,7 @@ class Prepared:
     objects: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        """Check the names of reward functions and whether the settings of rounds can be played."""
+        """Refuse settings of rounds that contradict each other or the environment."""
         evolve, space = self.round_settings.evolve, self.cohort.hp_config
         fitness = evolve.fitness
         stop = self.round_settings.population.stop.rewards
@@ -164,7 +164,7 @@ def build_parts(
     task: Task | None = None,
     team: Team | None = None,
 ) -> tuple[Cohort, Environment[Any], AdapterCopy | None]:
-    """Build a run's base and environment without agents; return the agents' first adapter too.
+    """Build a run's cohort without agents, and its environment; return the start adapter too.
 
     `agents` is `config.agents()`, possibly with another seed. `task` is the single-turn task of
     `config.env`, if it is already built. The adapter is None if agents start from the base.
@@ -183,9 +183,9 @@ def build_parts(
 def build_cohort(
     settings: AgentSettings, objects: Objects | None = None, team: Team | None = None
 ) -> tuple[Cohort, AdapterCopy | None]:
-    """Build the base and the parts that agents share; return them with the agents' first adapter.
+    """Build a cohort without agents; return it and the adapter that agents start from.
 
-    None in place of the adapter means that agents start from the base.
+    The adapter is None if agents start from the base.
     """
     objects = objects or Objects()
     if team is None:
@@ -218,7 +218,7 @@ def build_cohort(
 def build_agents(
     settings: AgentSettings, objects: Objects, size: int, init: Start
 ) -> tuple[Cohort, tuple[Slot, ...]]:
-    """Build a base and N agents from objects."""
+    """Build a cohort with `size` agents; return it and the slots of the agents."""
     cohort, start = build_cohort(settings, objects)
     return cohort, add_agents(cohort, size, init, start)
 
@@ -226,7 +226,7 @@ def build_agents(
 def add_agents(
     cohort: Cohort, size: int, init: Start, start: AdapterCopy | None = None
 ) -> tuple[Slot, ...]:
-    """Add the first population; without `start`, actors and references start from the base."""
+    """Add `size` agents, which start from the adapter `start` or the base; return their slots."""
     rank_and_alpha = rank_alpha(cohort.slots.config)
     first = cohort.settings.algorithm.first_hparams(cohort.hp_config, rank_and_alpha)
     starts = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
@@ -303,7 +303,7 @@ def _whole_base(
 
 
 def settings_of_rounds(config: RunConfig, prompts: int = DEFAULT_PROMPTS) -> RoundSettings:
-    """Return the settings of a run's rounds; `prompts` is the default prompts per step."""
+    """Return the settings of a run's rounds; `prompts` is the default of `prompts_per_step`."""
     algorithm = config.algorithm
     prompts = algorithm.prompts_per_step or prompts
     return round_settings(
@@ -320,7 +320,7 @@ def round_settings(
 ) -> RoundSettings:
     """Return the settings of rounds in which a step has `prompts` prompts of `group_size` samples.
 
-    Agents that change their group size keep an equal share of `prompts * group_size`.
+    An agent that changes its group size still gets as many completions as the others.
     """
     return RoundSettings(
         population,
@@ -351,9 +351,9 @@ def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
 
 
 def record_rewards(env: object, path: Path, team: Team, *, writes: bool, shared: bool) -> None:
-    """Record judges' answers in a run folder, and share them among all ranks.
+    """Let judges record their answers in a run folder, and ask each question on one rank only.
 
-    `writes` is whether this rank writes the folder's records, `shared` whether all ranks see it.
+    `writes` is whether this rank writes the folder's records, `shared` whether all see the folder.
     """
     if not isinstance(env, ReasoningGym):
         return
@@ -364,7 +364,7 @@ def record_rewards(env: object, path: Path, team: Team, *, writes: bool, shared:
 
 
 def spent_on_rewards(env: object, team: Team, *, writes: bool) -> dict[str, float]:
-    """Record all answers of judges, and return their cost, summed over all ranks."""
+    """Return the cost of judges, summed over all ranks; if `writes`, record missing answers."""
     spent = Counter[str]()
     if isinstance(env, ReasoningGym):
         part = env.spent_on_rewards(), env.unrecorded_rewards()

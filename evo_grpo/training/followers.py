@@ -41,11 +41,11 @@ _unfinished_processes: list[subprocess.Popen[bytes]] = []
 
 @final
 class Followers(Observer):
-    """Starts the readers that the settings of a run name, and waits for them at its end.
+    """An observer that starts the readers named in a run's settings, and waits for them at its end.
 
     Leave this context manager after the run folder is released: readers end once no process trains
-    the run. With `report`, a reader also keeps an HTML report of the run up to date; with
-    `trackers`, the trackers of the settings are started.
+    the run. With `report`, a reader also keeps an HTML report of the run up to date. Without
+    `trackers`, the trackers of the settings are not started.
     """
 
     def __init__(self, *, report: bool = False, trackers: bool = True) -> None:
@@ -136,7 +136,7 @@ class Followers(Observer):
         Thread(target=_read, args=(self._process, self._said), name="readers", daemon=True).start()
 
     def _listen(self, seconds: float = 0.0) -> None:
-        """Warn of each line that the process printed, and once if it exited before the run.
+        """Warn of each line that the process printed, and once if it failed or ended too early.
 
         Waits up to `seconds` for the process to close its output.
         """

@@ -69,8 +69,8 @@ class FromPython:
     def config_of(self, folder: Path, call: str, *, played: bool) -> RunConfig:
         """Return the settings of a run, after checking that it was started with these objects.
 
-        `call` is the call that takes the objects, for messages. `played` says whether a finished
-        round has checkpoints with the state of the agents.
+        `call` is the call that takes the objects, for messages. `played` says whether a round is
+        finished, so that its checkpoints have the state of the agents.
         """
         recorded, config = recorded_objects(folder), read_config(folder)
         config = self.with_env(recorded, config, folder, call)
@@ -133,7 +133,7 @@ class FromPython:
         )
 
     def parts(self, seed: int) -> dict[str, str]:
-        """Return what identifies the objects, for the record of a run; see `envs.describing`."""
+        """Return a text or digest of each part of the objects, by name; see `envs.describing`."""
         named = None if self.env is None else named_task(self.env)
         if named is not None:
             parts = reward_parts(
@@ -149,7 +149,7 @@ class FromPython:
         return parts
 
     def round_settings(self, config: RunConfig, prompts: int | None = None) -> RoundSettings:
-        """Return the settings of rounds; `prompts` is the default number of prompts per step."""
+        """Return the settings of rounds; `prompts` is the default of `prompts_per_step`."""
         settings = settings_of_rounds(config, prompts or DEFAULT_PROMPTS)
         strategies: dict[str, Any] = {
             place: from_object(name, method, self.strategies[name])
@@ -159,7 +159,7 @@ class FromPython:
         return replace(settings, **strategies)
 
     def cohort(self, config: RunConfig, rounds: Sequence[RoundRecord], folder: Path) -> Prepared:
-        """Build the base, the agents and the environment of a run, before it is restored."""
+        """Return the base, agents and environment of a run as a `Prepared`, not yet restored."""
         agents, objects = config.agents(), self.objects
         if objects.model is not None:
             agents = agents.replace(model=None, target_sets=agents.lora.target_sets)
@@ -190,7 +190,7 @@ def resume_from_python(
     allow: Sequence[str] = (),
     observer: Observer | None = None,
 ) -> tuple[Prepared, tuple[Slot, ...]]:
-    """Continue a run in this process; return its cohort and the slots of the remaining agents."""
+    """Continue a run in this process; return its `Prepared` and the slots of remaining agents."""
     observer = observer or Observer()
     check_observer(observer)
     if is_one_of_several():

@@ -58,10 +58,10 @@ def finish(
     earlier: Sequence[Mapping[str, Any]],
     start: float,
 ) -> dict[str, Any]:
-    """Judge the best agent on the ranks that have finalists; return the summary on every rank.
+    """Judge the best agent and write summary.json; return the summary on every rank.
 
-    `earlier` has the summaries from before the run was extended; `start` is the time at which this
-    process began the run, by `time.perf_counter`.
+    The ranks that have the finalists judge. `earlier` has the summaries from before the run was
+    extended; `start` is the time at which this process began the run, by `time.perf_counter`.
     """
     cohort, summary = prepared.cohort, None
     candidates = finalists(cohort, rounds)
@@ -105,7 +105,7 @@ def _judged(
 
 
 def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
-    """Return the candidates for the best agent of a run; a mean gets a new slot.
+    """Return the candidates for the best agent of a run; a mean of two agents is put in a new slot.
 
     With several objectives the only candidate is the agent of the Pareto front with the greatest
     fitness: a comparison by fitness could choose an agent that another one dominates.

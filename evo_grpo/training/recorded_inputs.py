@@ -59,8 +59,8 @@ class Inputs:
         settings: The resolved settings by dotted path, as JSON values.
         files: SHA-256 of each file of the user that the run reads, by the setting that names it:
             data sets (also rows from Python and the Hub), the adapter that agents start from, the
-            modules of rewards, environments and strategies, and modules that these import them
-            from; None if the file was not found.
+            modules named for rewards, environments and strategies, and the modules in which these
+            are defined; None if the file was not found.
         software: Versions of Python and of the packages, the processor, and the number of threads.
         changes: Changes since the start of the run, each with the round from which it applies.
         format: Version of this record.
@@ -110,7 +110,7 @@ def _data(config: RunConfig, name: str) -> str | HubDataset | PythonObject | Non
 
 
 def _digest(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the SHA-256 of rows from Python; of a value that JSON lacks, only the type counts."""
+    """Return the SHA-256 of rows; a value that JSON cannot represent counts only by its type."""
     text = json.dumps(rows, sort_keys=True, default=lambda value: f"<{type(value).__name__}>")
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -239,9 +239,8 @@ def check_same_run(
 ) -> None:
     """Refuse ranks that were started with different inputs; all ranks call this first.
 
-    They compare the function that was called (`call`), its arguments (`given`), and the settings
-    with their data and code, if every rank has them (`config`). The ConfigError is raised on all
-    ranks.
+    Compared are the name of the called function (`call`), its arguments (`given`) and, unless
+    `config` is None, the settings with their data and code. The ConfigError is raised on all ranks.
     """
     if team.size == 1:
         return

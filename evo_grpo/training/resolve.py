@@ -36,7 +36,7 @@ from evo_grpo.training.start_adapter import with_adapter
 from evo_grpo.training.strategies import task_of
 
 OWN_BYTES = 2 << 30
-"""Bytes in use on a GPU up to which they count as the CUDA context of this process."""
+"""Up to this many bytes in use on a GPU count as the CUDA context of this process."""
 
 
 def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
@@ -115,7 +115,7 @@ def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None
 
 
 def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfig:
-    """Replace null limits in the settings by the rows and tokens that fit on every rank."""
+    """Replace null batch limits in the settings by the rows and tokens that fit on every rank."""
     limits: dict[str, int] = {}
     if setup is not None:
         limits = choose_limits(_with_adapter(config, setup), setup)
@@ -128,13 +128,13 @@ def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfi
 
 
 def _with_adapter(config: RunConfig, setup: Setup) -> RunConfig:
-    """Return settings with `model.lora` read from `model.adapter`, for an estimate."""
+    """Return settings with `model.lora` read from `model.adapter`, for an estimate of memory."""
     model = with_adapter(config.model, setup.size, config.search_space().names())
     return config.model_copy(update={"model": model})
 
 
 def _check_memory(config: RunConfig, setup: Setup | None) -> None:
-    """Refuse a run that does not fit the device or the base, before anything is loaded."""
+    """Refuse adapters that the base cannot carry; refuse, or warn of, a run that lacks memory."""
     if setup is None:
         return
     config = _with_adapter(config, setup)

@@ -81,7 +81,7 @@ _Checkpoint = tuple[Path, Mapping[str, str], str]
 def _checkpoint(
     folder: Path, record: AgentRecord, played: RoundRecord, copy: str | None = None
 ) -> _Checkpoint:
-    """Return the checkpoint of an agent that a round recorded, or a copy of the checkpoint."""
+    """Return the checkpoint that a round recorded for an agent, or its copy in folder `copy`."""
     if record.checkpoint is None:
         raise CheckpointError(
             f"run {folder}: round {record.round + 1} has no checkpoint of agent {record.agent}"
@@ -105,7 +105,7 @@ def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
 
 
 def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
-    """Load this rank's agents; send their counters, which records lack, to all ranks."""
+    """Load the checkpoints of this rank's agents; send their counters to all ranks."""
     counted: dict[Slot, dict[str, int]] = {}
     for slot, (place, files, origin) in checkpoints.items():
         if not cohort.is_local(slot):

@@ -82,7 +82,7 @@ class Changed:
         before: The recorded inputs.
         now: The inputs from now on, with all changes so far.
         config: The settings from now on.
-        extended: Whether the caller asked for a number of rounds other than in population.yaml.
+        extended: Whether `config` has the number of rounds of the caller or of a begun extension.
         notes: A sentence for each change that may affect the results of the following rounds.
     """
 
@@ -118,7 +118,7 @@ def changed_inputs(
     team: Team,
     objects: Mapping[str, str] | None = None,
 ) -> Changed:
-    """Return the inputs that an unfinished run continues with, `objects` among them."""
+    """Return the inputs of an unfinished run from now on; warn of those that change rounding."""
     played, extension = opened.rounds(), begun_extension(opened)
     if not played:
         check_storage(config.record.storage)
@@ -135,7 +135,7 @@ def changed_inputs(
 
 
 def record_changed(opened: RunDir, changed: Changed) -> None:
-    """Record the inputs that a run continues with."""
+    """Record changed inputs; for an extension, change population.yaml and reopen the run."""
     # Record the inputs first: if the process stops after this call, a resume continues with them.
     record_changes(opened, changed)
     if changed.extended:
@@ -157,7 +157,7 @@ def _recorded_config(opened: RunDir) -> RunConfig:
 
 
 def refuse_part_of_comparison(folder: Path) -> None:
-    """Refuse a population of a comparison, because only the comparison continues it."""
+    """Refuse the folder of a population of a comparison: only the comparison can continue it."""
     if config_text(folder).startswith(BASELINE):
         above = folder.parent.parent
         raise RunDirError(
@@ -211,9 +211,9 @@ def compare_inputs(
 ) -> Changed:
     """Compare the recorded inputs of a run with its present inputs.
 
-    The settings are read from population.yaml; only population.rounds is replaced, by `rounds`.
-    Files, and parts of Python objects, named in `allow` may have changed; before the first round is
-    finished, all files may. Nothing is written, unless the run has no record of inputs yet.
+    `config` has the settings of population.yaml, with population.rounds replaced by `rounds` unless
+    that is None. Files, and parts of Python objects, named in `allow` may have changed; before the
+    first round is finished, all may. A record of inputs is written only if the run has none yet.
 
     Raises:
         ConfigError: Other inputs have changed; the message names all of them.
@@ -273,8 +273,8 @@ def check_inputs(
 ) -> None:
     """Check that a run's present inputs are the recorded ones; write nothing.
 
-    Called before a training beside the run. Permits the changes that a resume permits; a
-    ConfigError names all others.
+    Commands that use a run without continuing it call this. Changes that a resume permits are
+    permitted; a ConfigError names all others.
     """
     recorded = read_inputs_of(folder)
     present, changes = _differences(folder, recorded, config, objects)
@@ -283,13 +283,13 @@ def check_inputs(
 
 
 def record_changes(folder: RunDir, changed: Changed) -> None:
-    """Record the inputs that a run has from now on, if any has changed."""
+    """Write the inputs that a run has from now on to inputs.json, if any has changed."""
     if changed.now != changed.before:
         folder.write(INPUTS, seal(asdict(changed.now)))
 
 
 def begun_extension(folder: RunDir) -> int | None:
-    """Return a run's extended number of rounds; None if a round was played afterwards."""
+    """Return the number of rounds of an extension of which no round is recorded yet, or None."""
     if not os.path.lexists(folder.path / INPUTS):
         return None
     changes = read_inputs_of(folder.path).changes_of_rounds(len(folder.rounds()))
@@ -359,7 +359,10 @@ def _refuse(
     allow: Iterable[str],
     command: str | None,
 ) -> None:
-    """Refuse changes by name, except those in `allow`; the remedy repeats `command`."""
+    """Raise a ConfigError with a sentence for each change in `refused` that is not in `allow`.
+
+    The remedy for a file or an object is `command` with its `--allow` options, or `allow=`.
+    """
     allowed, recorded_names = set(allow), {*recorded.files, *recorded.objects}
     if unknown := sorted(allowed - recorded_names):
         names = ", ".join(sorted(recorded_names)) or "none, for this run reads no file of yours"
@@ -401,7 +404,7 @@ def _sentence(change: Change, go_on: str, place: str | None) -> str:
 
 
 def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return recorded settings with this version's defaults, None if this version refuses them."""
+    """Return recorded settings, defaults filled in; None if this version refuses the settings."""
     nested: dict[str, Any] = {}
     for name, value in settings.items():
         *groups, key = name.split(".")

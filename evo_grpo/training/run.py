@@ -52,7 +52,7 @@ def run(
     observer: Observer | None = None,
     report: bool = False,
 ) -> Path:
-    """Train and evolve a population; with `report`, keep an HTML report. See `evo_grpo.run`."""
+    """Train and evolve a population as `evo_grpo.run`; `report` keeps an HTML report up to date."""
     with sharing_early_errors():  # the ranks are not connected yet: an error connects them
         config = as_config(config)
     observer = observer or Observer()
@@ -112,7 +112,7 @@ def resume(
 
 
 def _observers(observer: Observer, followers: Followers, folder: RunDir | None) -> Observer:
-    """Return the observer of a run; on the rank that has the folder, it includes the followers."""
+    """Return the observer of a run; on the rank with the run folder, it includes the followers."""
     return observer if folder is None else ObserverList((observer, followers))
 
 
@@ -125,9 +125,10 @@ def play_and_judge(
     *,
     limit: Limit | None = None,
 ) -> tuple[Slot, ...]:
-    """Play the missing rounds, judge the best agent, write the summary; return the slots left.
+    """Play the missing rounds, judge the best agent, and write the summary.
 
     Only the first rank has `folder`. `limit` may end the training of a round before its last step.
+    Returns the slots of the agents that remain.
     """
     start, team = time.perf_counter(), prepared.cohort.team
     # Observers, environments and rewards of the user may change the working directory from here on.
@@ -185,7 +186,7 @@ def play_rounds(
     steering: Steerer | None = None,
     outlines: bool = False,
 ) -> tuple[Slot, ...]:
-    """Play rounds until a stop rule or a request ends the run; return the remaining agents' slots.
+    """Play the planned rounds, or until a stop rule or a request; return remaining agents' slots.
 
     New rounds are appended to `rounds`. With `outlines`, for a run in a folder, a round is reduced
     to its outline once the next round has been played.
@@ -216,14 +217,14 @@ def _check_place(where: Path | None, config: RunConfig, *, force: bool) -> None:
 
 
 def _new_folder(where: Path | None, config: RunConfig, *, force: bool) -> RunDir:
-    """Create the folder of a run, with its settings; None creates the next free one in runs/."""
+    """Create a run folder with the settings; `where` None takes the next free folder in runs/."""
     text = with_objects(to_yaml(config), config.env.objects())
     return RunDir.create(where, config.name, text, force=force)
 
 
 @contextmanager
 def _removed_on_failure(folder: RunDir | None, *, fresh: bool) -> Generator[None]:
-    """Remove a new run folder if set-up fails, so that a retry can use it."""
+    """Clear a new run folder if set-up fails, for a retry; delete the folder if it is `fresh`."""
     try:
         yield
     except (EvoGrpoError, KeyboardInterrupt):
@@ -239,8 +240,7 @@ def _read_history(
 ) -> tuple[list[RoundRecord], list[dict[str, Any]], list[str]]:
     """Record a run's inputs, update `checkpoints/best`, and take up requests if the run `steers`.
 
-    Returns the recorded rounds, the summaries from before each extension, and a sentence for each
-    request that was taken up.
+    Returns the rounds, the summaries from before each extension, and a sentence for each request.
     """
     with reading(folder.path):
         record_inputs(folder, config, prepared.objects)
@@ -264,7 +264,7 @@ def _keeps_best(config: RunConfig) -> bool:
 def _writer_of(
     config: RunConfig, path: Path, folder: RunDir | None, prepared: Prepared
 ) -> RunWriter:
-    """Return the writer of the rounds of a run; call this after the run is restored."""
+    """Remove unfinished files and return this rank's writer; the run must be restored before."""
     team, env = prepared.cohort.team, prepared.env
     shared = sees_folder(path, team)
     record_rewards(env, path, team, writes=folder is not None, shared=shared)
@@ -279,7 +279,7 @@ def _writer_of(
 
 
 def _write_optuna_study(config: RunConfig, place: Path, observer: Observer) -> None:
-    """Write the study of a run that has ended, unless the run's reader does."""
+    """Write the Optuna study of a run that has ended, unless the readers of the run write it."""
     if not config.record.optuna or config.record.readers:
         return
     try:
@@ -290,7 +290,7 @@ def _write_optuna_study(config: RunConfig, place: Path, observer: Observer) -> N
 
 
 def _tell_the_end(folder: RunDir, observer: Observer, readers: Observer) -> None:
-    """Notify observers that a run is finished, in case the process that finished it was killed."""
+    """Notify observers that a run is finished, write a missing Optuna study, start the readers."""
     summary = read_summary(folder.path)
     if summary is None:
         return

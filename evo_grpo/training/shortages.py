@@ -15,7 +15,7 @@ from evo_grpo.settings import DoubtfulSetting, FitnessConfig, RunConfig
 from evo_grpo.settings.cross_checks import divides_quantized
 
 FEWEST = 8
-"""Different prompts of a validation split below which a run warns."""
+"""A run warns if its validation split has fewer different prompts than this."""
 
 
 def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> Iterator[str]:
@@ -38,7 +38,7 @@ def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> 
 def few_prompts(task: Task) -> Iterator[str]:
     """Yield a sentence if a validation split has too few different prompts to tell agents apart.
 
-    Tasks that generate rows or have one prompt are not checked, because their answers vary.
+    Tasks with generated rows or a single prompt are not checked, because their answers vary.
     """
     if any(isinstance(rows, LazyRows) for rows in task.splits.values()):
         return
@@ -57,7 +57,7 @@ def few_prompts(task: Task) -> Iterator[str]:
 
 
 def _different(rows: Iterable[DatasetRow], template: Template) -> int:
-    """Return the number of different prompts, counted up to `FEWEST`."""
+    """Return the number of different prompts of the rows, counted up to `FEWEST`."""
     prompts: set[str] = set()
     for row in rows:
         prompts.add(template.plain(row))
@@ -69,7 +69,7 @@ def _different(rows: Iterable[DatasetRow], template: Template) -> int:
 def warn_of_shortages(
     task: object, prompts: int, fitness: FitnessConfig, *, tests: bool = True
 ) -> None:
-    """Warn of settings that exceed the rows of their split; `tests` includes the test split."""
+    """Warn if a split has too few rows or prompts; the test split counts only with `tests`."""
     single_turn = task if isinstance(task, Task) else None
     splits = {} if single_turn is None else single_turn.splits
     rows = {str(split): len(items) for split, items in splits.items() if tests or split != "test"}

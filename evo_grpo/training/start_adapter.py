@@ -75,7 +75,7 @@ def read_start(model: ModelConfig) -> AdapterCopy | None:
 
 
 def with_adapter(model: ModelConfig, base: ModelSize, searched: Collection[str]) -> ModelConfig:
-    """Return settings whose `lora` is read from `adapter` and checked against the base.
+    """Return model settings whose `lora` is read from `adapter` and checked against the base.
 
     `searched` are the names of the hyperparameters that may change.
     """
@@ -110,7 +110,7 @@ def _plain(modules: str | Iterable[str] | None) -> Any:  # noqa: ANN401 -- as `L
 def _check_tensors(
     state: Mapping[str, Tensor], base: ModelSize, lora: LoraSettings, model: ModelConfig
 ) -> None:
-    """Refuse tensors other than A and B of the layers that a configuration names."""
+    """Refuse an adapter whose tensors are not exactly A and B of the layers that `lora` names."""
     if not base.linears:
         return
     layers = adapted_layers(base, lora)

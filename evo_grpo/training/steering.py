@@ -1,7 +1,7 @@
 """Carries out the user's requests to a running run between two rounds, and records them.
 
 The first rank reads the requests and changes the plan of the next round; all ranks carry out the
-plan. A request is done once the record of its round has its outcome; a resume repeats the outcome.
+plan. A request is done once the record of its round contains its outcome, which a resume repeats.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from evo_grpo.types import Request, RequestOutcome
 
 SECONDS_BETWEEN_LOOKS = 0.25
 SECONDS_BETWEEN_EXCHANGES = 1.0
-"""How often the ranks of a paused run exchange a message.
+"""Time between two messages that the ranks of a paused run exchange.
 
 A single exchange must not last for days, or delay a signal longer than a process has to exit.
 """
@@ -34,7 +34,7 @@ A single exchange must not last for days, or delay a signal longer than a proces
 class RunSteering(Steerer):
     """Carries out the requests in a run folder; see `round.Steerer`. Used on the first rank only.
 
-    `take_up_requests` has carried out those that were made before.
+    Requests from before this process were carried out by `take_up_requests`.
 
     Args:
         path: The folder as the user gave it, for messages.
@@ -58,7 +58,7 @@ class RunSteering(Steerer):
         self._done: set[str] = set()
 
     def steer(self, plan: RoundPlan, *, next_id: int) -> RoundPlan:
-        """Carry out the requests made during a round."""
+        """Carry out the requests made during a round; return the changed plan."""
         self._next_id = next_id
         plan = self._look(plan)
         if plan.paused:
@@ -70,7 +70,7 @@ class RunSteering(Steerer):
         return self._noting_the_end(plan)
 
     def listen(self, plan: RoundPlan) -> RoundPlan:
-        """Carry out new requests while the run is paused; return after a short time without any."""
+        """Wait a short time for requests to a paused run; carry out the first, return the plan."""
         until = time.monotonic() + SECONDS_BETWEEN_EXCHANGES
         while True:
             steered = self._look(replace(plan, notes=()))
@@ -133,8 +133,8 @@ def take_up_requests(
 ) -> list[str]:
     """Carry out and record the requests made while no process trained; return a sentence for each.
 
-    They act after the last of `rounds`, which is replaced; after the last round of a finished run
-    they wait. A request to pause or stop an ended process is not carried out.
+    They change the plan in the last of `rounds`, which is replaced. If the run is finished, they
+    wait for an extension. A request to pause or stop a process that has ended is not carried out.
     """
     folder.lock.write_round(len(rounds))
     done = carried_out(rounds)
@@ -167,7 +167,7 @@ def take_up_requests(
 def with_agents_steered(
     plan: RoundPlan, requests: Sequence[Request], hp_config: HyperparameterConfig, next_id: int
 ) -> tuple[RoundPlan, list[RequestOutcome], int]:
-    """Carry out requests about agents; return the plan, their outcomes, and an unused member id."""
+    """Carry out requests about agents; return the new plan, outcomes, and an unused member id."""
     record, outcomes = plan.record, list[RequestOutcome]()
     steered = NextRound(record.members, record.next_hparams, record.decisions)
     played = {agent.member: agent.agent for agent in record.agents}

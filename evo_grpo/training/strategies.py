@@ -39,7 +39,7 @@ def explorer(exploration: Exploration) -> Explorer:
 
 
 def check_strategies(evolve: EvolveConfig) -> None:
-    """Check the classes that a run file names, by their source and without importing them.
+    """Check the user's classes of selection and exploration by source, without importing them.
 
     They have to exist, accept their arguments, and have the method `plan` or `explore`.
     """
@@ -75,7 +75,7 @@ def task_of(config: RunConfig, load: Loader = load_function) -> Task | None:
 
 
 def check_columns(task: object, names: Sequence[str]) -> None:
-    """Check that a task has the columns of `record.columns`."""
+    """Refuse names of `record.columns` that the rows of a task lack."""
     if not names:
         return
     if not isinstance(task, Task):
@@ -88,7 +88,7 @@ def check_columns(task: object, names: Sequence[str]) -> None:
 
 
 def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
-    """Call an exploration's check of the ranges before a run; see `Explorer`."""
+    """Let an exploration check the ranges of hyperparameters before a run; see `Explorer`."""
     check = getattr(explorer, "check", None)
     if check is not None:
         space = settings.search_space()

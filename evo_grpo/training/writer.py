@@ -73,14 +73,14 @@ class FolderWriter(RunWriter):
             self._raise_errors()
 
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> str:
-        """Copy one agent; `commit` writes its files."""
+        """Copy one agent to the CPU; `commit` queues its files. Return the checkpoint's path."""
         path = checkpoint_name(round, slot)
         # Write only after all agents are copied: a second thread would slow down the copies.
         self._unwritten[path] = snapshot_again(cohort, slot, self._unwritten.get(path))
         return path
 
     def receive(self, files: Sequence[CheckpointFiles]) -> None:
-        """Receive the files of other ranks, after the earlier rounds are on disk."""
+        """Take over the checkpoint files of all ranks, once the earlier rounds are on disk."""
         if len(files) > 1:
             for future in self._pending:
                 future.result()
@@ -105,7 +105,7 @@ class FolderWriter(RunWriter):
         self._pending.append(self._submit(lambda: self._write_round(record, agents, samples)))
 
     def amend(self, record: RoundRecord) -> None:
-        """Queue the requests that came after their round was recorded."""
+        """Queue a round's record again, with requests that came after it was recorded."""
         self._raise_errors()
         self._pending.append(self._submit(lambda: self._amend_round(record)))
 
@@ -123,7 +123,7 @@ class FolderWriter(RunWriter):
             self.folder.drop_checkpoints(self.keep)
 
     def _submit(self, write: Callable[[], None]) -> Future[None]:
-        """Queue a write, which is skipped if an earlier one fails."""
+        """Queue a write; it is skipped if an earlier write fails."""
 
         def write_in_order() -> None:
             if self._error is not None:
@@ -201,7 +201,7 @@ class RankWriter(RunWriter):
         self._new: set[str] = set()
 
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> str | None:
-        """Copy one agent."""
+        """Copy one agent to the CPU; `hand_over` writes its files."""
         path = checkpoint_name(round, slot)
         self._copies[path] = snapshot_again(cohort, slot, self._copies.get(path))
         self._new.add(path)
@@ -222,12 +222,12 @@ class RankWriter(RunWriter):
         return CheckpointFiles(files)
 
     def round_over(self) -> None:
-        """Drop the copies."""
+        """Drop the copies of agents."""
         self._copies.clear()
 
 
 def with_files(record: RoundRecord, files: Mapping[str, str]) -> RoundRecord:
-    """Return a record with the SHA-256 of the round's and of each agent's files, by path."""
+    """Return a record with `files`, SHA-256 by path, and each agent's digests taken from them."""
     agents = tuple(
         replace(
             agent,

@@ -50,7 +50,7 @@ class AgileRLAgent(Agent, ABC):
     Raises:
         ConfigError: An argument is unknown or has a value out of range.
         ModelError: The base cannot be loaded.
-        EngineUnavailable: For vLLM, or an accelerator with DeepSpeed, where that is missing.
+        EngineUnavailable: vLLM, or the DeepSpeed of the accelerator, is missing.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,8 +66,7 @@ class AgileRLAgent(Agent, ABC):
 
         Args:
             size: N agents, >= 1.
-            *args: As for the constructor; two spaces may be followed by `wrapper_cls` and
-                `wrapper_kwargs`.
+            *args: As for the constructor; `wrapper_cls, wrapper_kwargs` may follow two spaces.
             **kwargs: As for the constructor. `wrapper_cls` is called with each agent and
                 `wrapper_kwargs`; its results are the members of the population.
 
@@ -95,7 +94,7 @@ class AgileRLAgent(Agent, ABC):
         return super().clone(index)
 
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
-        """Return the policy, a PeftModel with this agent's adapter active, and its optimizer."""
+        """Return, by name, the PeftModel with this agent's adapter active, and its optimizer."""
         networks: dict[str, Any] = {POLICY: self.get_policy()}
         return networks if networks_only else {**networks, OPTIMIZER: self.state.optimizer}
 
@@ -293,7 +292,7 @@ class AgileRLAgent(Agent, ABC):
         return tuple(_moved(value, self.cohort.base.device) for value in experiences)
 
     def recompile(self) -> None:
-        """Compile as the setting `torch_compiler` does, with its mode, or `default` if None."""
+        """Compile the base in the mode `torch_compiler`; if that is None, in the mode `default`."""
         self.cohort.base.compile(self.settings.engine.compile or "default")
 
 
@@ -313,10 +312,7 @@ class GSPO(AgileRLAgent):
 
 @final
 class CISPO(AgileRLAgent):
-    """Clipped importance-sampling weights (MiniMax 2025, arXiv:2506.13585).
-
-    The weights are clipped instead of the updates.
-    """
+    """CISPO: clips importance-sampling weights, not updates (MiniMax 2025, arXiv:2506.13585)."""
 
     kind = "cispo"
 

@@ -33,8 +33,8 @@ class VLLMConfig:
 
     In AgileRL every agent has an engine; here one engine serves all agents. So AgileRL's defaults
     of `max_num_seqs`, `max_loras` and `max_lora_rank` are replaced by what the agents need; other
-    numbers are used unchanged. docs/engines.md describes the settings; those with another name
-    there are:
+    numbers are used unchanged. docs/engines.md describes the settings; listed here are those with
+    another name there.
 
     Attributes:
         max_num_seqs: Sequences decoded at once.
@@ -106,7 +106,7 @@ VLLM_NAMES: dict[str, str] = {
 """AgileRL's name of a setting -> its name in `engine.vllm`."""
 
 _UNSAID = {"max_num_seqs": 8, "max_loras": 1, "max_lora_rank": 16}
-"""AgileRL's defaults, which are too few for an engine of all agents."""
+"""AgileRL's defaults, which are too low for one engine that serves all agents."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ _NO_EFFECT = {
     "wrap": "nothing is wrapped",
     "clone": "use agent.clone()",
 }
-"""Arguments of which only the default acts, and why."""
+"""Arguments that have no effect when changed from their default, and why."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Arguments:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Self:
-        """Return the arguments of a call; see `without_spaces`."""
+        """Return the arguments of a call of a constructor; see `without_spaces`."""
         args, keywords = without_spaces(args, keywords)
         for name in keywords:
             if name not in ARGUMENTS:
@@ -306,7 +306,7 @@ class Arguments:
 
     @property
     def _is_cut(self) -> bool:
-        """Whether answers exceed AgileRL's default context, which scripts rarely change."""
+        """Whether completions may exceed the default `max_model_len`, which few scripts change."""
         longest = self.max_output_tokens
         return isinstance(longest, int) and self.max_model_len == CONTEXT <= longest
 
@@ -341,7 +341,7 @@ class Arguments:
 
 
 ARGUMENTS: tuple[str, ...] = tuple(entry.name for entry in fields(Arguments))
-"""All names, in order."""
+"""Names of all arguments, in the order of AgileRL's signature."""
 
 KEYWORDS: dict[str, str] = {
     **{name: name for name in ARGUMENTS if name in AGENT_KEYWORDS},

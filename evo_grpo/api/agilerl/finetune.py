@@ -93,12 +93,12 @@ class ReasoningGym(single_turn.ReasoningGym):
 
     @property
     def observation_space(self) -> TextSpace:
-        """Prompts."""
+        """The space of prompts."""
         return TextSpace(len(self.tokenizer), self.max_context_length)
 
     @property
     def action_space(self) -> TextSpace:
-        """Completions."""
+        """The space of completions."""
         return TextSpace(len(self.tokenizer), self.max_output_tokens)
 
 
@@ -111,24 +111,24 @@ class FinetuneSettings(Group):
 
     Attributes:
         max_steps: Completions to sample in training, over the whole population, >= 1; the step
-            that reaches it is finished. An episode of three turns counts three.
+            that reaches it is finished. An episode of three turns counts as three completions.
         num_epochs: Passes over the train rows, for prompts from a dataset. It takes precedence over
             `max_steps`, as in AgileRL.
-        evaluation_interval: GRPO steps of every agent between two evaluations, >= 1; the last
-            step is always followed by one.
+        evaluation_interval: GRPO steps of every agent between two evaluations, >= 1; an
+            evaluation always follows the last step.
         evo_steps: GRPO steps between two evolutions; None evolves at every evaluation.
         tournament: The selection; None keeps all agents.
         mutation: The mutation of the hyperparameters in the agents' `hp_config`; None changes none.
         max_reward: Stop at the evaluation where an agent's fitness reaches it.
-        prompts_per_step: P; None takes the environment's batch size.
-        eval_prompts: Validation prompts, or episode seeds, behind a fitness.
-        eval_samples: Completions, or episodes, of each.
+        prompts_per_step: Prompts of a GRPO step; None takes the environment's batch size.
+        eval_prompts: Validation prompts, or episode seeds, of an evaluation.
+        eval_samples: Completions of each prompt, or episodes of each seed.
         checkpoint_interval: GRPO steps between two checkpoints of all agents, which are written
             after the next evaluation.
         checkpoint_path: Folder of the checkpoints: `step-000100/agent-00/...`.
         save_elite: Whether to save the agent with the best last fitness at the end; None does so if
             `elite_path` is given.
-        elite_path: Folder of that agent.
+        elite_path: Folder in which that agent is saved.
         verbose: Show progress, as `Population.train` does with `progress=True`.
         accelerator: The accelerator of the agents, which already use it.
     """
@@ -212,7 +212,7 @@ class Checkpoints(RunWriter):
 
     Attributes:
         budget: Counts the steps taken.
-        saved: Steps at the last checkpoint.
+        saved: Number of steps taken until the last checkpoint.
     """
 
     folder: Path | None
@@ -231,7 +231,7 @@ class Checkpoints(RunWriter):
         return str(path)
 
     def round_over(self) -> None:
-        """Store the step of the last checkpoint; see `RunWriter`."""
+        """Set `saved` if the round wrote a checkpoint; see `RunWriter`."""
         if self.budget.taken // self.every > self.saved // self.every:
             self.saved = self.budget.taken
 
@@ -347,7 +347,7 @@ def finetune_llm_reasoning(
     env_fn: Callable[[], single_turn.ReasoningGym] | None = None,
     **settings: Any,
 ) -> PopT:
-    """Finetune agents on prompts with a reward: one turn each.
+    """Finetune agents on prompts of one turn, by the reward of the completion.
 
     Args:
         pop: One agent, a list of agents over one base, or a Population; they train together, in

@@ -92,7 +92,7 @@ class Gpu(NamedTuple):
 
     @property
     def older(self) -> bool:
-        """Whether half precision on this GPU is float16; see `model.loading.pick_dtype`."""
+        """Whether the GPU computes half precision in float16; see `model.loading.pick_dtype`."""
         return _plain(self.name).startswith(OLDER)
 
 
@@ -120,7 +120,7 @@ def _plain(text: str) -> str:
 
 
 def cuda_devices() -> list[Gpu | None]:
-    """Return this process's CUDA devices as nvidia-smi lists them; None if memory is unknown."""
+    """Return the CUDA devices of this process, by nvidia-smi; None for one of unknown memory."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -153,7 +153,7 @@ def torch_build(version: Any) -> str:  # noqa: ANN401 -- the module torch.versio
 
 
 def unseen_gpus(build: str) -> str | None:
-    """Return a clause with the remedy if this machine has GPUs that torch does not see."""
+    """Return why torch sees no GPU, with a remedy; None if nvidia-smi lists no GPU either."""
     visible = cuda_devices()
     if not visible:
         return None

@@ -36,7 +36,7 @@ HALF = 2
 
 @dataclass(frozen=True)
 class Counted:
-    """Counts the seconds of a population's phases on a card, in half precision.
+    """The predicted seconds of a population's phases on a card, in half precision.
 
     Attributes:
         shape: Sizes of the base.
@@ -52,7 +52,7 @@ class Counted:
 
     @property
     def linears(self) -> tuple[tuple[int, int, int], ...]:
-        """(inputs, outputs, ranks of all projections) of the four linear layers of a block."""
+        """(inputs, outputs, summed ranks) of the four products of a block; q, k and v are one."""
         s, r = self.shape, self.rank
         return (
             (s.hidden, s.query_width + 2 * s.kv_width, 3 * r),
@@ -86,7 +86,7 @@ class Counted:
         return s.layers * layer + head + 2 * other(words) + 3 * LAUNCH
 
     def rollout(self, rows: int, prompts: int, prompt: int, output: int) -> float:
-        """Return the seconds to sample `rows` completions of `output` tokens at once."""
+        """Return the seconds to sample `rows` completions; `prompt` and `output` are in tokens."""
         steps = (output - 1) * self.step(rows, prompt + output // 2)
         flops = sum(2.0 * inputs * outputs for inputs, outputs, _ in self.linears)
         tokens = prompts * prompt
@@ -95,7 +95,7 @@ class Counted:
         return steps + prefill + CAPTURE
 
     def learn(self, rows: int, prompts: int, prompt: int, output: int) -> float:
-        """Return the seconds of one forward and backward of all rows, each prompt once."""
+        """Return the seconds of one forward and backward of `rows` rows; see `rollout`."""
         s, copy = self.shape, self.card.copy
         hidden, inner, rests = s.hidden, s.inner, rows * (output - 1)
         tokens = prompts * prompt + rests
@@ -218,7 +218,7 @@ def _learning(
 ) -> float:
     """Return the seconds of one forward and backward of all rows, in `least` micro-batches or more.
 
-    `work` has all rows, rows per prompt, tokens of a prompt, and tokens of a completion.
+    `work` has the rows of a step, rows per prompt, tokens of a prompt, and tokens of a completion.
     """
     rows, group, prompt, output = work
     tokens = ceil(rows / group) * prompt + rows * output

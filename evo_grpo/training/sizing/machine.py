@@ -60,7 +60,7 @@ class Setup(NamedTuple):
         capacity: Bytes that each process may use; 0 if unknown.
         place: Name of the device or limit with these bytes.
         processes: Number of processes.
-        gpu: The GPU, if it is one of known memory.
+        gpu: The GPU, if the device is a GPU of known memory.
         total: Bytes of the whole device, from which vLLM's share is computed; 0 means `capacity`.
     """
 
@@ -75,7 +75,7 @@ class Setup(NamedTuple):
     total: int = 0
 
     def plan(self, config: RunConfig, **limits: int) -> MemoryPlan | None:
-        """Return the memory of a run, with some batch limits changed; None if unknown."""
+        """Return the memory of a run, with `limits` as its batch limits; None if unknown."""
         work = work_of(config, self.size, self.output, self.device, self.processes)
         if work is None:
             return None
@@ -101,7 +101,7 @@ class Setup(NamedTuple):
 
 
 def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
-    """Return for each null limit in `LIMITS` the greatest value that fits, else the least one.
+    """Return for each null limit in `LIMITS` the greatest value that fits, else the least value.
 
     The result is empty on a CPU without `engine.memory`, and for a model of unknown size.
     """
@@ -127,7 +127,7 @@ def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
 def _largest(
     config: RunConfig, setup: Setup, known: Mapping[str, int], name: str, least: int, most: int
 ) -> int:
-    """Return the largest reachable value of a limit that fits, given the `known` limits."""
+    """Return the largest useful value of a limit that fits in memory, given the `known` limits."""
     needed: dict[int, int] = {}
     for value in (least, *(step for step in _STEPS if least < step <= most)):
         plan = setup.plan(config, **{**known, name: value})
@@ -139,14 +139,14 @@ def _largest(
 
 
 class Fit(NamedTuple):
-    """Whether a run fits the device on which it computes.
+    """Whether a run fits in the memory of its device, and which settings would help.
 
     Attributes:
         setup: The device of the run.
         plan: The memory of the run on this device.
         chosen: Dotted name of each limit that is null -> the number that a run will record.
-        changes: Dotted name -> value, of settings that differ from those given.
-        proposal: The fit of a changed run; None if the run fits, or if no change helps.
+        changes: Dotted name -> value of each setting that was changed to make the run fit.
+        proposal: The fit of a changed run; None if this run fits, or if no change helps.
     """
 
     setup: Setup
@@ -157,11 +157,11 @@ class Fit(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits."""
+        """Whether the run fits in memory, and no limit of its rollout engine is too low."""
         return self.plan.fits(self.setup.capacity)
 
     def sentence(self) -> str:
-        """Return what is missing, and which settings would help."""
+        """Return a sentence on the shortage, and on the settings that would help."""
         text = self.setup.shortage(self.plan)
         if self.plan.peak <= self.setup.capacity:
             text = "; ".join(self.plan.shortages)
@@ -176,7 +176,7 @@ class Fit(NamedTuple):
 
 
 def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
-    """Return whether a run fits its device, with a proposal if it does not; None if unknown."""
+    """Return the `Fit` of a run, with a proposal if it does not fit; None if memory is unknown."""
     limits = choose_limits(config, setup)
     plan = setup.plan(config, **limits)
     if plan is None:
@@ -188,7 +188,7 @@ def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
 
 
 def propose(config: RunConfig, setup: Setup) -> Fit | None:
-    """Return the run with the first of `_proposals` that fits in memory; None if none does."""
+    """Return the `Fit` with the needed changes of the first sufficient proposal, or None."""
     for changes in _proposals(config, setup):
         if (fit := _tried(config, setup, changes)) is None:
             continue
@@ -201,7 +201,7 @@ def propose(config: RunConfig, setup: Setup) -> Fit | None:
 
 
 def _proposals(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
-    """Yield changes that need less memory, the cheapest first; each includes those before it."""
+    """Yield sets of changes that save memory, the cheapest first; each includes the one before."""
     engine, plan = config.engine, setup.plan(config)
     # Where limits are null, a run chooses them, on a CPU if it is told the memory.
     changes: dict[str, object] = {f"engine.{name}": None for name in LIMITS}
@@ -258,7 +258,7 @@ def _changed(group: Any, path: Sequence[str], value: object) -> Any:  # noqa: AN
 
 
 def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:
-    """Return the possible dtypes of the base, each with its device; a GPU has a single dtype."""
+    """Return the possible dtypes of the base, each with its device; with `gpu`, only one."""
     dtype, device = config.engine.dtype, config.engine.device
     if gpu is not None:
         if device in ("cpu", "mps"):

@@ -4,10 +4,11 @@
 
 The memory of the agents is exact: 16 bytes per parameter of an adapter (weight, gradient and the
 two moments of AdamW, in float32). A reference takes 4 more, the archive 12, and an adapter from
-which all agents start 4. `engine.offload_adapters` adds 12 bytes per parameter of the next part's
-agents, and 4 for stacking the weights of the present part. The terms of sampling and learning sum
-the tensors that exist at the same time. Measured peaks (experiments/bench/plan.py) agree within 7%
-of memory in use; glibc keeps up to 15% more on a CPU.
+which all agents start 4. With `engine.offload_adapters`, only the agents of the shard that computes
+count, plus 12 bytes per parameter of the next shard's agents, and 4 for the stacked weights of the
+present shard. The terms of sampling and learning sum the tensors that exist at the same time.
+Measured peaks (experiments/bench/plan.py) agree within 7% of memory in use; glibc keeps up to 15%
+more on a CPU.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class MemoryPlan:
     remedies: tuple[Mapping[str, object], ...] = ()
 
     def fits(self, capacity: float) -> bool:
-        """Return whether the plan fits into so many bytes, and no limit is too low."""
+        """Return whether the peak is at most `capacity` bytes, and no limit is too low."""
         return self.peak <= capacity and not self.shortages
 
     @property
@@ -286,7 +287,7 @@ class LearnBatch:
         rows: Number of rows.
         prefixes: Prompts that are computed once for several rows; 0 if whole rows are computed.
         prompt: Tokens of a prompt.
-        rest: Tokens of a row that are computed per row.
+        rest: Tokens that are computed for each row.
     """
 
     rows: int
@@ -325,7 +326,7 @@ def _padded(rows: int, work: Work) -> int:
 
 
 def saved_bytes(shape: Shape, work: Work, batch: LearnBatch, each: int, device: Device) -> int:
-    """Return the bytes that one layer keeps for its backward pass, with `each` bytes per number."""
+    """Return the bytes that a layer keeps for its backward pass, at `each` bytes per number."""
     hidden, queries, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.inner
     tokens = batch.tokens
     if work.kernels:

@@ -111,7 +111,7 @@ def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
 
 
 def adapted_layers(size: ModelSize, lora: LoraSettings) -> dict[str, tuple[int, int]]:
-    """Return the layers with an adapter, and their inputs and outputs."""
+    """Return (inputs, outputs) of each layer that `lora` adapts; ConfigError if it adapts none."""
     if not size.linears:
         return {}
     excluded = lora.exclude_modules
@@ -135,7 +135,7 @@ def check_adapters_fit(
 ) -> None:
     """Refuse sets of layers that the model lacks, and ranks above the width of a layer.
 
-    `largest` is the largest adapter that an agent may have. Unknown layers are not checked.
+    `largest` is the largest adapter of an agent. If the layers are unknown, nothing is checked.
     """
     lora = model.lora
     for name, targets in lora.target_sets.items() if size.linears else ():
@@ -153,13 +153,13 @@ def check_adapters_fit(
 
 
 def rank_in(layer: str, lora: LoraSettings) -> int:
-    """Return the rank of a layer, by the first pattern that matches its end, as in PEFT."""
+    """Return the LoRA rank of a layer, by the first pattern that matches its end, as in PEFT."""
     ranks = (r for key, r in lora.rank_pattern.items() if re.match(ending(key), layer))
     return next(ranks, lora.r)
 
 
 def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
-    """Derive the sizes of all layers from the keys of a config.json."""
+    """Return the size of the model that a config.json describes."""
     kind = str(config["model_type"])
     context = _positive_integer(config.get("max_position_embeddings"))
     unknown = ModelSize(
@@ -211,7 +211,7 @@ def _from_gguf(name: str, file: Path) -> ModelSize:
 
 
 def _stored_parameters(folder: Path) -> int | None:
-    """Sum the sizes in the headers of all safetensors files; None if there are none."""
+    """Return the number of parameters in a folder's safetensors files; None if it has none."""
     files = sorted(folder.glob("*.safetensors"))
     return sum(map(_header_parameters, files)) if files else None
 
@@ -297,7 +297,7 @@ def _endpoint() -> str:
 
 
 def _reason(name: str, error: Exception) -> str:
-    """Return why the hub could not be asked; raise ModelError if it refused the model."""
+    """Return why the hub could not be reached; raise ModelError if the hub refused the model."""
     from huggingface_hub.errors import (
         DisabledRepoError,
         GatedRepoError,

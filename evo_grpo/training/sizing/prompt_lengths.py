@@ -45,8 +45,8 @@ class PromptLengths(NamedTuple):
         most: Tokens of the longest prompt.
         read: Number of rows that were read.
         rows: Number of rows in all.
-        different: Number of different prompts of each split, if all rows were read; with several
-            templates the smallest of their numbers.
+        different: Number of different prompts of each split, with the template that makes fewest;
+            empty if not all rows were read.
         too_long: Rows of each split, among those read, whose prompt leaves no room for a
             completion; see `env.too_long`.
     """
@@ -73,10 +73,10 @@ def read_prompts(
     vocabulary: int | None,
     answer: int | None = None,
 ) -> tuple[PromptLengths | None, FirstPrompt | None, list[str]]:
-    """Return the lengths of the prompts of a task, the first one, and warnings about the template.
+    """Return the lengths of a task's prompts, its first prompt, and warnings about the template.
 
     Lengths and prompt are None for a task that generates its rows, because that would take long.
-    All lengths are 0 without a tokenizer.json. `context` is the most tokens of prompt and
+    All lengths are 0 without a tokenizer.json. `context` is the most tokens of a prompt with its
     completion, `vocabulary` the number of embeddings; None if unknown. `answer` is the number of
     tokens that `env.too_long: truncate_left` leaves for a completion.
 
@@ -137,7 +137,7 @@ def _fitting(
     *,
     whole: bool,
 ) -> tuple[Mapping[Split, Sequence[DatasetRow]], dict[str, int]]:
-    """Return the rows of a run, and how many of each split `env.too_long` acts on."""
+    """Return the rows that a run uses, and the number of too long rows of each split."""
     if context is None or task.too_long == "error":
         return splits, {}
     whole = whole and task.too_long == "drop"
@@ -155,7 +155,7 @@ def _sample(rows: Sequence[DatasetRow], total: int) -> Sequence[DatasetRow]:
 
 @final
 class FileTokenizer:
-    """A tokenizer with those methods of transformers' tokenizers that render prompts.
+    """A tokenizer of a model's files, with the methods of transformers that render prompts.
 
     Attributes:
         backend: The tokenizer of the package tokenizers, None if there is no tokenizer.json.
@@ -198,7 +198,7 @@ class FileTokenizer:
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, tokenize: bool, **keywords: Any
     ) -> str:
-        """Return the text of messages; raise ValueError for a template that needs too much."""
+        """Return the text of messages; ValueError if the template exceeds a limit (`MOST_...`)."""
         del tokenize
         try:
             with _bounded_memory(), _bounded_time():
@@ -214,7 +214,7 @@ class FileTokenizer:
 
 @contextmanager
 def _bounded_memory() -> Generator[None]:
-    """Raise MemoryError if the block takes more than `MOST_MEMORY` (on Linux); use no threads."""
+    """Raise MemoryError if the block, without threads, takes more than `MOST_MEMORY` (on Linux)."""
     if sys.platform != "linux":
         yield
         return
@@ -233,7 +233,7 @@ def _bounded_memory() -> Generator[None]:
 
 @contextmanager
 def _bounded_time() -> Generator[None]:
-    """Raise ValueError if the block takes `MOST_SECONDS`; only the main thread gets signals."""
+    """Raise ValueError if the block takes `MOST_SECONDS`; no limit outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
