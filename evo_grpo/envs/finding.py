@@ -98,7 +98,7 @@ def is_installed(module: str) -> bool:
 
 
 def defining_files(path: str) -> dict[str, Path | None]:
-    """Return the files of the module in "module:function" and of those that it gets the name from.
+    """Return the files of a "module:function" and of the modules it imports the function from.
 
     `from .scores import exact as score` is followed to `scores`. `import *`, assignments such as
     `score = exact` and functions that the function calls are not followed. Nothing is imported.

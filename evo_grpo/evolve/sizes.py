@@ -27,8 +27,9 @@ def halvings(size: int) -> int:
 def decisions_by_share(rounds: int, size: int) -> list[int]:
     """Return the rounds after which a run decides, as ascending numbers of finished rounds.
 
-    Rounds are divided into equal shares: two more than there are halvings from `size` agents to
-    `LEAST`, so that the last agents train on, and at least `SHARES`, if there are enough rounds.
+    A run decides after each of equal shares of its rounds. The number of shares is the number of
+    halvings from `size` agents to `LEAST`, plus two so that the last agents train on, and at least
+    `SHARES`. With fewer rounds, it decides after every round.
     """
     shares = max(SHARES, halvings(size) + 2)
     return sorted({max(1, round(rounds * share / shares)) for share in range(1, shares + 1)})

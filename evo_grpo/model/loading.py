@@ -98,7 +98,7 @@ def from_pretrained(
 
     `extra` are keywords for the model's `from_pretrained`, among which a dtype overrides `dtype`.
     Python code of the model or its tokenizer runs only if `extra` has `trust_remote_code=True`;
-    there is no prompt.
+    the user is not asked.
     """
     # Imported here: transformers takes seconds, and `evo-grpo check` must answer at once.
     import transformers

@@ -301,9 +301,9 @@ class _Feeding(threading.Thread):
 
 
 def _is_final(error: BaseException, trained: bool) -> bool:
-    """Return whether an error stops the reader: one of evo-grpo, but not a lost connection.
+    """Return whether an error ends the reader: any EvoGrpoError except a ConnectionError.
 
-    While the run trains, no RunFailedError stops it, such as that of a full disk.
+    While the run trains, a RunFailedError, such as for a full disk, does not end it either.
     """
     passing = isinstance(error, ConnectionError) or (trained and isinstance(error, RunFailedError))
     return isinstance(error, EvoGrpoError) and not passing

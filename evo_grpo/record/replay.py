@@ -151,10 +151,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Training:
-    """The plan of one kind of training of a replay, one of `REPLAYED`.
+    """One of the two kinds of training that a replay compares; `name` is one of `REPLAYED`.
 
-    `hparams` has the hyperparameters of each round; `prompts` the number of prompts, >= 1, by round
-    and GRPO step.
+    `hparams` has the hyperparameters of each round. `prompts` has the number of prompts, >= 1, of
+    each GRPO step of each round.
     """
 
     name: str
@@ -163,7 +163,7 @@ class Training:
 
     @property
     def rows(self) -> int:
-        """Completions that the training samples."""
+        """Number of completions that are sampled in this training."""
         rounds = zip(self.hparams, self.prompts, strict=True)
         return sum(values.group_size * sum(counts) for values, counts in rounds)
 

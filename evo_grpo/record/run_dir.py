@@ -305,8 +305,8 @@ def _left_by_setup(path: Path) -> bool:
 def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
     """Refuse a run whose rounds.jsonl has lost lines, because a resume would drop those rounds.
 
-    Files of one round after the last line, or of two on a slow disk, are no sign of a loss: a stop
-    leaves them, and a resume plays these rounds again.
+    A stopped run may leave checkpoints of one round more than there are lines, or of two more on a
+    slow disk. These are accepted, and a resume plays their rounds again.
     """
     saved = {number for number, _ in round_entries(folder / names.CHECKPOINTS)}
     finished = len(rounds)

@@ -302,7 +302,8 @@ def winner_files(
 ) -> dict[str, str]:
     """Return the SHA-256 of the winner's files by path below its checkpoint.
 
-    `files` is the entry "files" of summary.json, which has the digests of a mean.
+    `files` is the entry "files" of summary.json: the digests of the winner's files if the winner is
+    the mean of two agents.
     """
     if best["kind"] == "mean":
         below = f"{best['checkpoint']}/"

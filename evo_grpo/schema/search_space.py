@@ -425,7 +425,10 @@ def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> No
 
 
 class ValueOutsideRange(NamedTuple):
-    """An agent's initial value outside its range; for a pair in clip_coef, a distance from 1."""
+    """An agent's initial value that is outside its range.
+
+    For an end of a pair in clip_coef, `value` is the distance of that end from 1.
+    """
 
     name: str
     value: Value

@@ -283,7 +283,7 @@ class AlgorithmConfig(LossFields, AgentFields):
     )
 
     def longest_output(self, space: HyperparameterConfig) -> int | None:
-        """Return the most tokens of a completion of any agent; None: the task sets the limit."""
+        """Return the greatest limit of an agent on a completion; None if the task sets it."""
         if "max_output_tokens" in space.names():
             return int(space["max_output_tokens"].max)
         return self.max_output_tokens

@@ -149,7 +149,7 @@ class EngineConfig(Group):
     )
 
     def parts(self, processes: int = 1) -> int:
-        """Return the number of parts of a population that begins in `processes` processes."""
+        """Return the number of parts of a population whose run is started in some processes."""
         return self.shards or processes * (2 if self.overlap else 1)
 
     @property

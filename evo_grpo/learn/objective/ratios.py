@@ -45,10 +45,11 @@ def kl_term(
 ) -> Tensor | None:
     """Estimate KL(policy || reference) per token by k3 (Schulman, "Approximating KL Divergence").
 
-    k3 is exp(ref - lp) - (ref - lp) - 1; with the signs swapped it does not estimate this KL.
-    Log-probs are (B, T) nats; those of the reference may be NaN where beta, a number or (B, 1), is
-    0 or a token is masked. `ratio` (B, T), new / old policy, corrects for off-policy samples.
-    Returns (B, T) without beta's weight, 0 where masked or beta is 0; None without a KL term.
+    k3 is exp(ref - lp) - (ref - lp) - 1; with lp - ref in place of ref - lp it would not estimate
+    this KL. Log-probs are (B, T) nats, and `beta` is a number or (B, 1). Where beta is 0 or a token
+    is masked, the reference's log-probs may be NaN. `ratio` (B, T), new / old policy, corrects for
+    off-policy samples. Returns the estimate (B, T), not multiplied by beta, 0 where a token is
+    masked or beta is 0; None without a KL term.
     """
     if ref_logprobs is None:
         has_kl = bool((beta != 0).any()) if isinstance(beta, Tensor) else beta != 0

@@ -150,8 +150,9 @@ def open_forward(
 ) -> TrainForward:
     """Return the forward of one optimizer step, with kernels if they support the base.
 
-    The model's modules run if `plain`, with LoRA dropout, and for other architectures. Of the
-    step's `adapters` only None may repeat. `recompute` is gradient checkpointing.
+    The model's own modules run if `plain` is set, if an adapter has LoRA dropout, and for
+    architectures outside the Llama family. In `adapters`, only None may occur more than once.
+    `recompute` turns on gradient checkpointing.
     """
     base = slots.base
     dropout = any(slots.lora_config(name).lora_dropout for name in adapters if name is not None)

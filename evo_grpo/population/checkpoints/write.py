@@ -41,7 +41,7 @@ class Snapshot:
     attributes: dict[str, Any]
 
     def with_history(self, history: Sequence[Score]) -> Snapshot:
-        """Return a copy with another history, which shares the tensors."""
+        """Return a copy that has another history and shares the tensors."""
         attributes = {**self.attributes, "history": [asdict(score) for score in history]}
         return replace(self, attributes=attributes)
 

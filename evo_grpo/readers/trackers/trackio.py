@@ -41,9 +41,9 @@ class Writer(TrackerReader):
 
 
 def _writing_to(folder: Path) -> Any:  # noqa: ANN401 -- a module without types
-    """Import trackio so that it writes to `folder`, which trackio reads only when it is imported.
+    """Import trackio, which fixes the folder that it writes to when it is imported.
 
-    An earlier import with another folder raises ConfigError.
+    If it was imported before with another folder, this raises ConfigError.
     """
     if _VARIABLE in os.environ:  # set by the user
         return import_module("trackio")

@@ -1,10 +1,10 @@
-"""Attention of rows that share prefixes, by flash kernels that read each key once per prefix.
+"""Attention of rows that share prefixes, by flash kernels that read a prefix once for all its rows.
 
 Every prefix and every rest attends to itself. The rests of a prefix, as one long query, also attend
-to the keys of that prefix; their two outputs are joined by their log-sum-exps. Given the joined
+to the keys of that prefix. Each rest thus has two outputs, which are joined by their log-sum-exps.
+So the forward has no mask and copies no key for a row or for a head of a group. Given the joined
 output and log-sum-exp, the backward of each call returns its part of the gradient (Dao 2023,
-arXiv:2307.08691, eq. 4). So the forward has no mask and copies no key for a row or for a head of a
-group. Keys of prefixes of unequal length are packed once.
+arXiv:2307.08691, eq. 4). Keys of prefixes of unequal length are packed once.
 """
 
 from __future__ import annotations

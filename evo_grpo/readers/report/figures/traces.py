@@ -138,7 +138,7 @@ def add_copies(
 
 
 def named(view: RunView) -> set[int]:
-    """Return the agents in the legend: the `NAMED` agents that played the most rounds."""
+    """Return the agents in the legend: those that played the most rounds, at most `NAMED`."""
     rounds: dict[int, int] = defaultdict(int)
     for agent in view.played:
         rounds[agent.agent] += 1
