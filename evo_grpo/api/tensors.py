@@ -62,25 +62,28 @@ def _to_prompt(
 ) -> Prompt:
     if isinstance(item, Prompt):
         return item
-    if isinstance(item, str):
-        if tokenizer is None:
-            raise ShapeError(
-                f"get_action: observation {index} is a string, but the agent has no tokenizer; "
-                "pass input_ids, or build the agent with the name of a model"
-            )
+    if isinstance(item, str) and tokenizer is not None:
         return Prompt(index, item, tuple(tokenizer(item, verbose=False)["input_ids"]))
-    if not isinstance(item, Mapping) or "input_ids" not in item:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
-        raise ShapeError(
-            f"get_action: observation {index} must be a Prompt, a string, or a mapping with "
-            f"input_ids, got {type(item)}"
+    if isinstance(item, str):
+        problem = (
+            " is a string, but the agent has no tokenizer; pass input_ids, or build the agent with "
+            "the name of a model"
         )
-    table = torch.as_tensor(item["input_ids"])
-    ids = table.reshape(-1)
-    if table.dim() not in (1, 2) or (table.dim() == 2 and len(table) != 1):
-        raise ShapeError(
-            f"get_action: observation {index}: expected input_ids of one prompt, (T,) or (1, T), "
-            f"got {tuple(table.shape)}; give a list with one mapping per prompt"
+    elif not isinstance(item, Mapping) or "input_ids" not in item:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
+        problem = f" must be a Prompt, a string, or a mapping with input_ids, got {type(item)}"
+    else:
+        table = torch.as_tensor(item["input_ids"])
+        if table.dim() == 1 or (table.dim() == 2 and len(table) == 1):
+            return _of_ids(index, item, table.reshape(-1))
+        problem = (
+            f": expected input_ids of one prompt, (T,) or (1, T), got {tuple(table.shape)}; give a "
+            "list with one mapping per prompt"
         )
+    raise ShapeError(f"get_action: observation {index}{problem}")
+
+
+def _of_ids(index: int, item: Mapping[str, Any], ids: Tensor) -> Prompt:
+    """Return the prompt of a mapping with `input_ids`, without the ids that its mask leaves out."""
     if item.get("attention_mask") is not None:
         ids = ids[torch.as_tensor(item["attention_mask"]).reshape(-1).bool()]
     columns = {k: v for k, v in item.items() if k not in ("input_ids", "attention_mask", "text")}
@@ -147,17 +150,19 @@ def to_batch(
 def _size(number: int, ids: Tensor, mask: Tensor, vocabulary: int) -> int:
     """Check the ids and the mask of a group, and return its number of completions."""
     shapes = [tuple(getattr(part, "shape", ())) for part in (ids, mask)]
+    problem = ""
     if len(shapes[0]) != 2 or shapes[1] != (shapes[0][0], shapes[0][1] - 1):
-        raise ShapeError(
-            f"learn: group {number}: expected tensors of ids (G, T) and action masks (G, T - 1), "
-            f"got {shapes[0]} and {shapes[1]}"
+        problem = (
+            ": expected tensors of ids (G, T) and action masks (G, T - 1), got "
+            f"{shapes[0]} and {shapes[1]}"
         )
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-        raise ShapeError(
-            f"learn: group {number} holds token ids from {int(ids.min())} to {int(ids.max())}, but "
-            f"the base model's vocabulary is 0..{vocabulary - 1}; pass the ids that get_action "
-            "returned"
+    elif ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        problem = (
+            f" holds token ids from {int(ids.min())} to {int(ids.max())}, but the base model's "
+            f"vocabulary is 0..{vocabulary - 1}; pass the ids that get_action returned"
         )
+    if problem:
+        raise ShapeError(f"learn: group {number}{problem}")
     return len(ids)
 
 

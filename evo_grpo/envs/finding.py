@@ -182,14 +182,13 @@ def _read(name: str, path: str, where: str) -> _Source | None:
             warnings.simplefilter("ignore")  # about the user's code
             tree = ast.parse(text, filename=origin)
             compile(tree, origin, "exec")  # finds errors beyond the grammar: equal argument names
-    except loading.CodeOfARunError as error:
-        raise ConfigError(f"{where}: {path!r}: {error}") from error
     except (RecursionError, MemoryError):  # nested too deep for a tree; an import may still work
         return None
     except (SyntaxError, ValueError, ImportError, OSError) as error:
-        raise ConfigError(
-            f"{where}: {path!r}: expected Python in {origin}, got {type(error).__name__}: {error}"
-        ) from error
+        why = f"expected Python in {origin}, got {type(error).__name__}: {error}"
+        if isinstance(error, loading.CodeOfARunError):
+            why = str(error)
+        raise ConfigError(f"{where}: {path!r}: {why}") from error
     package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
     bound = _bindings(tree.body, package)
     return _Source(origin, bound, "*" not in bound and not _BINDS_MORE.search(text))

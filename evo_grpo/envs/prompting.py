@@ -95,22 +95,20 @@ def prompting_template(
     """
     if settings.few_shot is not None:
         template = _solved_before(template, settings.few_shot, examples)
-    messages = template.conversation
-    if messages is None and (settings.system_prompt is not None or settings.chat_template_kwargs):
-        name = f"{above}.system_prompt"
-        if settings.system_prompt is None:
-            name = "env.chat_template_kwargs"
-        raise ConfigError(
-            f"{name}: expected messages for the chat template, got the raw text of a prompt; give "
+    messages, system_prompt = template.conversation, settings.system_prompt
+    name = "env.chat_template_kwargs" if system_prompt is None else f"{above}.system_prompt"
+    problem = ""
+    if messages is None and (system_prompt is not None or settings.chat_template_kwargs):
+        problem = (
+            "expected messages for the chat template, got the raw text of a prompt; give "
             f"{above}.conversation in place of {above}.prompt"
         )
-    if messages is not None and settings.system_prompt is not None:
-        if messages[0]["role"] == "system":
-            raise ConfigError(
-                f"{above}.system_prompt: expected a conversation without a system message, got "
-                "both; remove one of them"
-            )
-        system = {"role": "system", "content": settings.system_prompt}
+    elif messages is not None and system_prompt is not None and messages[0]["role"] == "system":
+        problem = "expected a conversation without a system message, got both; remove one of them"
+    if problem:
+        raise ConfigError(f"{name}: {problem}")
+    if messages is not None and system_prompt is not None:
+        system = {"role": "system", "content": system_prompt}
         template = replace(template, conversation=(system, *messages))
         template.columns()  # refuses a malformed one
     return replace(template, keywords=dict(settings.chat_template_kwargs))

@@ -123,16 +123,25 @@ def _checked(env: EnvConfig, *, multi_turn: bool) -> tuple[Any, str]:
     key, colon, name = env.kind.partition(":")
     family = family_of(env.kind)
     if family is None or bool(name) != bool(family.named) or bool(colon) != bool(family.named):
-        raise ConfigError(
-            f'env.kind: no task "{env.kind}".{nearest(env.kind, kinds())} Expected one of '
-            f"{listed(kinds())}"
+        problem = (
+            f'no task "{env.kind}".{nearest(env.kind, kinds())} Expected one of {listed(kinds())}'
         )
-    if family.multi_turn != multi_turn:
-        how = "asks one question and has rows; build it with build_task"
-        if family.multi_turn:
-            how = "is played over several turns and has no rows; build it with build_multi_turn"
-        raise ConfigError(f'env.kind: "{env.kind}" {how}')
-    for settings, why in _REFUSED_OF_EPISODES if multi_turn else _REFUSED_OF_QUESTIONS:
+    elif family.multi_turn and not multi_turn:
+        problem = (
+            f'"{env.kind}" is played over several turns and has no rows; build it with '
+            "build_multi_turn"
+        )
+    elif multi_turn and not family.multi_turn:
+        problem = f'"{env.kind}" asks one question and has rows; build it with build_task'
+    else:
+        _check_settings(env, family)
+        return _module(key), name
+    raise ConfigError(f"env.kind: {problem}")
+
+
+def _check_settings(env: EnvConfig, family: Family) -> None:
+    """Refuse settings that a family of tasks does not read, unless they have their defaults."""
+    for settings, why in _REFUSED_OF_EPISODES if family.multi_turn else _REFUSED_OF_QUESTIONS:
         for setting in settings:
             # A resolved file holds the default of every setting, for all kinds.
             default = type(env).model_fields[setting].default
@@ -142,7 +151,6 @@ def _checked(env: EnvConfig, *, multi_turn: bool) -> tuple[Any, str]:
                 raise ConfigError(
                     f'env.{setting}: "{env.kind}" {why}; expected {expected}, got {value!r}'
                 )
-    return _module(key), name
 
 
 def _overridden(task: Task, env: EnvConfig, load: Loader) -> Task:

@@ -39,17 +39,17 @@ def halved(
     when several processes share it.
     """
     line = str(error).splitlines()[0][:200]
-    if not repeats:
-        raise RunFailedError(
-            f"{setting}: the device ran out of memory ({line}), and what processes compute "
-            f"together is not repeated; lower {setting}, which is {value}, and resume the run"
-        ) from error
     half = min(value, needed) // 2 // unit * unit
-    if half < 1:
-        raise RunFailedError(
-            f"{setting}: the device ran out of memory over the least that can be computed at once "
-            f"({line}); {remedy}"
-        ) from error
+    problem = ""
+    if not repeats:
+        problem = (
+            f"({line}), and what processes compute together is not repeated; lower {setting}, "
+            f"which is {value}, and resume the run"
+        )
+    elif half < 1:
+        problem = f"over the least that can be computed at once ({line}); {remedy}"
+    if problem:
+        raise RunFailedError(f"{setting}: the device ran out of memory {problem}") from error
     warnings.warn(
         f"out of memory: {setting} is {half} from now on (it was {value}); set it so to spare the "
         "attempt",

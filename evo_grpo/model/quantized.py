@@ -37,16 +37,19 @@ def quantization_keywords(
     weights that are not quantised. EngineUnavailable is raised if bitsandbytes is not installed,
     ModelError if it does not run on the device, or for a GGUF file.
     """
+    problem = ""
     if source.gguf_file is not None:
-        raise ModelError(
-            f"quantization: expected a model of float weights, got the GGUF file {source.name!r}, "
-            "which is quantised as it is; leave engine.quantization out, or name the original model"
+        problem = (
+            f"expected a model of float weights, got the GGUF file {source.name!r}, which is "
+            "quantised as it is; leave engine.quantization out, or name the original model"
         )
-    if device.type not in ("cpu", "cuda"):
-        raise ModelError(
-            f"quantization: expected a device cpu or cuda, got {device.type!r}; set engine.device, "
-            "or leave engine.quantization out"
+    elif device.type not in ("cpu", "cuda"):
+        problem = (
+            f"expected a device cpu or cuda, got {device.type!r}; set engine.device, or leave "
+            "engine.quantization out"
         )
+    if problem:
+        raise ModelError(f"quantization: {problem}")
     try:
         import_module("bitsandbytes")  # transformers uses it
     except ImportError as error:

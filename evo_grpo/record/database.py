@@ -119,14 +119,14 @@ def unreachable() -> Generator[None]:
         raise
     except ImportError as error:
         raise missing_driver(str(error.__cause__ or error)) from None
-    except KeyError as error:
-        raise DatabaseError("the study was deleted") from error
-    except REFUSED as error:
+    except (KeyError, *REFUSED) as error:
         raise DatabaseError(reason(error)) from error
 
 
 def reason(error: BaseException) -> str:
     """Return the message of a database on one line, without the SQL statement."""
+    if isinstance(error, KeyError):  # as Optuna raises it for an unknown study
+        return "the study was deleted"
     messages: list[object] = []
     cause: BaseException | None = error
     while cause is not None:

@@ -329,15 +329,16 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
     path, sign, text = override.partition("=")
     names = tuple(path.strip().split("."))
     where = f"--set {shorten(override)}"
+    problem = ""
     if not sign or not all(names):
-        raise ConfigError(
-            f"{where}: expected a.b.c=value, for instance --set evolve.selection.size=3"
+        problem = "expected a.b.c=value, for instance --set evolve.selection.size=3"
+    elif not text.strip():
+        problem = (
+            f"expected a value after =; write {'.'.join(names)}=null for none, or leave it out to "
+            "keep the value of the file"
         )
-    if not text.strip():
-        raise ConfigError(
-            f"{where}: expected a value after =; write {'.'.join(names)}=null for none, or leave "
-            "it out to keep the value of the file"
-        )
+    if problem:
+        raise ConfigError(f"{where}: {problem}")
     value = parse(text, where)
     group = settings
     for depth, name in enumerate(names[:-1], start=1):

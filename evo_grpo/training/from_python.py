@@ -79,25 +79,28 @@ class FromPython:
         by_name = {"model": objects.model, "tokenizer": objects.tokenizer, "lora": objects.lora}
         named = {**by_name, **self.strategies}
         present = {name: value for name, value in named.items() if value is not None}
+        # A checkpoint has the LoRA configuration.
+        needed = recorded.keys() - {"agents", *(("lora",) if played else ())}
+        problem = ""
         if "agents" in recorded and not played:
-            raise ConfigError(
+            problem = (
                 f"{folder}: expected a run with a finished round, got one of agents that had "
                 "trained before, whose weights no round has recorded; call train again, with "
                 "force=True for the same folder"
             )
-        # A checkpoint has the LoRA configuration.
-        needed = recorded.keys() - {"agents", *(("lora",) if played else ())}
-        if missing := sorted(needed - present.keys()):
-            raise ConfigError(
+        elif missing := sorted(needed - present.keys()):
+            problem = (
                 f"{folder}: expected {' and '.join(f'{name}=' for name in missing)} as at the "
                 f"begin of the run, which no file can name, got none: {call}"
             )
-        for name in sorted(present.keys() - recorded.keys()):
-            raise ConfigError(
-                f"{name}: expected none, since population.yaml names what the run was begun with, "
-                f"got {shown(present[name])}; leave {name} out, or start another run with "
-                "Population.train"
+        elif added := sorted(present.keys() - recorded.keys()):
+            problem = (
+                f"{added[0]}: expected none, since population.yaml names what the run was begun "
+                f"with, got {shown(present[added[0]])}; leave {added[0]} out, or start another run "
+                "with Population.train"
             )
+        if problem:
+            raise ConfigError(problem)
         return config
 
     def with_env(

@@ -80,12 +80,13 @@ def warn_of_shortages(
 
 def check_ranks(config: RunConfig, team: Team) -> None:
     """Refuse processes without agents, and several processes for a base that cannot be split."""
-    if team.size > 1 and (why := divides_quantized(config.engine)):
-        raise ConfigError(why)
     most = config.most_processes
-    if team.size > most and config.engine.zero is None:
-        raise ConfigError(
+    problem = divides_quantized(config.engine) if team.size > 1 else ""
+    if not problem and team.size > most and config.engine.zero is None:
+        problem = (
             f"ranks: expected at most {most} processes, one for each of engine.shards and for each "
             f"agent of the smallest round, got {team.size}; start fewer, or another run with "
             f"engine.shards and the last of population.sizes of {team.size} or more"
         )
+    if problem:
+        raise ConfigError(problem)

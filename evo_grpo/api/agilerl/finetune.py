@@ -245,17 +245,19 @@ def as_population(pop: object) -> Population[Any]:
         agents = list(cast("Iterable[Any]", pop))
     if not agents or not all(hasattr(agent, "cohort") for agent in agents):
         kinds = sorted({type(agent).__name__ for agent in agents}) or "nothing"
-        raise ConfigError(
-            f"pop: expected an agent, a list of agents or a Population, got {kinds}; make one with "
+        problem = (
+            f"expected an agent, a list of agents or a Population, got {kinds}; make one with "
             "GRPO(...) or GRPO.population(size=...)"
         )
-    bases = len({id(agent.cohort) for agent in agents})
-    if bases > 1 or len({agent.slot for agent in agents}) < len(agents):
-        raise ConfigError(
-            f"pop: expected different agents over one base, got {len(agents)} over {bases} bases, "
-            "or one of them twice; make them with GRPO.population(size=...) or agent.clone()"
+    else:
+        bases = len({id(agent.cohort) for agent in agents})
+        if bases == 1 and len({agent.slot for agent in agents}) == len(agents):
+            return Population(agents[0].cohort, agents)
+        problem = (
+            f"expected different agents over one base, got {len(agents)} over {bases} bases, or "
+            "one of them twice; make them with GRPO.population(size=...) or agent.clone()"
         )
-    return Population(agents[0].cohort, agents)
+    raise ConfigError(f"pop: {problem}")
 
 
 def train(

@@ -38,13 +38,16 @@ def init(
     if template not in TEMPLATES:
         raise ConfigError(f"--template: expected one of {', '.join(TEMPLATES)}, got {template!r}")
     files = {path.parent / name: text for name, text in companions(template, path.name).items()}
+    problem = ""
     if path in files:
-        raise ConfigError(f"{path}: expected another name; the template {template!r} writes it too")
-    for file in () if force else (path, *files):
-        if file.exists():
-            raise ConfigError(
-                f"{file}: already exists; choose another name or folder, or replace it with --force"
-            )
+        problem = f"{path}: expected another name; the template {template!r} writes it too"
+    elif not force and (existing := [file for file in (path, *files) if file.exists()]):
+        problem = (
+            f"{existing[0]}: already exists; choose another name or folder, or replace it with "
+            "--force"
+        )
+    if problem:
+        raise ConfigError(problem)
     for file, text in files.items():
         file.write_text(text, encoding="utf-8")
     path.write_text(read_template(template, path.name), encoding="utf-8")

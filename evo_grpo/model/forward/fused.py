@@ -121,20 +121,22 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
         if isinstance(m, LoraLayer) and (m.lora_A or m.lora_embedding_A)
     }
     for name, layer in layers.items():
+        problem = ""
         if (
             not layer.lora_A
             or layer.lora_embedding_A
             or not isinstance(next(iter(layer.lora_A.values())), nn.Linear)
         ):
-            raise ModelError(
-                f"LoRA on {name!r}: expected a linear layer, got {type(layer).__name__}; "
-                "leave embeddings and convolutions out of target_modules"
+            problem = (
+                f"expected a linear layer, got {type(layer).__name__}; leave embeddings and "
+                "convolutions out of target_modules"
             )
-        if layer.lora_variant:
-            raise ModelError(
-                f"LoRA on {name!r}: variants such as DoRA are not supported; "
-                "set use_dora=False in the LoraConfig"
+        elif layer.lora_variant:
+            problem = (
+                "variants such as DoRA are not supported; set use_dora=False in the LoraConfig"
             )
+        if problem:
+            raise ModelError(f"LoRA on {name!r}: {problem}")
     return layers
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -136,14 +136,8 @@ def read_config(folder: Path) -> LoraConfig:
         if not isinstance(values, dict) or values.get("peft_type") != "LORA":
             raise ValueError(f"expected a mapping with peft_type LORA, got {shown(values)}")
         parsed = validated(_SCHEMA, values)
-        if parsed.target_modules is None and not values.get("target_parameters"):
-            # PEFT writes the adapted modules; for null it would guess them from the model's type.
-            raise ValueError("target_modules: expected names or a regular expression, got null")
-        for setting, pattern in module_patterns(parsed).items():
-            if why := why_no_pattern(pattern):
-                raise ValueError(
-                    f"{setting}: expected a regular expression, got {shown(pattern)} ({why})"
-                )
+        if (problem := next(_module_problems(parsed, values), None)) is not None:
+            raise ValueError(problem)
         keywords = {name: getattr(parsed, name) for name in _FIELDS if name not in _SET_AFTERWARDS}
         for pattern in ("rank_pattern", "alpha_pattern"):
             # PEFT writes {} for no pattern, and fails on null.
@@ -157,6 +151,15 @@ def read_config(folder: Path) -> LoraConfig:
         if values.get(name):
             setattr(config, name, values[name])
     return config
+
+
+def _module_problems(parsed: _Fields, values: Mapping[str, Any]) -> Iterator[str]:
+    if parsed.target_modules is None and not values.get("target_parameters"):
+        # PEFT writes the adapted modules; for null it would guess them from the model's type.
+        yield "target_modules: expected names or a regular expression, got null"
+    for setting, pattern in module_patterns(parsed).items():
+        if why := why_no_pattern(pattern):
+            yield f"{setting}: expected a regular expression, got {shown(pattern)} ({why})"
 
 
 def check_lora_config(config: LoraConfig, remedy: str = "") -> None:

@@ -115,18 +115,21 @@ def plan_copy(
         for d in differences(stored, live)
         if stored_names != live_names or not only_names_modules(d[0])
     ]
+    problem = ""
     if different and not merge:
         listed = "; ".join(f"{field}: checkpoint {a!r}, live {b!r}" for field, a, b in different)
-        raise CheckpointError(
-            f"checkpoint {origin}: its LoRA configuration differs from the live one ({listed}); "
-            "pass merge_lora_configs=True to reconcile them"
+        problem = (
+            f"its LoRA configuration differs from the live one ({listed}); pass "
+            "merge_lora_configs=True to reconcile them"
         )
-    if different and stored.rank_pattern != live.rank_pattern:
-        raise CheckpointError(
-            f"checkpoint {origin}: expected the live rank_pattern {live.rank_pattern}, got "
-            f"{stored.rank_pattern}; merge_lora_configs pads to one r alone: build the agent with "
-            "the checkpoint's rank_pattern"
+    elif different and stored.rank_pattern != live.rank_pattern:
+        problem = (
+            f"expected the live rank_pattern {live.rank_pattern}, got {stored.rank_pattern}; "
+            "merge_lora_configs pads to one r alone: build the agent with the checkpoint's "
+            "rank_pattern"
         )
+    if problem:
+        raise CheckpointError(f"checkpoint {origin}: {problem}")
     state, config, notes = adapter.state, live, list[str]()
     if different:
         config, notes = merged_config(stored, live, stored_names, live_names)
@@ -203,18 +206,21 @@ def detach_adapter(network: Any) -> tuple[Any, AdapterCopy | None]:  # noqa: ANN
     layers = [m for m in network.modules() if isinstance(m, BaseTunerLayer)]
     if not layers:
         return network, None
+    problem = ""
     if not isinstance(network, PeftModel) or any(map(_SLOT.fullmatch, network.peft_config)):
-        raise ConfigError(
-            f"model: this {type(network).__name__} already carries adapters of an agent, or of a "
+        problem = (
+            f"this {type(network).__name__} already carries adapters of an agent, or of a "
             f"PeftModel around it; give a PeftModel of your own; {_SHARE}"
         )
-    active = network.active_adapters
-    if len(active) != 1:
-        raise ConfigError(
-            f"model: expected a PeftModel with one active adapter, got {active}; choose it "
-            "with set_adapter(name)"
+    elif len(network.active_adapters) != 1:
+        problem = (
+            f"expected a PeftModel with one active adapter, got {network.active_adapters}; choose "
+            "it with set_adapter(name)"
         )
-    config: Any = network.peft_config[active[0]]
+    if problem:
+        raise ConfigError(f"model: {problem}")
+    active = network.active_adapters[0]
+    config: Any = network.peft_config[active]
     check_lora_config(config)
     if any(layer.merged for layer in layers if isinstance(layer, LoraLayer)):
         raise ConfigError(
@@ -222,7 +228,7 @@ def detach_adapter(network: Any) -> tuple[Any, AdapterCopy | None]:  # noqa: ANN
             "unmerge_adapter() first"
         )
     tensors: dict[str, Any] = get_peft_model_state_dict(
-        network, adapter_name=active[0], save_embedding_layers=False
+        network, adapter_name=active, save_embedding_layers=False
     )
     state = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}
     adapter = AdapterCopy(state, copy.deepcopy(config))

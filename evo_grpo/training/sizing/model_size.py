@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -137,19 +137,26 @@ def check_adapters_fit(
 
     `largest` is the largest adapter of an agent. If the layers are unknown, nothing is checked.
     """
+    if (problem := next(_misfits(model, largest, space, size), None)) is not None:
+        raise ConfigError(problem)
+
+
+def _misfits(
+    model: ModelConfig, largest: LoraSettings, space: HyperparameterConfig, size: ModelSize
+) -> Iterator[str]:
     lora = model.lora
     for name, targets in lora.target_sets.items() if size.linears else ():
         if text := missing_layers(targets, size.linears, size.name, lora.exclude_modules or ()):
-            raise ConfigError(f"model.lora.target_sets.{name}: {text}")
+            yield f"model.lora.target_sets.{name}: {text}"
     layers = adapted_layers(size, largest)
     narrow = min(layers, key=lambda name: min(layers[name]), default=None)
     if narrow is None:
         return
     if text := too_wide(space, narrow, min(layers[narrow])):
-        raise ConfigError(f"evolve.hyperparameters.lora.r: {text}")
+        yield f"evolve.hyperparameters.lora.r: {text}"
     text = above_width(lora.r, narrow, min(layers[narrow]))
     if model.adapter is None and text:
-        raise ConfigError(f"model.lora.r: {text}; lower it")
+        yield f"model.lora.r: {text}; lower it"
 
 
 def rank_in(layer: str, lora: LoraSettings) -> int:
