@@ -18,8 +18,8 @@ HEAD = """# Architectures
 
 Every causal language model of transformers either gives exact numbers in evo-grpo, or is refused
 when it is built, with an error that names the model and a remedy. This page lists the result for
-every architecture of `MODEL_FOR_CAUSAL_LM_MAPPING` in transformers {transformers}, at tiny size,
-compared with plain transformers and PEFT, one agent and one row at a time.
+every architecture of `MODEL_FOR_CAUSAL_LM_MAPPING` in transformers {transformers}, at tiny size.
+The reference is plain transformers and PEFT, which compute one agent and one row at a time.
 
 {counts}
 
@@ -29,8 +29,9 @@ recorded while sampling; and greedy tokens, compared with `generate`. This is te
 equal and of different lengths, for completions longer than a sliding window, for the default
 adapters and for adapters of the attention alone. The bound is 1e-5, relative to the largest
 log-prob or gradient if that is above 1. A larger difference that may be rounding is measured again
-in float64 with a bound of 1e-6 (`results.jsonl` notes it). Every dropout in the base's
-configuration is switched on, and must have no effect.
+in float64 with a bound of 1e-6 (`results.jsonl` notes it). In these tests, every dropout
+probability in the base's configuration is above 0 (except in diffllama). It must have no effect,
+because the base never drops out.
 
 <!-- not run: it takes minutes; tests/experiments/test_architectures.py runs a sample -->
 ```sh
