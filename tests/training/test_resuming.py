@@ -187,7 +187,7 @@ def test_a_kill_in_the_middle_of_an_extension_is_made_good(tmp_path, monkeypatch
     long = run(small(population__rounds=3), out=tmp_path / "long")
     short = run(small(population__rounds=2), out=tmp_path / "short")
     (short / "compare").mkdir()
-    from evo_grpo.record import run_dir
+    from evo_grpo.record import files
 
     def stop_at(real):
         def call(path, *arguments, **given):
@@ -198,7 +198,7 @@ def test_a_kill_in_the_middle_of_an_extension_is_made_good(tmp_path, monkeypatch
         return call
 
     for name in ("append", "atomic_write", "remove", "writing"):
-        monkeypatch.setattr(run_dir, name, stop_at(getattr(run_dir, name)))
+        monkeypatch.setattr(files, name, stop_at(getattr(files, name)))
     with pytest.raises(KeyboardInterrupt):
         resume(short, rounds=3)
     monkeypatch.undo()
