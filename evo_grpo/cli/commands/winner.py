@@ -156,7 +156,7 @@ def recipe(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     debug: options.Debug = False,
 ) -> None:
-    """Write the winner's settings and schedule as a run, for the same or another model."""
+    """Write the winner's settings and schedule as a configuration, for the same or another model."""
     from evo_grpo.analysis.recipe import recipe as write_recipe
 
     path = write_recipe(folder, out, model=model, rounds=rounds, steps=steps, force=force)
@@ -177,7 +177,7 @@ def replay(
     code: options.Code = None,
     debug: options.Debug = False,
 ) -> None:
-    """Compare the winner's schedule with its last values: train agents with each."""
+    """Train agents with the winner's schedule and with its last values, and compare them."""
     from evo_grpo.readers.terminal import console as screen
     from evo_grpo.readers.terminal import result as shown
     from evo_grpo.record.folder import code_folder
