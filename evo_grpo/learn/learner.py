@@ -38,7 +38,7 @@ from evo_grpo.learn.rows import AgentBatch, AgentTraining, MicroBatch, Row, coll
 from evo_grpo.learn.updates import LossScales, OwnOptimizers, Updates, first_scale
 from evo_grpo.model.alone import excluding_loads
 from evo_grpo.model.forward.choice import TrainForward, give_up_kernels, open_forward
-from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.llama.cuda.operators import KernelError
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory

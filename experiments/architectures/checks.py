@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from evo_grpo.errors import EvoGrpoError, PromptTooLongError, ShapeError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.choice import open_forward
-from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.lora.configs import module_of
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.engine import RolloutRequest

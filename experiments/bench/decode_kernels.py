@@ -34,7 +34,7 @@ from jobs import EXPECTED, Job, Work, counted, population  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from evo_grpo.model.forward.fused import population_forward  # noqa: E402
-from evo_grpo.model.forward.layout import RowLayout  # noqa: E402
+from evo_grpo.model.forward.stacks import RowLayout  # noqa: E402
 from evo_grpo.model.llama.cuda import operators  # noqa: E402
 from evo_grpo.model.llama.cuda.generate import KernelDecoder  # noqa: E402
 from evo_grpo.model.llama.weights import LlamaWeights  # noqa: E402

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa
 from evo_grpo.learn.rows import MicroBatch, collate  # noqa: E402
 from evo_grpo.model.base import SharedBase  # noqa: E402
 from evo_grpo.model.forward.choice import open_forward  # noqa: E402
-from evo_grpo.model.forward.layout import RowLayout  # noqa: E402
+from evo_grpo.model.forward.stacks import RowLayout  # noqa: E402
 from evo_grpo.model.lora.slots import AdapterSlots  # noqa: E402
 from evo_grpo.rollout.engine import RolloutRequest  # noqa: E402
 from evo_grpo.rollout.native.engine import NativeEngine  # noqa: E402

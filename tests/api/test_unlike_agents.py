@@ -12,7 +12,7 @@ from evo_grpo import GRPO, Population
 from evo_grpo.analysis.export.export import export
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.model.forward.choice import open_forward
-from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.sources import resolve
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

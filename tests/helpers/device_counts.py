@@ -18,8 +18,8 @@ from played_rounds import play
 from small_run import small
 from tiny_cohort import PLAIN, build_cohort, build_model, learn, make_rows
 
-from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import find_shared_prefixes
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.llama.cache import FixedCache
 from evo_grpo.model.llama.cuda.generate import KernelDecoder
 from evo_grpo.model.llama.cuda.learn import KernelForward

@@ -13,7 +13,7 @@ from evo_grpo.errors import EngineUnavailable, ModelError
 from evo_grpo.model import quantized
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.digest import base_digest, comparable_digests
-from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.sources import Source, resolve
 
 WIDE = {"hidden_size": 128, "intermediate_size": 192}

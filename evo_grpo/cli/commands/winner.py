@@ -156,7 +156,7 @@ def recipe(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     debug: options.Debug = False,
 ) -> None:
-    """Write the winner's settings and schedule as a configuration, for the same or another model."""
+    """Write the winner's settings and schedule as a configuration, also for another model."""
     from evo_grpo.analysis.recipe import recipe as write_recipe
 
     path = write_recipe(folder, out, model=model, rounds=rounds, steps=steps, force=force)

@@ -21,8 +21,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import FusedForward, population_forward
-from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix, find_shared_prefixes
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.llama.cuda.generate import KernelDecoder
 from evo_grpo.model.llama.cuda.learn import KernelForward
 from evo_grpo.model.llama.cuda.operators import FAILED, KernelError, interpreted

@@ -23,8 +23,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from evo_grpo.errors import ModelError, ShapeError
-from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.model.forward.stacks import Chunks, Stack, build_stack, make_chunks
+from evo_grpo.model.forward.stacks import Chunks, RowLayout, Stack, build_stack, make_chunks
 from evo_grpo.model.probing import by_rows
 from evo_grpo.seeding import derive
 

@@ -28,8 +28,7 @@ from transformers.integrations import sdpa_attention
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import population_forward
-from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.model.forward.stacks import make_chunks
+from evo_grpo.model.forward.stacks import RowLayout, make_chunks
 from evo_grpo.model.llama.attention import Attention
 from evo_grpo.model.llama.families import LayerKind, describe
 from evo_grpo.model.llama.functions import Span, linear

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
-from evo_grpo.model.forward.stacks import Chunks, make_chunks
+from evo_grpo.model.forward.stacks import Chunks, RowLayout, make_chunks
 from evo_grpo.model.llama.adapter_views import adapter_views
 from evo_grpo.model.llama.attention import Attention
 from evo_grpo.model.llama.families import Description

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.model.digest import base_digest
 from evo_grpo.model.forward.fused import population_forward
-from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.sharding import decoder_layers
 from evo_grpo.schema.validation import shown

@@ -21,7 +21,7 @@ from torch import Tensor
 from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import population_forward
-from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.llama.departures import can_join_layers, departures_of, find_departures
 from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.out_of_memory import is_out_of_memory

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.sending import send
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.sampling import RowSampling, key_tensor, uniform
 

@@ -11,7 +11,7 @@ from engine_contract import ids_of, prompts_of
 from evo_grpo.errors import RunFailedError
 from evo_grpo.model.forward import choice
 from evo_grpo.model.forward.fused import population_forward
-from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.engine import NativeEngine

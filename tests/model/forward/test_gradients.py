@@ -16,7 +16,7 @@ from fused_cases import (
 )
 
 from evo_grpo.model.forward.fused import population_forward
-from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.llama import attention
 
 

@@ -12,7 +12,7 @@ from fused_cases import (
 )
 
 from evo_grpo.model.forward.choice import ModuleForward
-from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.stacks import RowLayout
 
 LAYOUT = RowLayout(("a0", "a1"), (1, 3))
 

@@ -5,7 +5,7 @@ import tiny
 import torch
 from fused_cases import all_hidden, inputs, scores
 
-from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.llama import adapter_views as module
 from evo_grpo.model.llama.adapter_views import adapter_views
 from evo_grpo.model.llama.train import LlamaForward

@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.choice import open_forward
-from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.llama.departures import (
     can_join_layers,
     departures_of,

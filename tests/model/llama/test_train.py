@@ -19,8 +19,8 @@ from fused_cases import (
 )
 
 from evo_grpo.model.forward.choice import ModuleForward, open_forward
-from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.llama import attention
 from evo_grpo.model.llama.departures import can_join_layers, departures_of
 from evo_grpo.model.llama.train import LlamaForward

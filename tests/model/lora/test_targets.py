@@ -13,7 +13,7 @@ from transformers import DbrxConfig, GptOssConfig, JetMoeConfig, Lfm2Config, Mam
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.choice import ModuleForward
-from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.lora.targets import resolve_targets
 

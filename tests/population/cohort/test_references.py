@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from evo_grpo import GRPO, Population, agilerl, resume, run
 from evo_grpo.errors import ConfigError
 from evo_grpo.learn.rows import AgentBatch
-from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.sources import resolve
 

@@ -12,8 +12,8 @@ from small_run import small
 from transformers import LlamaConfig
 
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import find_shared_prefixes
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.llama.cuda.learn import KernelForward
 from evo_grpo.settings import EngineConfig
 from evo_grpo.training.sizing.machine import Setup

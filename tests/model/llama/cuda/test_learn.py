@@ -17,8 +17,8 @@ from tiny_cohort import PLAIN, build_cohort, learn, make_rows, perturb
 from evo_grpo.model.forward import choice
 from evo_grpo.model.forward import prefix as prefixes
 from evo_grpo.model.forward.choice import open_forward
-from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import find_shared_prefixes
+from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.llama.cuda import operators, segments
 from evo_grpo.model.llama.cuda.learn import KernelForward
 from evo_grpo.model.llama.train import LlamaForward
