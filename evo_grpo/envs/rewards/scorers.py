@@ -184,8 +184,8 @@ class Judge(Scorer):
     def questions(self, rows: Sequence[Mapping[str, Any]], tokens: int) -> str:
         """Return a sentence on the number and size of the questions, before they are asked.
 
-        `rows` has a mapping for each completion: the columns of its row, and its `prompt`. `tokens` is
-        the greatest length of a completion.
+        `rows` has a mapping for each completion: the columns of its row, and its `prompt`. `tokens`
+        is the greatest length of a completion.
         """
         settings = self.settings
         characters = sum(
