@@ -128,7 +128,6 @@ class Events(Observer):
 
 
 def _agent(agent: AgentRecord) -> dict[str, Any]:
-
     score = agent.score
     return {
         "agent": agent.agent,

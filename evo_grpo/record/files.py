@@ -19,7 +19,7 @@ import re
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -77,37 +77,30 @@ def writing(path: Path, command: str = "resume") -> Generator[None]:
     """
     for lock in list(_held):
         lock.check(path)
-    with _failing_with(
-        lambda error: (
-            f"{path}: cannot be written ({error.strerror or error}); make room or give permission, "
-            f"then continue with: evo-grpo {command} RUN"
-        )
-    ):
-        yield
-
-
-@contextmanager
-def reading(path: Path, command: str = "resume RUN") -> Generator[None]:
-    """Turn an OSError of a read into a RunFailedError, which names `command` unless it is empty."""
-    after = f", then continue with: evo-grpo {command}" if command else ""
-    with _failing_with(
-        lambda error: (
-            f"{error.filename or path}: cannot be read ({error.strerror or error}); mend the disk "
-            f"or give permission{after}"
-        )
-    ):
-        yield
-
-
-@contextmanager
-def _failing_with(message: Callable[[OSError], str]) -> Generator[None]:
-    """Turn an OSError, except those of this library, into a RunFailedError with a message."""
     try:
         yield
     except OSError as error:
         if isinstance(error, EvoGrpoError):
             raise
-        raise RunFailedError(message(error)) from error
+        raise RunFailedError(
+            f"{path}: cannot be written ({error.strerror or error}); make room or give permission, "
+            f"then continue with: evo-grpo {command} RUN"
+        ) from error
+
+
+@contextmanager
+def reading(path: Path, command: str = "resume RUN") -> Generator[None]:
+    """Turn an OSError of a read into a RunFailedError, which names `command` unless it is empty."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, EvoGrpoError):
+            raise
+        after = f", then continue with: evo-grpo {command}" if command else ""
+        raise RunFailedError(
+            f"{error.filename or path}: cannot be read ({error.strerror or error}); mend the disk "
+            f"or give permission{after}"
+        ) from error
 
 
 def atomic_write(path: Path, text: str | bytes, command: str = "resume") -> str:
