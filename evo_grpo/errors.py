@@ -4,8 +4,6 @@ A message names the argument, the expected value, the value found and the remedy
 the exit status of the command line after the error: 2 for bad input, 1 for a run that failed.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Escapes and shortens untrusted strings before they are recorded or shown."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 

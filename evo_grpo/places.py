@@ -5,8 +5,6 @@ that a run folder records is shown but never searched, because the run folder ma
 stranger.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Generator

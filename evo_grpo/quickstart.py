@@ -13,8 +13,6 @@ the KL divergence too; but its gradient has expectation zero, and thus no effect
 metric `kl` is mean_t(lp - ref).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Finds a base model by an embedded name, `smollm2`, a .gguf file, a folder or a hub id."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Logs the work of a run before its first result: loading, compiling, capturing."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Generator

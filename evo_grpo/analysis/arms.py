@@ -9,8 +9,6 @@ replay    trains agents with the winner's schedule, and as many with its last va
           rows of a whole run, in one cohort with one batch per step
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -35,17 +33,8 @@ from evo_grpo.population.evaluate import evaluate
 from evo_grpo.population.rollouts import starts_from
 from evo_grpo.population.stats import Stopwatch, Tally
 from evo_grpo.population.steps import train_step
+from evo_grpo.record import arms, names
 from evo_grpo.record import folder as run_folder
-from evo_grpo.record import names
-from evo_grpo.record.arms import (
-    EVOLVED,
-    WINNER,
-    Difference,
-    comparison,
-    read_comparison,
-    tokens_by_purpose,
-    tokens_to_train,
-)
 from evo_grpo.record.files import atomic_write, remove, seal, sync_into, writing
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord
@@ -124,14 +113,14 @@ def compare(
     check_observer(observer)
     folder = run_folder.expect_run(run)
     config, rounds, summary = _finished(folder)
-    if not force and (earlier_result := read_comparison(folder)) is not None:
+    if not force and (earlier_result := arms.read_comparison(folder)) is not None:
         return earlier_result
     run_folder.refuse_links_in_run(folder)
     check_inputs(folder, config, command=f"resume {folder} --compare", allow=allow)
     # Remove an earlier result first: after an interruption it would describe removed populations.
     remove(folder / names.COMPARISON)
-    training = tokens_by_purpose(rounds, summary)["training"]
-    budget = tokens_to_train(rounds, summary)
+    training = arms.tokens_by_purpose(rounds, summary)["training"]
+    budget = arms.tokens_to_train(rounds, summary)
     records_by_arm: dict[str, tuple[Sequence[RoundRecord], dict[str, Any]]] = {}
     for name, init in _starts(config):
         arm = _arm_config(config, name, init, budget, training, len(rounds))
@@ -139,7 +128,9 @@ def compare(
         arm_summary = read_summary(path)
         assert arm_summary is not None, path
         records_by_arm[name] = (run_folder.read_rounds(path), arm_summary)
-    result = comparison(config.population.size, {**records_by_arm, EVOLVED: (rounds, summary)})
+    result = arms.comparison(
+        config.population.size, {**records_by_arm, arms.EVOLVED: (rounds, summary)}
+    )
     atomic_write(folder / names.COMPARISON, seal(result, indent=2))
     return result
 
@@ -452,7 +443,7 @@ def _replayed(plan: Training, tallies: Sequence[Tally], tests: Sequence[Score]) 
     )
 
 
-def _differences(trained: Sequence[ReplayArm], winner: Score) -> tuple[Difference, ...]:
-    tests = {replayed.name: replayed.tests for replayed in trained} | {WINNER: (winner,)}
-    pairs = [names.REPLAYED, *((replayed.name, WINNER) for replayed in trained)]
-    return tuple(Difference.between(a, tests[a], b, tests[b]) for a, b in pairs)
+def _differences(trained: Sequence[ReplayArm], winner: Score) -> tuple[arms.Difference, ...]:
+    tests = {replayed.name: replayed.tests for replayed in trained} | {arms.WINNER: (winner,)}
+    pairs = [names.REPLAYED, *((replayed.name, arms.WINNER) for replayed in trained)]
+    return tuple(arms.Difference.between(a, tests[a], b, tests[b]) for a, b in pairs)

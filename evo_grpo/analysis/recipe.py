@@ -1,7 +1,5 @@
 """Defines recipe(run, out), which writes a run's winner as a configuration for another run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast

@@ -5,8 +5,6 @@ A file that is missing or has another digest is damaged. Nothing is changed, and
 loaded. Leaderboard and Optuna study are not checked, because a resume derives them from the rounds.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -10,18 +10,12 @@ from typing import Any, ClassVar, Self, Unpack, final
 import numpy as np
 from torch import Tensor
 
+from evo_grpo.api import tensors
 from evo_grpo.api.by_keyword import AGENT_FIELDS, POPULATION_FIELDS, by_keyword
 from evo_grpo.api.calls import checked_start, separated, warn_of_settings
 from evo_grpo.api.keywords import AgentKeywords, PopulationKeywords
 from evo_grpo.api.population import HANDLES, Population, tested
 from evo_grpo.api.saved import load_one
-from evo_grpo.api.tensors import (
-    Observation,
-    close_turns_with,
-    to_batch,
-    to_prompts,
-    to_tensors,
-)
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.evolve.start import Start
@@ -170,7 +164,7 @@ class Agent(ABC):
 
     def get_action(
         self,
-        obs: Observation | Sequence[Observation],
+        obs: tensors.Observation | Sequence[tensors.Observation],
         training: bool = True,
         repeat_prompts: bool = True,
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -187,8 +181,8 @@ class Agent(ABC):
         """
         training = training and self.training
         base = self.cohort.base
-        prompts = to_prompts(obs, base.tokenizer, base.vocabulary)
-        close_turns_with(obs, StopRules(base, self.settings.algorithm), base.pad_id)
+        prompts = tensors.to_prompts(obs, base.tokenizer, base.vocabulary)
+        tensors.close_turns_with(obs, StopRules(base, self.settings.algorithm), base.pad_id)
         samples = self.hparams.group_size if training and repeat_prompts else 1
         plain = Hparams(max_output_tokens=self.hparams.max_output_tokens)
         sampling = self.cohort.sampling(self.hparams if training else plain)
@@ -196,7 +190,7 @@ class Agent(ABC):
         (groups,) = self.cohort.generate(
             [self.slot], prompts, stream=("action", count), samples=samples, sampling=sampling
         )
-        return to_tensors(groups, base.pad_id)
+        return tensors.to_tensors(groups, base.pad_id)
 
     def learn(
         self, experiences: tuple[Sequence[Tensor], Sequence[Tensor], Any]
@@ -216,7 +210,7 @@ class Agent(ABC):
             RewardError: A reward is infinite or beyond 1e15.
         """
         base, scale = self.cohort.base, self.settings.algorithm.adv_scale(self.hparams)
-        rows, constant = to_batch(experiences, scale, base.vocabulary)
+        rows, constant = tensors.to_batch(experiences, scale, base.vocabulary)
         batch = AgentBatch(self.slot, rows)
         (metrics,) = self.cohort.learn([batch], stream=("learn", self.steps))
         self.state.last = {**metrics, "zero_variance": constant}

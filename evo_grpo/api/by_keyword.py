@@ -1,7 +1,5 @@
 """A decorator for methods whose keywords are settings; it adds defaults, help and errors."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -13,13 +11,7 @@ from pydantic.fields import FieldInfo
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group
 from evo_grpo.schema.problems import Path
-from evo_grpo.settings import AgentSettings, RunConfig
-from evo_grpo.settings.keywords import (
-    AGENT_KEYWORDS,
-    POPULATION_KEYWORDS,
-    TRAIN_KEYWORDS,
-    unknown_keyword,
-)
+from evo_grpo.settings import AgentSettings, RunConfig, keywords
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
@@ -34,7 +26,7 @@ def _declared(root: type[Group], path: Path) -> FieldInfo:
     return group.model_fields[path[-1]]
 
 
-_agent = {name: _declared(AgentSettings, path) for name, path in AGENT_KEYWORDS.items()}
+_agent = {name: _declared(AgentSettings, path) for name, path in keywords.AGENT_KEYWORDS.items()}
 AGENT_FIELDS = {
     "model": FieldInfo(default=None, description=_agent.pop("model").description),
     "tokenizer": FieldInfo(
@@ -44,11 +36,11 @@ AGENT_FIELDS = {
 }
 """The declaration of each keyword of the constructors."""
 POPULATION_FIELDS = {
-    **{name: _declared(RunConfig, path) for name, path in POPULATION_KEYWORDS.items()},
+    **{name: _declared(RunConfig, path) for name, path in keywords.POPULATION_KEYWORDS.items()},
     **AGENT_FIELDS,
 }
 """The declaration of each keyword of `population`."""
-TRAIN_FIELDS = {name: _declared(RunConfig, path) for name, path in TRAIN_KEYWORDS.items()}
+TRAIN_FIELDS = {name: _declared(RunConfig, path) for name, path in keywords.TRAIN_KEYWORDS.items()}
 """The declaration of each keyword of `Population.train` that is a setting."""
 
 
@@ -87,7 +79,7 @@ def by_keyword(fields: Mapping[str, FieldInfo], typed: type) -> Callable[[Method
                 )
             for name in given:
                 if name not in names:
-                    raise unknown_keyword(call, name, names)
+                    raise keywords.unknown_keyword(call, name, names)
             left_out = [name for name in fields if name not in given]
             defaults = {n: fields[n].get_default(call_default_factory=True) for n in left_out}
             return method(*args, **defaults, **given)

@@ -1,7 +1,5 @@
 """Defines `evo_grpo.run` and `evo_grpo.resume`, which show the progress of a run."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

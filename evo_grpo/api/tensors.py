@@ -1,7 +1,5 @@
 """Converts prompts, groups and rows to the tensors of `get_action` and `learn`, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Several calls give the same result as one. If the user has changed agents betwee
 next call does not carry out the plan, and warns.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

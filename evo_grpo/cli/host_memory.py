@@ -6,8 +6,6 @@ model's learn pass on some machines. Keeping the memory does not raise the peak,
 pass needs as much. The setting affects a whole process, so only the command line uses it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

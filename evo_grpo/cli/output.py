@@ -1,7 +1,5 @@
 """Prints lines and errors for people, and JSON, CSV or Markdown for programs."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Read the conversation in a column of a row, as datasets of chat models have it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

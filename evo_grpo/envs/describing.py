@@ -1,7 +1,5 @@
 """Describe an environment that is a Python object, so that a later call can recognise it."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

@@ -16,8 +16,6 @@ which `evo-grpo check` calls in place of `build`, and which imports no user code
 imported on first use, and imports its library in `build`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ A run folder may come from a stranger, with digests that match its code. So modu
 are refused, except for packages installed in an environment below one.
 """
 
-from __future__ import annotations
-
 import importlib
 import site
 import sys

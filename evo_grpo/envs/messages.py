@@ -1,7 +1,5 @@
 """Formats parts of messages: the nearest name, lists of names, excerpts of one line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from evo_grpo.schema import problems

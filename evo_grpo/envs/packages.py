@@ -1,7 +1,5 @@
 """Runs other packages' code: quiet imports, trial episodes, private random generators."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

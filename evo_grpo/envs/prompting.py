@@ -1,7 +1,5 @@
 """Builds the prompt templates of a task, with a system prompt and solved examples in front."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

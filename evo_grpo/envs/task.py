@@ -1,7 +1,5 @@
 """Defines `Task`: rows, prompt templates and reward functions, without a tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

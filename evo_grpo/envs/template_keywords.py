@@ -1,7 +1,5 @@
 """Finds keywords and roles that a chat template ignores; renders it without transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Split a completion into its thinking part and its answer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from evo_grpo.envs.prompts import Tokenizer

@@ -3,8 +3,6 @@
 These tests are for reports. Evolution copies and removes agents by the test of `evolve.compare`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import NormalDist

@@ -5,8 +5,6 @@ training reward comes from the weights before its step. A straight line through 
 last decision gives the reward after the last step, if the agent learns at a constant rate.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Pure functions that choose the next generation by fitness, with a reason per decision."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ This is the method of Deb et al. (2002), A Fast and Elitist Multiobjective Genet
 the paired test in place of a comparison of means. With one goal, agents are ordered by their means.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """95% confidence intervals of means of few values, by Student's t."""
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 

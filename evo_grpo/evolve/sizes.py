@@ -1,7 +1,5 @@
 """Computes the rounds with a decision, and the numbers of agents and their prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Literal

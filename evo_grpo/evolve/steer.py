@@ -1,7 +1,5 @@
 """Pure functions that apply a user's requests to the plan of the next round."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Drops the copies and removals of a plan that a paired test does not support."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

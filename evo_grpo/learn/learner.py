@@ -13,8 +13,6 @@ With a float16 base, the loss is scaled (see `updates`). If a gradient still ove
 computed again with a lower scale for that agent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

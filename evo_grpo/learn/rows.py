@@ -1,7 +1,5 @@
 """Rows, each a completion or an episode, and the padded tensors of a micro-batch of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -8,8 +8,6 @@ A scale depends only on the rows of its step, not on earlier steps or other agen
 takes the same steps as an uninterrupted one.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ weights, patched classes. Two concurrent loads leave the patches in place, and a
 computes during a load gets tensors of another dtype.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Generator

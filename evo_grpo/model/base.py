@@ -15,16 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from evo_grpo.errors import ConfigError, ModelError
+from evo_grpo.model import quantized
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs, module_logprobs
 from evo_grpo.model.origin import is_plain_linear
 from evo_grpo.model.probing import check_forward, columns_of_probe, probe_ids
-from evo_grpo.model.quantized import (
-    Quantization,
-    is_quantized,
-    quantization_keywords,
-    use_plain_products,
-)
 from evo_grpo.model.row_limit import RowLimit
 from evo_grpo.sources import resolve
 from evo_grpo.working import working
@@ -81,7 +76,7 @@ class SharedBase:
         #: model uses its own modules, the reference of comparisons.
         self.specialized = True
         #: Quantisation of the linear layers; None without quantisation.
-        self.quantization: Quantization | None = None
+        self.quantization: quantized.Quantization | None = None
         #: Whether kernels of `llama.cuda` compute the log-probs of tokens.
         self.head_kernels = False
         #: The setting `engine.kernels`.
@@ -144,7 +139,7 @@ class SharedBase:
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
         tokenizer: Any = None,  # noqa: ANN401 -- as for the constructor
-        quantization: Quantization | None = None,
+        quantization: quantized.Quantization | None = None,
         on_host: bool = False,
         **extra: Any,
     ) -> SharedBase:
@@ -166,13 +161,16 @@ class SharedBase:
         dtype, extra = merge_dtype_keywords(dtype, extra)
         chosen = pick_dtype(dtype, target)
         if quantization is not None:
-            extra = {**extra, **quantization_keywords(quantization, source, chosen, target)}
+            extra = {
+                **extra,
+                **quantized.quantization_keywords(quantization, source, chosen, target),
+            }
         with working(f"load the weights of {name}"):
             model, loaded = from_pretrained(source, chosen, extra, with_tokenizer=tokenizer is None)
         tokenizer = tokenizer if tokenizer is not None else loaded
         if quantization is None:
             return cls(model.to("cpu" if on_host else target), tokenizer, name)
-        use_plain_products(model, quantization, name)
+        quantized.use_plain_products(model, quantization, name)
         base = cls(model, tokenizer, name)
         base.quantization = quantization
         return base
@@ -392,7 +390,7 @@ def _linear_features(trunk: nn.Module) -> int:
     total = 0
     for module in trunk.modules():
         weight = getattr(module, "weight", None)
-        if is_quantized(module):
+        if quantized.is_quantized(module):
             total += int(module.in_features) + int(module.out_features)  # pyright: ignore[reportArgumentType] -- of nn.Linear
         elif not isinstance(module, nn.Embedding) and isinstance(weight, Tensor):
             total += sum(weight.shape) if weight.ndim == 2 else 0

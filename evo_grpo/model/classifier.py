@@ -1,7 +1,5 @@
 """A sequence classifier of transformers that scores texts in batches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, final

@@ -1,7 +1,5 @@
 """Digests of base models and tokenizers, which distinguish models of equal shapes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

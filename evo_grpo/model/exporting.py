@@ -3,8 +3,6 @@
 This module never runs Python code of a model, since a run folder may come from a stranger.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from pathlib import Path

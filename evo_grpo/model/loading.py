@@ -1,7 +1,5 @@
 """Loads a model and its tokenizer to a device."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -15,8 +15,6 @@ separately, since 1 - p[y] may be the difference of close numbers. The slope of 
 where a backward may need it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 

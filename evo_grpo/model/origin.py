@@ -5,8 +5,6 @@ of a module, possibly only at late positions, which a probe of a few tokens does
 origin of the code is checked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Handles a device that is out of memory, by halving batches, or that has failed."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager

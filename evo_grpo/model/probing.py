@@ -5,8 +5,6 @@ tokens of its row up to its position, and that the model draws no random numbers
 silently sample and train on wrong numbers, so this is checked with two rows of a few tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial

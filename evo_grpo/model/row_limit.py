@@ -10,8 +10,6 @@ In longer rows, log-probs of sampling and training would differ, or depend on ot
   than the whole row, so rows end where all tokens are selected.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ part in this exchange, so all must make the same passes; see `evo_grpo.populatio
 Each process has the whole head and embedding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import chain

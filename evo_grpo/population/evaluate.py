@@ -5,8 +5,6 @@ and Moore (1997) and Birattari et al. (2002) do, with the paired test of `evolve
 all agents answer the same prompts, few agents need a second evaluation.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ All functions are pure. `next_evaluation` returns the agents to evaluate again, 
 returns the plan.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

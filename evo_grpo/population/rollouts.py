@@ -5,8 +5,6 @@ sequence. To replace groups of equal rewards, called dead groups, an agent takes
 from the sequence until all are replaced or its tokens are spent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,12 +22,8 @@ from evo_grpo.envs.protocol import (
     starts_under,
 )
 from evo_grpo.envs.rewards.weights import weights_of
+from evo_grpo.learn.objective import shaping
 from evo_grpo.learn.objective.advantages import zero_variance_groups
-from evo_grpo.learn.objective.shaping import (
-    longest_completion,
-    overlong_penalties,
-    with_overlong_penalty,
-)
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.stats import Stopwatch
@@ -239,8 +233,8 @@ def _rollout(
     algorithm = cohort.settings.algorithm
     if algorithm.overlong_buffer is None:
         return Rollout(experience, experience, experience, weights, starts)
-    lengths = [longest_completion(trajectory) for trajectory in experience.trajectories]
-    penalties = overlong_penalties(lengths, longest, algorithm.overlong_buffer)
+    lengths = [shaping.longest_completion(trajectory) for trajectory in experience.trajectories]
+    penalties = shaping.overlong_penalties(lengths, longest, algorithm.overlong_buffer)
     weight = algorithm.overlong_penalty
-    shaped = with_overlong_penalty(experience, penalties, weight)
+    shaped = shaping.with_overlong_penalty(experience, penalties, weight)
     return Rollout(experience, shaped, shaped, np.append(weights, weight), starts)

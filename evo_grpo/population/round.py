@@ -6,8 +6,6 @@ or plans and records the round; then all ranks carry out the plan. During a paus
 sampling, ranks exchange further messages.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Defines the settings of the rounds of a run, with the strategies that they name."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

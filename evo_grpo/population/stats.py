@@ -1,7 +1,5 @@
 """Collects the metrics, counts and times of a round; warns if rewards give no signal."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """Runs the steps of a round, in which every agent generates, is rewarded and learns."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

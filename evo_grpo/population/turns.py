@@ -5,8 +5,6 @@ and continues with the result. Parts continue in a fixed cycle, whatever their d
 computations of a part have the same order and results as without turns.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future

@@ -5,8 +5,6 @@ this leaves the run unchanged. The copy is built from the run's log, so that no 
 needed and runs without stored trials are shown too.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import threading

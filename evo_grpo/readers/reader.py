@@ -5,8 +5,6 @@ affect the run, and continues from its cursor later. The cursor is saved after e
 stored all entries, and when the reader is closed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import math

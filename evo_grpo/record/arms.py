@@ -4,8 +4,6 @@
 either file that the terminal and the report show.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Choose an agent of a run as it was after a round: the winner, or one that the caller names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 This module loads slowly; import it only in functions that open a study.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import time

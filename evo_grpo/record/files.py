@@ -6,8 +6,6 @@ are synced (`sync_into`), then the line that names the files is written; only th
 removed. `create_folder` syncs the parent of each new folder.
 """
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import hashlib

@@ -1,7 +1,5 @@
 """Recognise run folders, and read their settings and rounds, without the lock of the run."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -12,23 +10,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from pydantic import TypeAdapter
 
-from evo_grpo.errors import (
-    CheckpointError,
-    ConfigError,
-    EvoGrpoError,
-    RunDirError,
-    RunNotFoundError,
-)
+from evo_grpo import errors
 from evo_grpo.places import find
-from evo_grpo.record import files, names
-from evo_grpo.record.plain import (
-    MAX_LOG_BYTES,
-    is_folder,
-    open_plain,
-    opened_plain,
-    read_plain,
-    refuse_links,
-)
+from evo_grpo.record import files, names, plain
 from evo_grpo.record.records import (
     Amendment,
     RoundRecord,
@@ -64,7 +48,7 @@ def run_containing(path: Path) -> Path | None:
 def is_trained(folder: Path) -> bool:
     """Return whether a process holds the lock of a run."""
     try:
-        descriptor = open_plain(folder / names.LOCK, os.O_RDONLY)
+        descriptor = plain.open_plain(folder / names.LOCK, os.O_RDONLY)
     except OSError:
         return False
     with os.fdopen(descriptor) as file:
@@ -82,7 +66,7 @@ def expect_run(path: str | Path) -> Path:
         return folder
     missing = [name for name in (names.CONFIG, names.ROUNDS) if not (folder / name).is_file()]
     state = f"one without {' and '.join(missing)}" if folder.is_dir() else "no folder"
-    raise RunNotFoundError(
+    raise errors.RunNotFoundError(
         f"{folder}: no run folder: expected one with {names.ROUNDS} and {names.CONFIG} in it, got "
         f"{state}; give the folder that `evo-grpo run` printed"
     )
@@ -107,14 +91,14 @@ def read_result(
         return None
     with files.expecting(file, what, f"delete it, then write it again with: evo-grpo {command}"):
         with files.reading(file, command):
-            data = files.unseal_result(read_plain(file))
+            data = files.unseal_result(plain.read_plain(file))
         return data, validated(schema, data)
 
 
 def config_text(folder: Path) -> str:
     """Return the text of a run's population.yaml."""
     with files.expecting(folder / names.CONFIG, _SETTINGS), files.reading(folder, ""):
-        return read_plain(folder / names.CONFIG, MAX_YAML_BYTES).decode("utf-8")
+        return plain.read_plain(folder / names.CONFIG, MAX_YAML_BYTES).decode("utf-8")
 
 
 def read_config(folder: Path, *, past: bool = False) -> RunConfig:
@@ -134,7 +118,7 @@ def read_config(folder: Path, *, past: bool = False) -> RunConfig:
         code["model.name, with model.trust_remote_code"] = config.model.name
     for setting, path in code.items():
         if run := run_containing(Path(path).expanduser()):  # see `envs.run_code`
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{file}: {setting}: expected code outside of any run folder, got {path!r} in "
                 f"{run}, which may have come with the folder and is never run; move it out of there"
             )
@@ -150,9 +134,9 @@ def adapter_of(model: ModelConfig) -> RankAlpha:
     if model.adapter is None or model.lora != LoraSettings():
         return configured
     try:
-        adapter = json.loads(read_plain(find(model.adapter) / "adapter_config.json"))
+        adapter = json.loads(plain.read_plain(find(model.adapter) / "adapter_config.json"))
         return RankAlpha(int(adapter["r"]), float(adapter["lora_alpha"]))
-    except (EvoGrpoError, OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (errors.EvoGrpoError, OSError, ValueError, TypeError, KeyError, RecursionError):
         return configured
 
 
@@ -192,7 +176,7 @@ def code_folder(path: str | Path | None) -> Path | None:
             "with the folder; read it, and move it out of there"
         )
     if problem:
-        raise ConfigError(f"--code {path}: expected {problem}")
+        raise errors.ConfigError(f"--code {path}: expected {problem}")
     return folder
 
 
@@ -227,7 +211,7 @@ def continuing(folder: Path) -> str:
 def refuse_objects(folder: Path, so: str) -> None:
     """Refuse a run with Python objects that no file can name; `so` continues the message."""
     if objects := listed_objects(folder):
-        raise RunDirError(
+        raise errors.RunDirError(
             f"{folder}: it was recorded from Python with {', '.join(objects)}, which no file can "
             f"name, {so}"
         )
@@ -258,7 +242,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> ParsedRounds:
     records: list[RoundRecord] = []
     places: list[int] = []
     length = 0
-    with opened_plain(path, MAX_LOG_BYTES) as file:
+    with plain.opened_plain(path, plain.MAX_LOG_BYTES) as file:
         file.seek(start)
         for number, line in enumerate(file, start=1):
             try:
@@ -279,7 +263,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> ParsedRounds:
                     break
                 if line.startswith(b'{"round"'):  # evo-grpo 0.2 wrote no format
                     check_format({}, f"{path}, line {first + number}")
-                raise CheckpointError(
+                raise errors.CheckpointError(
                     f"{path}, line {first + number}: expected round {first + len(records) + 1} as "
                     f"it was written, but {error}; put the file back as it was, from a copy"
                 ) from error
@@ -306,7 +290,7 @@ def round_name(round: int) -> str:
 
 def round_entries(folder: Path) -> Iterator[tuple[int, Path]]:
     """Yield round and path of each entry of a folder that is named after a round."""
-    for path in sorted(folder.iterdir()) if is_folder(folder) else ():
+    for path in sorted(folder.iterdir()) if plain.is_folder(folder) else ():
         if match := _ROUND.fullmatch(path.name):
             yield int(match[1]), path
 
@@ -316,4 +300,4 @@ def refuse_links_in_run(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name in names.OWN or names.EARLIER.fullmatch(path.name):
             # wandb creates links below its own folder
-            refuse_links(path, deep=path.name not in names.OF_READERS)
+            plain.refuse_links(path, deep=path.name not in names.OF_READERS)

@@ -6,8 +6,6 @@ no round, and summary.json has the final result. After a reader was killed or a 
 entry may be read again, with the same position and the same values.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ link, a resume would change a file outside of the folder, and an export would pu
 Links above the run folder are followed.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

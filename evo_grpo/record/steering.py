@@ -4,8 +4,6 @@ A request is checked against the folder, then written atomically, without a lock
 the file once the outcome of the request is recorded in its rounds.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence

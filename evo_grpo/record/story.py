@@ -1,27 +1,17 @@
 """Tells a run in sentences: the winner, its ancestors, and the significance of its lead."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from evo_grpo.record import wording
 from evo_grpo.record.family import founder_of
 from evo_grpo.record.leaderboard import ties
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.stopping import why_it_ended
 from evo_grpo.record.summary import SelectedAgent, gain_sign
-from evo_grpo.record.wording import (
-    combined,
-    count,
-    hyperparameter,
-    listed,
-    measured_on,
-    number,
-    with_error,
-)
 from evo_grpo.schema.problems import short_name
 from evo_grpo.types import Score
 
@@ -65,13 +55,13 @@ def tell_story(
 def guess_sentence(comparison: Mapping[str, Any]) -> str:
     """Return a sentence with the results of training without evolution, at the same tokens."""
     tests = {arm["name"]: arm["test"] for arm in comparison["arms"]}
-    arms = {name: with_error(test["mean"], test["se"]) for name, test in tests.items()}
+    arms = {name: wording.with_error(test["mean"], test["se"]) for name, test in tests.items()}
     parts: list[str] = []
     if "guess" in arms:
         parts.append(f"your first guess alone reached {arms['guess']}")
     if "random" in arms:
         parts.append(f"the best of {comparison['agents']} random guesses {arms['random']}")
-    text = f"With the same tokens and without evolution {listed(parts)}"
+    text = f"With the same tokens and without evolution {wording.listed(parts)}"
     return f"{text}; this run reached {arms['evolved']}."
 
 
@@ -83,7 +73,7 @@ def rivals_text(winner: SelectedAgent, rivals: Sequence[SelectedAgent]) -> str:
         note = ", a tie" if rival.tie else ""
         if winner.final is not None and mean > winner.final.mean:
             note = ", not significantly ahead"  # the archive wins only if it is
-        score = "no finite score" if math.isnan(mean) else number(mean, 2)
+        score = "no finite score" if math.isnan(mean) else wording.number(mean, 2)
         parts.append(f"{score} ({rival.name}{note})")
     return " and ".join(parts)
 
@@ -100,7 +90,7 @@ def _finished(
         yield Sentence("ended", f"Ended early: {reason}.")
     yield _result(summary)
     if parts := _by_reward(summary):
-        yield Sentence("rewards", f"By reward: {listed(parts)}.")
+        yield Sentence("rewards", f"By reward: {wording.listed(parts)}.")
     if passes := summary.get("passes"):
         yield Sentence("passes", _passes(passes))
     yield Sentence("winner", _winner(rounds, winner, alone=alone))
@@ -108,7 +98,7 @@ def _finished(
     if winner.final is not None and rivals:
         yield Sentence(
             "choice",
-            f"It won the final comparison on {measured_on(winner.final)}: "
+            f"It won the final comparison on {wording.measured_on(winner.final)}: "
             f"{_scored(winner.final)} against {rivals_text(winner, rivals)}.",
         )
     yield from _validation(winner, alone=alone)
@@ -128,7 +118,9 @@ def _not_judged(
         yield Sentence("missing", "No round is finished yet.")
         return
     unfinished = len(rounds) < planned
-    when = f"After {len(rounds)} of {count(planned, 'round')}" if unfinished else "At the end"
+    when = (
+        f"After {len(rounds)} of {wording.count(planned, 'round')}" if unfinished else "At the end"
+    )
     if leader is None:
         yield Sentence("missing", f"{when} no agent has a fitness: all of them failed.")
     else:
@@ -153,31 +145,32 @@ def _leader(rounds: Sequence[RoundRecord], leader: SelectedAgent, when: str) -> 
     assert leader.fitness is not None, "the leader has a finite fitness"
     text = (
         f"{when} {leader.name} is the best: {_scored(leader.fitness)} on "
-        f"{measured_on(leader.fitness)}"
+        f"{wording.measured_on(leader.fitness)}"
     )
     tied = [agent for (agent, _), is_tie in ties(rounds, leader).items() if is_tie]
     if tied:
         verb = "tie" if len(tied) > 1 else "ties"
-        text += f"; {'agents' if len(tied) > 1 else 'agent'} {listed(tied)} {verb} with it"
+        text += f"; {'agents' if len(tied) > 1 else 'agent'} {wording.listed(tied)} {verb} with it"
     return f"{text}."
 
 
 def _result(summary: Mapping[str, Any]) -> Sentence:
     base, best, gain, error = (summary[name] for name in ("base", "best", "gain", "gain_se"))
-    prompts = count(best["n"], f"{summary['split']} prompt")
+    prompts = wording.count(best["n"], f"{summary['split']} prompt")
     if None in (best["mean"], base["mean"]):
         scores = {"the winner": best, "the base model": base}
         parts = [
-            f"{name} has {with_error(score['mean'], score['se'])}"
+            f"{name} has {wording.with_error(score['mean'], score['se'])}"
             if score["mean"] is not None
             else f"{name} has no finite score"
             for name, score in scores.items()
         ]
-        return Sentence("missing", f"On {prompts} {listed(parts)}.")
+        return Sentence("missing", f"On {prompts} {wording.listed(parts)}.")
     sign = "" if gain is None or gain < 0 else "+"
     text = (
-        f"Base {with_error(base['mean'], base['se'])} → winner "
-        f"{with_error(best['mean'], best['se'])}: {sign}{with_error(gain, error)} on {prompts}"
+        f"Base {wording.with_error(base['mean'], base['se'])} → winner "
+        f"{wording.with_error(best['mean'], best['se'])}: "
+        f"{sign}{wording.with_error(gain, error)} on {prompts}"
     )
     if gain is None or error is None or math.isnan(error):
         return Sentence("result", f"{text}.")
@@ -193,8 +186,8 @@ def _by_reward(summary: Mapping[str, Any]) -> list[str]:
     """Return the change of each of several rewards from base to winner, as text."""
     base, best = (summary[name].get("rewards", {}) for name in ("base", "best"))
     return [
-        f"{name} {with_error(base[name]['mean'], base[name]['se'])} → "
-        f"{with_error(score['mean'], score['se'])}"
+        f"{name} {wording.with_error(base[name]['mean'], base[name]['se'])} → "
+        f"{wording.with_error(score['mean'], score['se'])}"
         for name, score in best.items()
         if len(best) > 1 and name in base and None not in (score["mean"], base[name]["mean"])
     ]
@@ -203,13 +196,18 @@ def _by_reward(summary: Mapping[str, Any]) -> list[str]:
 def _passes(passes: Sequence[Mapping[str, Any]]) -> str:
     parts: list[str] = []
     for row in passes:
-        base, best = (with_error(row[name]["mean"], row[name]["se"]) for name in ("base", "best"))
+        base, best = (
+            wording.with_error(row[name]["mean"], row[name]["se"]) for name in ("base", "best")
+        )
         gain = row["gain"]
         sign = "" if gain is None or gain < 0 else "+"
         parts.append(
-            f"pass@{row['k']} went from {base} to {best} ({sign}{with_error(gain, row['gain_se'])})"
+            f"pass@{row['k']} went from {base} to {best} "
+            f"({sign}{wording.with_error(gain, row['gain_se'])})"
         )
-    return f"With a reward of at least {passes[0]['correct']:g} as correct, {listed(parts)}."
+    return (
+        f"With a reward of at least {passes[0]['correct']:g} as correct, {wording.listed(parts)}."
+    )
 
 
 def _winner(rounds: Sequence[RoundRecord], winner: SelectedAgent, *, alone: bool) -> str:
@@ -234,7 +232,7 @@ def _descent(rounds: Sequence[RoundRecord], line: Sequence[AgentRecord]) -> str:
     if agents == [slot]:
         return "has trained on weights of its own since the first round"
     intermediate = dict.fromkeys(agent for agent in agents[1:-1] if agent not in (slot, founder))
-    detour = f", by way of agent {listed(list(intermediate))}" if intermediate else ""
+    detour = f", by way of agent {wording.listed(list(intermediate))}" if intermediate else ""
     if founder == slot:
         return f"goes back to its own weights of the first round{detour}"
     return f"descends from agent {founder} of the first round{detour}"
@@ -261,7 +259,7 @@ def _schedules(
         ]
         if by_hand:
             noun = "round" if len(by_hand) == 1 else "rounds"
-            text = f"{whose} values were changed by hand before {noun} {listed(by_hand)}."
+            text = f"{whose} values were changed by hand before {noun} {wording.listed(by_hand)}."
             yield Sentence("schedule", text)
 
 
@@ -270,9 +268,10 @@ def _moves(line: Sequence[AgentRecord], mutable: Sequence[str]) -> str:
     changed = (name for agent in line for name in agent.mutation.changes)
     moved: list[str] = []
     unchanged: list[str] = []
-    for name in combined([*changed, *mutable]):
+    for name in wording.combined([*changed, *mutable]):
         values = [
-            value for value, _ in groupby(hyperparameter(agent.hparams, name) for agent in line)
+            value
+            for value, _ in groupby(wording.hyperparameter(agent.hparams, name) for agent in line)
         ]
         if len(values) == 1:
             unchanged.append(f"{short_name(name)} {'at' if unchanged else 'stayed at'} {values[0]}")
@@ -288,14 +287,17 @@ def _validation(winner: SelectedAgent, *, alone: bool) -> Iterator[Sentence]:
     fitness, test = winner.fitness, winner.test
     if fitness is not None:
         when = f"Its fitness in round {winner.record.round + 1}"
-        text = f"{when} was {_scored(fitness)} on {measured_on(fitness)}."
+        text = f"{when} was {_scored(fitness)} on {wording.measured_on(fitness)}."
         yield Sentence("validation", text)
     elif winner.kind != "mean":
         yield Sentence("missing", "The winner has no fitness: it failed, or was never evaluated.")
     selecting = winner.final or fitness
     if alone or selecting is None or test is None or math.isnan(test.mean):
         return
-    if number(test.mean, 2) != number(selecting.mean, 2) and test.mean < selecting.mean:
+    if (
+        wording.number(test.mean, 2) != wording.number(selecting.mean, 2)
+        and test.mean < selecting.mean
+    ):
         score = "its fitness" if winner.final is None else "its score in the final comparison"
         yield Sentence(
             "validation",
@@ -317,10 +319,9 @@ def _share(rounds: Sequence[RoundRecord], lines: Sequence[Sequence[AgentRecord]]
 def _judge(spent: Mapping[str, float]) -> str:
     tokens = spent["input_tokens"] + spent["output_tokens"]
     cost = f", which cost {spent['cost']:.2f}" if spent["cost"] else ""
-    return (
-        f"The judge gave {count(int(spent['answers']), 'answer')}, of {tokens:,.0f} tokens{cost}."
-    )
+    answers = wording.count(int(spent["answers"]), "answer")
+    return f"The judge gave {answers}, of {tokens:,.0f} tokens{cost}."
 
 
 def _scored(score: Score) -> str:
-    return with_error(score.mean, score.se)
+    return wording.with_error(score.mean, score.se)

@@ -1,7 +1,5 @@
 """The winner of a run, and summary.json, which is written last and marks the run as finished."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

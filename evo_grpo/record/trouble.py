@@ -1,7 +1,5 @@
 """Finds problems of a run in its records and settings, with remedies."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

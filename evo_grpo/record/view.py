@@ -9,8 +9,6 @@ up to three scores, each from different samples:
 - *test*: test prompts, on which nothing was selected; this is **the** score of the winner
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Names the metrics of a run; files, trackers, reports and pages all use these names."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

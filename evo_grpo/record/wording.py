@@ -1,7 +1,5 @@
 """Formats amounts, numbers and mutations as text, the same in every display."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Builds messages for pydantic's errors: path, expectation, value, and nearest valid name."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping

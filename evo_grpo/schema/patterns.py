@@ -1,7 +1,5 @@
 """Matches names of modules by names and regular expressions, as PEFT does."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Collection, Iterable, Sequence

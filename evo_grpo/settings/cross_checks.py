@@ -1,7 +1,5 @@
 """Checks across groups of settings: contradictions, and doubtful combinations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from typing import Any

@@ -1,7 +1,5 @@
 """Fills in what depends on the length of a run: its decisions, agents and evaluations."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from evo_grpo.evolve.sizes import decides_after

@@ -1,7 +1,5 @@
 """Names settings by flat keywords: the last part of the YAML path, unique within a call."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ The embedded models are small and need a high lr. A model of usual size needs an
 hundred times lower.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 

@@ -7,16 +7,7 @@ from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import BeforeValidator
 
-from evo_grpo.schema.group import (
-    Group,
-    PlainMapping,
-    computable,
-    contradictions,
-    one_or_several,
-    only,
-    plain,
-    setting,
-)
+from evo_grpo.schema import group
 from evo_grpo.schema.hparams import LORA, Hparams, RankAlpha
 from evo_grpo.schema.messages import shown
 from evo_grpo.schema.patterns import ALL, ending, matches, union, why_no_pattern
@@ -35,7 +26,7 @@ from evo_grpo.schema.validation import LEAST, MOST
 
 def _modules(value: object) -> object:
     """Accept names of layers, or one regular expression."""
-    value = one_or_several(value)
+    value = group.one_or_several(value)
     if isinstance(value, str) and value != ALL and (why := why_no_pattern(value)):
         raise ValueError(f"{ALL}, a list of names, or a regular expression ({why})")
     return value
@@ -59,7 +50,7 @@ def _alphas(value: object) -> object:
 
 def _by_name(value: object, good: Callable[[Any], bool], expected: str) -> object:
     """Accept a mapping of regular expressions, which match the end of layer names, to numbers."""
-    patterns = plain(value)
+    patterns = group.plain(value)
     problems: list[Problem] = []
     entries = cast("Mapping[str, object]", patterns) if isinstance(patterns, Mapping) else {}
     for name, number in entries.items():
@@ -77,43 +68,43 @@ Modules = Annotated[str | list[str], BeforeValidator(_modules)]
 NoModules = Annotated[str | list[str] | None, BeforeValidator(_no_modules)]
 TargetSets = Annotated[
     dict[str, Modules],
-    only(
+    group.only(
         lambda value: isinstance(value, Mapping) and all(value),
         "a mapping of names to layers, such as {attention: [q_proj, v_proj]}",
     ),
 ]
 Ranks = Annotated[dict[str, int], BeforeValidator(_ranks)]
 Alphas = Annotated[dict[str, float], BeforeValidator(_alphas)]
-Scale = Annotated[float | None, computable(LEAST, MOST)]
+Scale = Annotated[float | None, group.computable(LEAST, MOST)]
 
 
-class LoraSettings(Group):
+class LoraSettings(group.Group):
     """The adapter that each agent trains; the settings have PEFT's names where PEFT has them."""
 
-    r: int = setting(8, "Rank of the two matrices.", ge=1)
-    alpha: Scale = setting(
+    r: int = group.setting(8, "Rank of the two matrices.", ge=1)
+    alpha: Scale = group.setting(
         None, "LoRA alpha: the update is scaled by alpha / r; null means twice `r`.", gt=0
     )
-    dropout: float = setting(0.0, "Dropout before the first matrix.", ge=0, lt=1)
-    target_modules: Modules = setting(
+    dropout: float = group.setting(0.0, "Dropout before the first matrix.", ge=0, lt=1)
+    target_modules: Modules = group.setting(
         "all-linear",
         "Layers with an adapter: `all-linear`, a list of names such as `[q_proj, v_proj]`, or a "
         "regular expression that matches full module names.",
     )
-    exclude_modules: NoModules = setting(
+    exclude_modules: NoModules = group.setting(
         None, "Layers without an adapter, in the form of `target_modules`."
     )
-    target_sets: TargetSets = setting(
+    target_sets: TargetSets = group.setting(
         factory=dict[str, str | list[str]],
         meaning="Sets of layers by name, each in the form of `target_modules`, of which "
         "`evolve.hyperparameters.lora.target_modules` searches the best, for instance "
         "`{attention: [q_proj, k_proj, v_proj, o_proj], all: all-linear}`.",
     )
-    use_rslora: bool = setting(False, "Scale by alpha over the square root of the rank.")
-    rank_pattern: Ranks = setting(
+    use_rslora: bool = group.setting(False, "Scale by alpha over the square root of the rank.")
+    rank_pattern: Ranks = group.setting(
         factory=dict[str, int], meaning="Ranks of some layers, by name or regular expression."
     )
-    alpha_pattern: Alphas = setting(
+    alpha_pattern: Alphas = group.setting(
         factory=dict[str, float], meaning="Alphas of some layers, by name or regular expression."
     )
 
@@ -142,26 +133,26 @@ class LoraSettings(Group):
         return own.replace(target_modules=union(sets)) if sets else own
 
 
-class ModelConfig(Group):
+class ModelConfig(group.Group):
     """The frozen base model. A plain string is its name: `model: tiny-sums`."""
 
     shorthand: ClassVar[str | None] = "name"
 
-    name: str = setting(
+    name: str = group.setting(
         meaning="An embedded model (`tiny-sums`, `tiny-foods`), `smollm2` (after `evo-grpo fetch "
         "smollm2`), a model folder, a `.gguf` file, or a hub id such as `owner/name`. In Python "
         "also a transformers module.",
         min_length=1,
     )
-    lora: LoraSettings = setting(LoraSettings(), "The adapter that each agent trains.")
-    config: PlainMapping = setting(
+    lora: LoraSettings = group.setting(LoraSettings(), "The adapter that each agent trains.")
+    config: group.PlainMapping = group.setting(
         factory=dict[str, Any],
         meaning="Keywords for `from_pretrained`, for instance `{attn_implementation: eager}`.",
     )
-    trust_remote_code: bool = setting(
+    trust_remote_code: bool = group.setting(
         False, "Run the Python code in the model's files. Only for models that you trust."
     )
-    adapter: str | None = setting(
+    adapter: str | None = group.setting(
         None,
         "PEFT folder of the adapter from which every agent starts, also the reference of the KL "
         "term; null starts from the base.",
@@ -197,7 +188,7 @@ def _set_problems(
             yield Problem((*above, at, "choices"), text)
     conflict, remedy = names and lora.target_modules != ALL, f"remove it, or {dotted((*above, at))}"
     row = ("target_modules", conflict, f"none where {at} is searched", remedy)
-    yield from below(contradictions(lora, row), "model", "lora")
+    yield from below(group.contradictions(lora, row), "model", "lora")
 
 
 def missing_layers(

@@ -1,7 +1,5 @@
 """Reads and writes YAML: plain values of bounded size, and the settings of a run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

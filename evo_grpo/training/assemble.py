@@ -1,7 +1,5 @@
 """Builds a run from its settings: the shared base, N agents, the environment, round settings."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections import Counter
@@ -27,15 +25,8 @@ from evo_grpo.model.loading import pick_device
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.load import detach_adapter, trainable
 from evo_grpo.model.sharding import ShardedLayers
+from evo_grpo.population.cohort import starting
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.cohort.starting import (
-    agree_on_path,
-    check_adapters,
-    check_same_base,
-    check_widths,
-    start_with,
-    warn_of_processors,
-)
 from evo_grpo.population.cohort.state import rank_alpha
 from evo_grpo.population.ranks.ranks import find_team
 from evo_grpo.population.ranks.team import Team, deal
@@ -51,12 +42,9 @@ from evo_grpo.settings import (
     PopulationConfig,
     RecordConfig,
     RunConfig,
+    cross_checks,
 )
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
-from evo_grpo.settings.cross_checks import (
-    fitness_problems,
-    objective_problems,
-)
 from evo_grpo.training.sizing.cards import torch_build, unseen_gpus
 from evo_grpo.training.start_adapter import lora_config, read_start
 from evo_grpo.training.strategies import check_columns, check_explorer, explorer, selector
@@ -125,9 +113,9 @@ class Prepared:
         stop = self.round_settings.population.stop.rewards
         check_rewards(named_weights(self.env), space, fitness.reward, fitness.objectives, stop)
         check_columns(getattr(self.env, "task", None), self.round_settings.record.columns)
-        refuse(below(fitness_problems(space, fitness), "evolve", "fitness"))
+        refuse(below(cross_checks.fitness_problems(space, fitness), "evolve", "fitness"))
         user_defined = isinstance(self.round_settings.selector, CheckedSelector)
-        refuse(below(objective_problems(evolve, own=user_defined), "evolve"))
+        refuse(below(cross_checks.objective_problems(evolve, own=user_defined), "evolve"))
 
     def is_unfinished(self, rounds: Sequence[RoundRecord]) -> bool:
         """Return whether the run, or the call of `train`, has further rounds to play."""
@@ -206,12 +194,12 @@ def build_cohort(
             team=team,
             accelerator=objects.accelerator,
         )
-        check_adapters(cohort)
+        starting.check_adapters(cohort)
         if settings.engine.compile is not None:
             base.compile(settings.engine.compile)
     if team.rank == 0:
         penalty = "repetition_penalty" in cohort.hp_config.names()
-        warn_of_processors(base, settings.algorithm, mutates=penalty)
+        starting.warn_of_processors(base, settings.algorithm, mutates=penalty)
     return cohort, start
 
 
@@ -232,9 +220,9 @@ def add_agents(
     starts = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
     dealt = enumerate(deal(starts, cohort.shards))
     slots = [cohort.add(hparams, shard).slot for shard, part in dealt for hparams in part]
-    check_widths(cohort, given=start is not None)
+    starting.check_widths(cohort, given=start is not None)
     if start is not None:
-        start_with(cohort, slots, start)
+        starting.start_with(cohort, slots, start)
     return tuple(slots)
 
 
@@ -254,7 +242,7 @@ def _base(
     if base.device.type == "cuda":
         # cuDNN plans each new shape for 30 ms: learning on an H200 took .81 s with it, .71 without.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    check_same_base(team, base, start)
+    starting.check_same_base(team, base, start)
     if settings.engine.base == "sharded" or settings.engine.zero == 3:
         # Also set in one process, so that results do not depend on the number of processes.
         base.specialized = False
@@ -262,7 +250,7 @@ def _base(
     # The order is set for the whole process, also for rewards that compute at the same time.
     base.in_order = not settings.engine.overlap
     base.head_kernels = base.specialized and serves_head(base)
-    agree_on_path(team, base, native=settings.engine.rollout_settings.shares_base)
+    starting.agree_on_path(team, base, native=settings.engine.rollout_settings.shares_base)
     if _divided(settings, team):
         device = pick_device(settings.engine.device)
         layers = ShardedLayers(base, device)

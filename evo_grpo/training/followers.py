@@ -4,8 +4,6 @@ Readers have a separate process because tracker packages keep global state, prin
 training. The run waits for readers only at its end; the same command can send the rest later.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

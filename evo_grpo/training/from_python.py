@@ -1,7 +1,5 @@
 """Continues a run with the Python objects that `Population.train` was first called with."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -27,23 +25,9 @@ from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.settings.objects import PythonObject
 from evo_grpo.settings.trackers import check_trackers
-from evo_grpo.training.assemble import (
-    Objects,
-    Prepared,
-    add_agents,
-    build_cohort,
-    environment_for,
-    settings_of_rounds,
-)
+from evo_grpo.training import assemble, resume_check
 from evo_grpo.training.followers import Followers
 from evo_grpo.training.restoring import restore
-from evo_grpo.training.resume_check import (
-    changed_inputs,
-    check_inputs,
-    is_finished,
-    record_changed,
-    refuse_part_of_comparison,
-)
 from evo_grpo.training.run import play_and_judge
 from evo_grpo.training.strategies import check_explorer, from_object
 from evo_grpo.types import Slot
@@ -63,7 +47,7 @@ class FromPython:
     """
 
     env: object = None
-    objects: Objects = field(default_factory=Objects)
+    objects: assemble.Objects = field(default_factory=assemble.Objects)
     strategies: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def config_of(self, folder: Path, call: str, *, played: bool) -> RunConfig:
@@ -153,7 +137,7 @@ class FromPython:
 
     def round_settings(self, config: RunConfig, prompts: int | None = None) -> RoundSettings:
         """Return the settings of rounds; `prompts` is the default of `prompts_per_step`."""
-        settings = settings_of_rounds(config, prompts or DEFAULT_PROMPTS)
+        settings = assemble.settings_of_rounds(config, prompts or DEFAULT_PROMPTS)
         strategies: dict[str, Any] = {
             place: from_object(name, method, self.strategies[name])
             for name, place, method in STRATEGIES
@@ -161,7 +145,9 @@ class FromPython:
         }
         return replace(settings, **strategies)
 
-    def cohort(self, config: RunConfig, rounds: Sequence[RoundRecord], folder: Path) -> Prepared:
+    def cohort(
+        self, config: RunConfig, rounds: Sequence[RoundRecord], folder: Path
+    ) -> assemble.Prepared:
         """Return the base, agents and environment of a run as a `Prepared`, not yet restored."""
         agents, objects = config.agents(), self.objects
         if objects.model is not None:
@@ -170,19 +156,21 @@ class FromPython:
             place = inside(folder, str(rounds[-1].agents[0].checkpoint)) / "actor"
             objects = replace(objects, lora=trainable(read_adapter_config(place)))
         check_explorer(self.round_settings(config).explorer, agents)
-        cohort, start = build_cohort(agents, objects)
+        cohort, start = assemble.build_cohort(agents, objects)
         slots: Sequence[Slot] = tuple(a.agent for a in rounds[0].agents) if rounds else ()
         if slots:  # not 0, 1, ... if the population was a part of another one
-            added = add_agents(cohort, max(slots) + 1, "same", start)
+            added = assemble.add_agents(cohort, max(slots) + 1, "same", start)
         else:
             population = config.population
-            slots = added = add_agents(cohort, population.size, population.init, start)
+            slots = added = assemble.add_agents(cohort, population.size, population.init, start)
         for slot in sorted(set(added) - set(slots)):
             cohort.remove(slot)
-        env = environment_for(cohort, config.env if self.env is None else self.env)
+        env = assemble.environment_for(cohort, config.env if self.env is None else self.env)
         cohort.open_engine()
         settings = self.round_settings(config, env.batch_size)
-        return Prepared(cohort, env, settings, tuple(slots), objects=self.parts(config.seed))
+        return assemble.Prepared(
+            cohort, env, settings, tuple(slots), objects=self.parts(config.seed)
+        )
 
 
 def resume_from_python(
@@ -192,7 +180,7 @@ def resume_from_python(
     rounds: int | None = None,
     allow: Sequence[str] = (),
     observer: Observer | None = None,
-) -> tuple[Prepared, tuple[Slot, ...]]:
+) -> tuple[assemble.Prepared, tuple[Slot, ...]]:
     """Continue a run in this process; return its `Prepared` and the slots of remaining agents."""
     observer = observer or Observer()
     check_observer(observer)
@@ -205,18 +193,18 @@ def resume_from_python(
     with Followers() as followers, ExitStack() as stack:
         with reading(folder):
             opened = stack.enter_context(RunDir.open(folder))
-            refuse_part_of_comparison(folder)
+            resume_check.refuse_part_of_comparison(folder)
             played = opened.rounds()
             config = given.config_of(folder, call, played=bool(played))
             parts = given.parts(config.seed)
-            if is_finished(opened, rounds):
-                check_inputs(folder, config, command=call, allow=allow, objects=parts)
+            if resume_check.is_finished(opened, rounds):
+                resume_check.check_inputs(folder, config, command=call, allow=allow, objects=parts)
                 prepared = given.cohort(config, played, folder)
                 return prepared, restore(prepared, played, folder)
-            changed = changed_inputs(opened, config, rounds, allow, Team(), parts)
+            changed = resume_check.changed_inputs(opened, config, rounds, allow, Team(), parts)
         check_trackers(changed.config.record.trackers)
         prepared = given.cohort(changed.config, played, folder)
-        record_changed(opened, changed)
+        resume_check.record_changed(opened, changed)
         observers = ObserverList((observer, followers))
         try:
             return prepared, play_and_judge(changed.config, folder, opened, prepared, observers)

@@ -1,7 +1,5 @@
 """Chooses the best agent of a finished run and compares it with the base."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

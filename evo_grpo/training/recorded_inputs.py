@@ -4,8 +4,6 @@ Ranks with different inputs would train different runs without an error, or wait
 forever.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Resolves the settings of a run on its machine, before anything is built."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 
@@ -18,20 +16,7 @@ from evo_grpo.settings import DoubtfulSetting, RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import check_ranks, warn_of_shortages
-from evo_grpo.training.sizing.machine import (
-    MACHINE,
-    TOLERANCE,
-    Setup,
-    choose_limits,
-    format_bytes,
-    machine_memory,
-    within,
-)
-from evo_grpo.training.sizing.model_size import (
-    check_adapters_fit,
-    check_available,
-    read_model_size,
-)
+from evo_grpo.training.sizing import machine, model_size
 from evo_grpo.training.start_adapter import with_adapter
 from evo_grpo.training.strategies import task_of
 
@@ -49,7 +34,7 @@ def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
         config = config.replace(engine=config.engine.replace(shards=shards))
     check_ranks(config, team)
     check_trackers(config.record.trackers)
-    check_available(config.model.name)
+    model_size.check_available(config.model.name)
     check_engine(config.engine)
     config = _with_revisions(config, team)
     if isinstance(config.population.init, Mapping):  # the first rank alone may have those runs
@@ -84,26 +69,29 @@ def _with_revisions(config: RunConfig, team: Team) -> RunConfig:
     return config.replace(env=config.env.replace(**revisions)) if revisions else config
 
 
-def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None:
+def _setup(config: RunConfig, task: Task | None, processes: int) -> machine.Setup | None:
     """Return the `Setup` of a run; None if the memory of the device is unknown."""
     device, total = pick_device(config.engine.device), 0
     if device.type not in ("cpu", "cuda"):
         return None
     if device.type == "cpu":
-        kind, place, room = "cpu", MACHINE, machine_memory()
+        kind, place, room = "cpu", machine.MACHINE, machine.machine_memory()
     else:
         kind, place, (free, room) = "cuda", "the CUDA device", torch.cuda.mem_get_info(device)
         total = room
         # Memory that torch has reserved belongs to this process, from an earlier run.
         others = room - free - torch.cuda.memory_reserved(device)
         if others > OWN_BYTES:
-            room, place = room - others, f"{place}, {format_bytes(others)} of which others use,"
-    place, capacity = within(config, place, room)
+            room, place = (
+                room - others,
+                f"{place}, {machine.format_bytes(others)} of which others use,",
+            )
+    place, capacity = machine.within(config, place, room)
     if capacity is None:
         return None
     hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
-    return Setup(
-        read_model_size(config.model.name),
+    return machine.Setup(
+        model_size.read_model_size(config.model.name),
         config.algorithm.longest_output(config.search_space()) or hint,
         str(pick_dtype(config.engine.dtype, device)).removeprefix("torch."),
         kind,
@@ -114,11 +102,11 @@ def _setup(config: RunConfig, task: Task | None, processes: int) -> Setup | None
     )
 
 
-def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfig:
+def _with_limits(config: RunConfig, setup: machine.Setup | None, team: Team) -> RunConfig:
     """Replace null batch limits in the settings by the rows and tokens that fit on every rank."""
     limits: dict[str, int] = {}
     if setup is not None:
-        limits = choose_limits(_with_adapter(config, setup), setup)
+        limits = machine.choose_limits(_with_adapter(config, setup), setup)
     by_rank = team.gather(limits)
     agreed = {
         name: min(rank_limits[name] for rank_limits in by_rank if name in rank_limits)
@@ -127,23 +115,25 @@ def _with_limits(config: RunConfig, setup: Setup | None, team: Team) -> RunConfi
     return config.replace(engine=config.engine.replace(**agreed)) if agreed else config
 
 
-def _with_adapter(config: RunConfig, setup: Setup) -> RunConfig:
+def _with_adapter(config: RunConfig, setup: machine.Setup) -> RunConfig:
     """Return settings with `model.lora` read from `model.adapter`, for an estimate of memory."""
     model = with_adapter(config.model, setup.size, config.search_space().names())
     return config.model_copy(update={"model": model})
 
 
-def _check_memory(config: RunConfig, setup: Setup | None) -> None:
+def _check_memory(config: RunConfig, setup: machine.Setup | None) -> None:
     """Refuse adapters that the base cannot carry; refuse, or warn of, a run that lacks memory."""
     if setup is None:
         return
     config = _with_adapter(config, setup)
-    check_adapters_fit(config.model, config.largest_lora, config.search_space(), setup.size)
+    model_size.check_adapters_fit(
+        config.model, config.largest_lora, config.search_space(), setup.size
+    )
     plan = setup.plan(config)
     if plan is None or plan.peak <= setup.capacity:
         return
     text = setup.shortage(plan)
-    if plan.peak * (1 - TOLERANCE) > setup.capacity:
+    if plan.peak * (1 - machine.TOLERANCE) > setup.capacity:
         lowers = plan.largest.settings
         raise ConfigError(f"memory: {text}: lower {lowers}; evo-grpo check proposes values")
     if not is_silent_rank():

@@ -1,7 +1,5 @@
 """Restores a cohort to its state after the last recorded round of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

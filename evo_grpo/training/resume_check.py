@@ -1,7 +1,5 @@
 """Decides with which inputs a run continues, by comparing present and recorded inputs."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence

@@ -6,8 +6,6 @@ play_round  population/round.py: train, evaluate, checkpoint, select, mutate, re
 finish      judge.py: compare the best agent of the run with the base, once, on the test split
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import time

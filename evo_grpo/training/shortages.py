@@ -1,7 +1,5 @@
 """Warns of settings that ask for more rows than a task has; refuses processes without agents."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """Reads and checks the adapter that agents start from, `model.adapter`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -9,14 +7,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.model.lora.configs import (
-    MERGE,
-    check_lora_config,
-    differences,
-    module_of,
-    only_names_modules,
-    read_config,
-)
+from evo_grpo.model.lora import configs
 from evo_grpo.model.lora.files import WEIGHTS, AdapterCopy, read_adapter
 from evo_grpo.places import find
 from evo_grpo.population.checkpoints.read import refuse_foreign_files
@@ -51,9 +42,9 @@ def read_start(model: ModelConfig) -> AdapterCopy | None:
         return None
     folder = find(model.adapter)
     refuse_foreign_files(folder)
-    adapter = AdapterCopy(read_adapter(folder), read_config(folder))
+    adapter = AdapterCopy(read_adapter(folder), configs.read_config(folder))
     try:
-        check_lora_config(adapter.config, remedy=MERGE)
+        configs.check_lora_config(adapter.config, remedy=configs.MERGE)
     except ConfigError as error:
         raise ConfigError(f"model.adapter {model.adapter}: {error}") from error
     for key, tensor in adapter.state.items():
@@ -65,8 +56,8 @@ def read_start(model: ModelConfig) -> AdapterCopy | None:
             )
     if model.lora.is_default:
         return adapter
-    for field, theirs, ours in differences(adapter.config, lora_config(model.lora)):
-        if not only_names_modules(field):
+    for field, theirs, ours in configs.differences(adapter.config, lora_config(model.lora)):
+        if not configs.only_names_modules(field):
             raise ConfigError(
                 f"model.lora: expected {field} {theirs!r} of model.adapter {model.adapter}, got "
                 f"{ours!r}; leave model.lora out to take the adapter's own settings"
@@ -83,7 +74,7 @@ def with_adapter(model: ModelConfig, base: ModelSize, searched: Collection[str])
     if start is None:
         return model
     config, lora = start.config, model.lora
-    names = {module_of(key) for key in start.state if ".lora_" in key}
+    names = {configs.module_of(key) for key in start.state if ".lora_" in key}
     named = config.target_modules if config.layers_to_transform is None else None
     of_adapter = LoraSettings(
         r=config.r,
@@ -141,5 +132,5 @@ def _check_tensors(
                 f"model.adapter {model.adapter}: expected A and B of the linear layers of "
                 f"{base.name} that its adapter_config.json names, the head left out: as {key} "
                 f"{shapes.get(key, 'none')} of 16 bits or more, got {got}; give an adapter of this "
-                f"base, or {MERGE}"
+                f"base, or {configs.MERGE}"
             )

@@ -4,8 +4,6 @@ The first rank reads the requests and changes the plan of the next round; all ra
 plan. A request is done once the record of its round contains its outcome, which a resume repeats.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Creates the task and the strategies that settings name, without importing torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -6,8 +6,6 @@ rounds. After an error of the writer nothing more is written, because later roun
 an unrecorded round. The next call, or closing the writer, raises the error.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

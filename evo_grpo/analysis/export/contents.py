@@ -4,8 +4,6 @@ They are the adapter, its tokenizer, and its base if that is embedded in this pa
 file; or one merged model.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,26 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from evo_grpo.errors import (
-    CheckpointError,
-    EngineUnavailable,
-    EvoGrpoError,
-    ModelError,
-    RunDirError,
-)
+from evo_grpo import errors
+from evo_grpo.record import plain
 from evo_grpo.record.choice import ChosenAgent
 from evo_grpo.record.files import create_folder, load_json, sync_names, sync_tree
 from evo_grpo.record.folder import listed_objects
 from evo_grpo.record.names import ATTRIBUTES
-from evo_grpo.record.plain import (
-    MAX_JSON_BYTES,
-    MAX_WEIGHT_BYTES,
-    check_digests,
-    check_relative,
-    inside,
-    read_plain,
-    sha256_of,
-)
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import Problems
 from evo_grpo.settings import ModelConfig
@@ -73,15 +57,17 @@ def check_target(out: Path, *, force: bool) -> Path:
     target = Path(os.path.realpath(out))
     if not target.is_dir():
         if os.path.lexists(target):
-            raise RunDirError(f"{out}: expected a folder, found a file; choose another OUT")
+            raise errors.RunDirError(f"{out}: expected a folder, found a file; choose another OUT")
         return target
     names = [p.name for p in target.iterdir() if not p.name.startswith(_ASIDE)]
     if names and not force:
-        raise RunDirError(f"{out}: is not empty; choose another OUT, or replace it with --force")
+        raise errors.RunDirError(
+            f"{out}: is not empty; choose another OUT, or replace it with --force"
+        )
     digests: dict[str, str] = (read_manifest(target) or {}).get("files", {})
     for name in _files_of(target) if digests else names:
-        if name != MANIFEST and sha256_of(target / name) != digests.get(name, ""):
-            raise RunDirError(
+        if name != MANIFEST and plain.sha256_of(target / name) != digests.get(name, ""):
+            raise errors.RunDirError(
                 f"{out}: expected an earlier export to replace, found {name}, which is not as an "
                 "export wrote it; move it away, or choose another OUT"
             )
@@ -106,7 +92,7 @@ def write_export(
         for name, data in contents.items():
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             (aside / name).write_bytes(data)
-        digests = {name: sha256_of(aside / name) for name in _files_of(aside)}
+        digests = {name: plain.sha256_of(aside / name) for name in _files_of(aside)}
         manifest = {**about, "files": digests}
         (aside / MANIFEST).write_bytes(json.dumps(manifest, indent=1).encode() + b"\n")
         sync_tree(aside)
@@ -123,10 +109,10 @@ def write_export(
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of an export; None if there is no readable one."""
     try:
-        manifest = json.loads(read_plain(folder / MANIFEST))
+        manifest = json.loads(plain.read_plain(folder / MANIFEST))
         manifest["files"] = dict(manifest["files"])
         for name in manifest["files"]:
-            check_relative(name)
+            plain.check_relative(name)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     return cast("dict[str, Any]", manifest)
@@ -251,12 +237,12 @@ def checked_adapter(choice: ChosenAgent) -> Path:
     """Return the PEFT folder of an agent of a run, after checking its recorded digests."""
     files = {name: digest for name, digest in choice.files.items() if name.startswith("actor/")}
     if not choice.checkpoint or not {f"actor/{WEIGHTS}", f"actor/{ADAPTER}"} <= files.keys():
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{choice.run}: its records name no checkpoint of {choice.agent.name}, or not all of "
             "its files; put rounds.jsonl and summary.json back as they were"
         )
-    folder = inside(choice.run, f"{choice.checkpoint}/actor")
-    check_digests(folder.parent, files, "the run recorded", "or repeat the run")
+    folder = plain.inside(choice.run, f"{choice.checkpoint}/actor")
+    plain.check_digests(folder.parent, files, "the run recorded", "or repeat the run")
     return folder
 
 
@@ -264,8 +250,8 @@ def read_adapter_files(choice: ChosenAgent) -> dict[str, bytes]:
     """Read the two files of an agent's adapter, and check their recorded digests."""
     folder = checked_adapter(choice)
     return {
-        WEIGHTS: read_plain(folder / WEIGHTS, MAX_WEIGHT_BYTES),
-        ADAPTER: read_plain(folder / ADAPTER, MAX_JSON_BYTES),
+        WEIGHTS: plain.read_plain(folder / WEIGHTS, plain.MAX_WEIGHT_BYTES),
+        ADAPTER: plain.read_plain(folder / ADAPTER, plain.MAX_JSON_BYTES),
     }
 
 
@@ -332,7 +318,7 @@ def merged_contents(choice: ChosenAgent, base: BaseModel, adapter: Mapping[str, 
         else ""
     )
     if base.source is None or why:
-        raise ModelError(
+        raise errors.ModelError(
             f"model {base.name!r}: cannot be merged with the adapter: {why}; export without --merge"
         )
     from evo_grpo.model.exporting import stored_dtype, write_merged
@@ -353,10 +339,10 @@ def _write_base(base: BaseModel, folder: Path) -> None:
 def _source(name: str) -> Source | None:
     try:
         return resolve(name)
-    except EngineUnavailable:
+    except errors.EngineUnavailable:
         if name in PACKAGED:
             raise
-    except EvoGrpoError:
+    except errors.EvoGrpoError:
         pass
     return None
 
@@ -376,7 +362,7 @@ def _tokenizer(choice: ChosenAgent, base: BaseModel) -> tuple[dict[str, bytes], 
     padding = attributes.get("padding")
     try:
         return tokenizer_files(base.source, base.revision, padding[1] if padding else None), []
-    except ModelError as error:
+    except errors.ModelError as error:
         return {}, [f"the export has no tokenizer of its own, use that of its base: {error}"]
 
 
@@ -391,8 +377,10 @@ def _embedded(source: Source) -> dict[str, bytes]:
 
 def _checked(file: Path, expected: str, whose: str, remedy: str) -> bytes:
     """Read a file, and check its digest."""
-    check_digests(file.parent, {file.name: expected}, whose, f"or {remedy}")
-    return read_plain(file, MAX_JSON_BYTES if file.suffix == ".json" else MAX_WEIGHT_BYTES)
+    plain.check_digests(file.parent, {file.name: expected}, whose, f"or {remedy}")
+    return plain.read_plain(
+        file, plain.MAX_JSON_BYTES if file.suffix == ".json" else plain.MAX_WEIGHT_BYTES
+    )
 
 
 def _attributes(choice: ChosenAgent) -> dict[str, Any]:
@@ -400,7 +388,7 @@ def _attributes(choice: ChosenAgent) -> dict[str, Any]:
     expected = choice.files.get(ATTRIBUTES)
     if expected is None:
         return {}
-    file = inside(choice.run, f"{choice.checkpoint}/{ATTRIBUTES}")
+    file = plain.inside(choice.run, f"{choice.checkpoint}/{ATTRIBUTES}")
     return _json(_checked(file, expected, "the run recorded", "repeat the run"), ATTRIBUTES)
 
 
@@ -416,7 +404,7 @@ def _json(data: bytes, name: str) -> dict[str, Any]:
         parsed: Any = load_json(data)
         return {**parsed}
     except (ValueError, TypeError) as error:
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{name}: expected a JSON mapping of the run ({error}); repeat the run"
         ) from error
 

@@ -3,8 +3,6 @@
 `loaded` makes an agent ready to sample; the other commands of this folder use it too.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import warnings
@@ -17,20 +15,13 @@ from typing import Any, cast
 
 from rich.console import Console
 
+from evo_grpo import errors
 from evo_grpo.analysis.export.contents import checked_adapter
 from evo_grpo.envs.asking import TaskPrompt, asking
 from evo_grpo.envs.data.tables import Split
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.protocol import Ask, Environment, Play, starts_under
 from evo_grpo.envs.task import Task
-from evo_grpo.errors import (
-    ConfigError,
-    DataError,
-    EvoGrpoError,
-    PromptTooLongError,
-    RunDirError,
-    RunFailedError,
-)
 from evo_grpo.places import searching
 from evo_grpo.population.checkpoints.read import refuse_foreign_files
 from evo_grpo.population.cohort.cohort import Cohort
@@ -125,7 +116,7 @@ def loaded(
 def check_answers(who: str, logprobs: Iterable[Sequence[float] | None]) -> None:
     """Refuse answers with a log-prob of NaN, because their tokens are arbitrary."""
     if any(math.isnan(value) for values in logprobs for value in values or ()):
-        raise RunFailedError(
+        raise errors.RunFailedError(
             f"{who}: expected finite log-probabilities, got NaN: its weights are not finite, or "
             "overflow in the dtype of the base, so that its answers are arbitrary; use another "
             "checkpoint, or engine.dtype: float32"
@@ -147,7 +138,7 @@ def config_of(
     """
     recorded, from_python = recorded_objects(choice.run), FromPython(env)
     if base := [name for name in ("model", "tokenizer") if name in recorded]:
-        raise RunDirError(
+        raise errors.RunDirError(
             f"{choice.run}: it was recorded by Population.train with {' and '.join(base)}, which "
             "no file can name, so its base cannot be built from the folder; in Python, "
             f"evo_grpo.Population.resume({str(choice.run)!r}, env, {base[0]}=...) returns its "
@@ -185,7 +176,7 @@ def start_of(env: Any, split: Split, row: int) -> Any:  # noqa: ANN401 -- of any
     rows = None if splits is None else len(splits[split])
     if row < 0 or (rows is not None and row >= rows):
         expected = ">= 0" if rows is None else f"from 0 to {rows - 1}, of {rows} in {split}"
-        raise ConfigError(f"row: expected a number {expected}, got {row}")
+        raise errors.ConfigError(f"row: expected a number {expected}, got {row}")
     if rows is None:
         return env.prompts(split, row + 1)[row]
     return env.row(split, row)
@@ -341,7 +332,7 @@ def _answer_prompt(
     rendered, ids = how.template.render(row, cohort.base.tokenizer)
     limit = cohort.context_length
     if limit is not None and len(ids) > limit - 1:
-        raise PromptTooLongError(
+        raise errors.PromptTooLongError(
             f"prompt: expected at most {limit - 1} tokens, so that one more fits the context "
             f"of {limit}, got {len(ids)}; shorten it"
         )
@@ -382,7 +373,7 @@ def _how(env: EnvConfig, seed: int, prompt: str | None, *, raw: bool) -> TaskPro
         return asking(env, seed, prompt)
     try:
         tokens = asking(env, seed).max_output_tokens
-    except EvoGrpoError:  # a raw prompt does not need the task
+    except errors.EvoGrpoError:  # a raw prompt does not need the task
         tokens = DEFAULT_OUTPUT_TOKENS
     return TaskPrompt(Template.of("{prompt}"), tokens, {})
 
@@ -392,7 +383,7 @@ def _row(text: str, columns: Sequence[str]) -> dict[str, Any]:
     if len(columns) == 1:
         return {columns[0]: text}
     if not columns:
-        raise DataError(
+        raise errors.DataError(
             "prompt: the task's template names no column, so its prompt is always the same; sample "
             "a row with --row, or send your prompt as it is with --raw"
         )
@@ -402,7 +393,7 @@ def _row(text: str, columns: Sequence[str]) -> dict[str, Any]:
         row = None
     if not isinstance(row, dict) or not set(columns) <= set(cast("dict[str, Any]", row)):
         example = json.dumps(dict.fromkeys(columns, "..."), ensure_ascii=False)
-        raise ConfigError(
+        raise errors.ConfigError(
             f"prompt: the task's template names {len(columns)} columns; expected a JSON object of "
             f"them, such as '{example}', got {shown(text)}; or sample a row with --row, or send "
             "the prompt as it is with --raw"

@@ -13,12 +13,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from evo_grpo.analysis.export.contents import exported_values
-from evo_grpo.analysis.sampling.answers import (
-    adapter_of,
-    check_answers,
-    config_of,
-    loaded,
-)
+from evo_grpo.analysis.sampling import answers
 from evo_grpo.envs.resolve import named_task
 from evo_grpo.errors import CheckpointError, ConfigError, RunFailedError
 from evo_grpo.evolve.claims import TEST_LEVEL, claims
@@ -165,7 +160,7 @@ def evaluate_adapter(  # noqa: PLR0913 -- all but the first two have defaults
             correct = 1.0 if fitness.correct is None else fitness.correct
         task = task_of(run) if env is None else None
         policy = stack.enter_context(
-            loaded(run, folder, hparams, with_env=True, task=task, env=env)
+            answers.loaded(run, folder, hparams, with_env=True, task=task, env=env)
         )
         assert policy.env is not None, "loaded with with_env=True"
         default_count = fitness.test_prompts if split == "test" else fitness.prompts
@@ -243,7 +238,9 @@ def _gain(own: Score, base: Score) -> dict[str, Any]:
 
 def _check_finite(who: str, evaluation: Evaluation) -> None:
     """Refuse log-probabilities or a mean reward that is not finite."""
-    check_answers(who, (trajectory.logprobs for trajectory in evaluation.experience.trajectories))
+    answers.check_answers(
+        who, (trajectory.logprobs for trajectory in evaluation.experience.trajectories)
+    )
     if not math.isfinite(evaluation.score.mean):
         raise RunFailedError(
             f"{who}: expected a mean reward, got none: every reward function abstained on every "
@@ -262,9 +259,11 @@ def _adapter_and_task(
     if is_run(adapter):
         choice = choose_of(adapter)
         call = f"evo_grpo.evaluate_adapter({str(adapter)!r}, env=...)"
-        run = settings or config_of(choice, f"evaluate {adapter}", allow, env=env, call=call)
+        run = settings or answers.config_of(
+            choice, f"evaluate {adapter}", allow, env=env, call=call
+        )
         hparams = choice.agent.record.hparams
-        return f"{choice.title} of {adapter}", adapter_of(choice), run, hparams
+        return f"{choice.title} of {adapter}", answers.adapter_of(choice), run, hparams
     refuse_foreign_files(adapter)
     if not (adapter / ADAPTER_CONFIG).is_file():
         merged = (adapter / "config.json").is_file()

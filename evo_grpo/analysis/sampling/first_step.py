@@ -1,7 +1,5 @@
 """Defines try_config(config), which samples and scores answers before training."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """GRPO, GSPO and CISPO with AgileRL's positions, defaults, extra parameters and methods."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from abc import ABC

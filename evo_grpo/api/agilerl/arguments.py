@@ -3,8 +3,6 @@
 `Arguments` translates arguments to keywords of `evo_grpo.GRPO`, and warns of those without effect.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace

@@ -1,7 +1,5 @@
 """TournamentSelection and Mutations with AgileRL's arguments and methods."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, final

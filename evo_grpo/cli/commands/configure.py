@@ -1,7 +1,5 @@
 """Commands before a run: init, check, try, schema; `install` has fetch and doctor."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

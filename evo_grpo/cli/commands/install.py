@@ -4,8 +4,6 @@ The output of `doctor` can be pasted into an issue: it contains no paths and no 
 environment variables that choose devices, threads and offline modes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Defines the Typer application, and options that several commands share."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Makes the plan of a run before it starts: rows, tokens and bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -19,34 +17,10 @@ from evo_grpo.settings.evaluations import count_evaluations
 from evo_grpo.settings.record import check_driver
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import few_prompts, shortages
+from evo_grpo.training.sizing import machine, model_size, prompt_lengths
 from evo_grpo.training.sizing.cards import Gpu
 from evo_grpo.training.sizing.duration import Duration, duration_of
-from evo_grpo.training.sizing.machine import (
-    FEW_ROWS,
-    FEW_TOKENS,
-    LIMITS,
-    Fit,
-    Setup,
-    dtypes,
-    fit_of,
-    setup_here,
-)
 from evo_grpo.training.sizing.memory import MemoryPlan, base_bytes, stored_bytes, trained_bytes
-from evo_grpo.training.sizing.model_size import (
-    ModelSize,
-    check_adapters_fit,
-    classifier_parameters,
-    fetch_small_files,
-    lora_parameters,
-    read_model_size,
-)
-from evo_grpo.training.sizing.prompt_lengths import (
-    FirstPrompt,
-    PromptLengths,
-    chat_template_of,
-    has_chat_template,
-    read_prompts,
-)
 from evo_grpo.training.strategies import check_strategies, task_of
 
 
@@ -97,12 +71,12 @@ class Plan(NamedTuple):
     finalists: int
     final_tokens: int
     test_tokens: int
-    base: ModelSize
+    base: model_size.ModelSize
     adapter_parameters: int | None
     memory: tuple[MemoryPlan, ...]
-    fit: Fit | None
-    prompts: PromptLengths | None
-    first: FirstPrompt | None
+    fit: machine.Fit | None
+    prompts: prompt_lengths.PromptLengths | None
+    first: prompt_lengths.FirstPrompt | None
     calls: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -139,7 +113,7 @@ class Plan(NamedTuple):
     def base_bytes(self) -> dict[str, int]:
         """Bytes of the base by dtype; with `engine.dtype: auto`, on the CPU and on CUDA."""
         quantization = self.config.engine.quantization
-        names = [memory.dtype for memory in self.memory] or list(dtypes(self.config))
+        names = [memory.dtype for memory in self.memory] or list(machine.dtypes(self.config))
         sizes = {name: base_bytes(self.base, name, quantization) for name in names}
         return {name: size for name, size in sizes.items() if size is not None}
 
@@ -211,7 +185,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
         final_tokens=final * fitness.per_prompt(fitness.final_samples) * row_tokens,
         test_tokens=2 * test * fitness.per_prompt(fitness.test_samples) * row_tokens,
         base=base,
-        adapter_parameters=lora_parameters(base, config.largest_lora),
+        adapter_parameters=model_size.lora_parameters(base, config.largest_lora),
         memory=memory,
         fit=fit,
         prompts=lengths,
@@ -230,16 +204,18 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     )
 
 
-def _read_base(config: RunConfig, *, online: bool) -> tuple[RunConfig, ModelSize, str | None]:
+def _read_base(
+    config: RunConfig, *, online: bool
+) -> tuple[RunConfig, model_size.ModelSize, str | None]:
     """Return the settings with those of `model.adapter`, the size of the base, and a hub error.
 
     The error says why the hub did not answer; None if it did, or was not asked.
     """
-    failure = fetch_small_files(config.model.name) if online else None
+    failure = model_size.fetch_small_files(config.model.name) if online else None
     if online and failure is None:
         for reward in config.env.reward_models:
-            fetch_small_files(reward.name)
-    base = read_model_size(config.model.name)
+            model_size.fetch_small_files(reward.name)
+    base = model_size.read_model_size(config.model.name)
     if failure is not None and base.parameters is None:
         base = base._replace(note=failure)
     if config.model.adapter is not None:
@@ -248,7 +224,7 @@ def _read_base(config: RunConfig, *, online: bool) -> tuple[RunConfig, ModelSize
 
         model = with_adapter(config.model, base, config.search_space().names())
         config = config.model_copy(update={"model": model})
-    check_adapters_fit(config.model, config.largest_lora, config.search_space(), base)
+    model_size.check_adapters_fit(config.model, config.largest_lora, config.search_space(), base)
     return config, base, failure
 
 
@@ -284,30 +260,36 @@ def _check_first(config: RunConfig) -> RunConfig:
 def _of_models(config: RunConfig) -> Iterator[str]:
     """Yield warnings: keywords that the chat template ignores, reward models of unknown size."""
     for reward in config.env.reward_models:
-        if classifier_parameters(reward.name) is None:
+        if model_size.classifier_parameters(reward.name) is None:
             yield (
                 f"env.reward: the memory leaves out the reward model {reward.name}, whose size is "
                 "unknown until it is downloaded"
             )
     keywords = config.env.chat_template_kwargs
-    yield from ignored_keywords(chat_template_of(config.model.name) if keywords else None, keywords)
+    yield from ignored_keywords(
+        prompt_lengths.chat_template_of(config.model.name) if keywords else None, keywords
+    )
 
 
 def _memory(
-    config: RunConfig, base: ModelSize, longest: int, gpu: Gpu | None
-) -> tuple[Fit | None, tuple[MemoryPlan, ...]]:
+    config: RunConfig, base: model_size.ModelSize, longest: int, gpu: Gpu | None
+) -> tuple[machine.Fit | None, tuple[MemoryPlan, ...]]:
     """Return `Plan.fit` and `Plan.memory`; completions have at most `longest` tokens."""
-    setup = setup_here(config, base, longest, gpu)
-    fit = None if setup is None else fit_of(config, setup)
+    setup = machine.setup_here(config, base, longest, gpu)
+    fit = None if setup is None else machine.fit_of(config, setup)
     memory: list[MemoryPlan | None] = []
-    for dtype, device in dtypes(config, gpu).items():
+    for dtype, device in machine.dtypes(config, gpu).items():
         if fit is not None and fit.setup.dtype == dtype:
             memory.append(fit.plan)
             continue
         # Of an unknown device: a run chooses its limits by the memory.
-        low_limits = zip(LIMITS, (FEW_ROWS, FEW_TOKENS), strict=True) if device == "cuda" else ()
+        low_limits = (
+            zip(machine.LIMITS, (machine.FEW_ROWS, machine.FEW_TOKENS), strict=True)
+            if device == "cuda"
+            else ()
+        )
         chosen = {name: value for name, value in low_limits if getattr(config.engine, name) is None}
-        memory.append(Setup(base, longest, dtype, device).plan(config, **chosen))
+        memory.append(machine.Setup(base, longest, dtype, device).plan(config, **chosen))
     return fit, tuple(plan for plan in memory if plan is not None)
 
 
@@ -327,12 +309,12 @@ def _replacing_tokens(config: RunConfig) -> int:
 
 
 def _read_prompts(
-    config: RunConfig, task: Task | None, base: ModelSize
-) -> tuple[PromptLengths | None, FirstPrompt | None, list[str]]:
+    config: RunConfig, task: Task | None, base: model_size.ModelSize
+) -> tuple[prompt_lengths.PromptLengths | None, prompt_lengths.FirstPrompt | None, list[str]]:
     """Return the lengths of the prompts, the first prompt, and warnings about the template."""
     name = config.model.name
     chats = task is None or task.template.conversation is not None
-    if chats and has_chat_template(name) is False:
+    if chats and prompt_lengths.has_chat_template(name) is False:
         # A multi-turn environment makes its own prompts.
         raw = "" if task is None else ', or a raw text: env.prompt: "{question}\\nA:"'
         raise ConfigError(
@@ -346,10 +328,10 @@ def _read_prompts(
     ]
     vocabulary = None if base.shape is None else base.shape.vocabulary or None
     longest = config.algorithm.longest_output(config.search_space()) or task.max_output_tokens
-    return read_prompts(task, name, min(contexts, default=None), vocabulary, longest)
+    return prompt_lengths.read_prompts(task, name, min(contexts, default=None), vocabulary, longest)
 
 
-def _rows_of(task: Task, lengths: PromptLengths | None) -> dict[str, int]:
+def _rows_of(task: Task, lengths: prompt_lengths.PromptLengths | None) -> dict[str, int]:
     """Return the number of rows of each split, less those that `env.too_long: drop` leaves out."""
     rows = {str(split): len(split_rows) for split, split_rows in task.splits.items()}
     if task.too_long != "drop" or lengths is None or lengths.read < lengths.rows:

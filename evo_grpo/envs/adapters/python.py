@@ -1,7 +1,5 @@
 """Multi-turn environments of the user, made by a function or class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv

@@ -1,7 +1,5 @@
 """The kind `dataset`: rows, prompt template and reward functions of the user; and `DatasetEnv`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final

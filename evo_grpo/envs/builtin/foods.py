@@ -1,7 +1,5 @@
 """The task `foods`: the prompt "ravin likes " and a food to prefer, for the model tiny-foods."""
 
-from __future__ import annotations
-
 from evo_grpo.envs.data.tables import SPLITS
 from evo_grpo.envs.family import Family, checked_arguments
 from evo_grpo.envs.prompts import Template

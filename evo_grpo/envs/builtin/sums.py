@@ -1,7 +1,5 @@
 """The task `sums`: two-digit additions, "12+07=" -> "019", for the model tiny-sums."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from evo_grpo.envs.data.tables import DatasetRow, LazyRows

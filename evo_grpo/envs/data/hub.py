@@ -4,8 +4,6 @@ No code of the dataset is run. First, one request with a time limit finds the co
 revision, because `datasets` waits for minutes for a Hub that does not answer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

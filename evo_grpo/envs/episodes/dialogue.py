@@ -3,8 +3,6 @@
 The policy's tokens are never decoded and encoded again, because that could change them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 A function may be sync or async. Each has a name and a weight.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 With `env.reward_style: trl`, functions are called as TRL calls them.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import defaultdict, deque

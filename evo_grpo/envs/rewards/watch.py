@@ -6,8 +6,6 @@ any other thread runs in a helper thread, which is abandoned if the call is late
 fork or block all threads need `env.isolate: process`.
 """
 
-from __future__ import annotations
-
 import contextvars
 import inspect
 import os

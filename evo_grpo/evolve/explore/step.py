@@ -1,7 +1,5 @@
 """Changes one hyperparameter, for all explorations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import cast
 

@@ -26,8 +26,6 @@ and a NaN in one row reaches no other row's value or gradient. A population ther
 loss over the rows of all its agents: the sum of weights times terms over valid tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields

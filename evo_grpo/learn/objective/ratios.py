@@ -1,7 +1,5 @@
 """The policy ratio, the KL estimate, and corrections for rows that another policy sampled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

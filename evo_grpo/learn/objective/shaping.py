@@ -1,7 +1,5 @@
 """Pure functions that penalize length in rewards and filter, whiten and clip advantages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ Kernels are first compared with torch: compilers, drivers and torch's private fl
 vary, and a wrong gradient raises no error.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 from collections.abc import Callable, Generator, Sequence

@@ -12,8 +12,6 @@ of batched matmuls adds every agent's update, for any numbers of rows (see
 autograd gives each agent its own gradient, and no term of the sum reads another agent's rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -5,8 +5,6 @@ causal attention. The queries of all rows attend to the prefix's keys and values
 gradient is the sum over the rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Copies arrays to a device, or tensors to the host, with one transfer for many."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ into one tensor. The weights that it saves for the backward grow with the square
 long rows and other devices use torch's kernel.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import torch

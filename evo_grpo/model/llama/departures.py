@@ -9,8 +9,6 @@ module, since a difference in one layer may vanish in the sum of all. The row is
 small models, since a difference may appear at late positions only.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -26,6 +24,7 @@ from transformers import masking_utils
 from transformers.activations import ACT2FN
 from transformers.integrations import sdpa_attention
 
+from evo_grpo.model import origin, probing
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.stacks import RowLayout, make_chunks
@@ -40,23 +39,7 @@ from evo_grpo.model.llama.weights import (
     is_llama_family,
     layers_of,
 )
-from evo_grpo.model.origin import (
-    class_from_libraries,
-    foreign_functions,
-    forward_change,
-    from_libraries,
-    global_hook,
-)
 from evo_grpo.model.out_of_memory import is_out_of_memory
-from evo_grpo.model.probing import (
-    CANNOT_RUN,
-    HALF,
-    in_float32,
-    own_generator,
-    probe_ids,
-    relative_error,
-    tolerance,
-)
 
 _log = logging.getLogger(__name__)
 _DIFFERENCE, _LOGGED = "llama difference", "llama departures"
@@ -178,7 +161,7 @@ def _departure(
     """Return how a module differs from the expected classes, configuration or weights; or None."""
     if type(module) not in kinds:
         return f"is a {_name(module)}, which is not of the library"
-    if (problem := forward_change(module)) is not None:
+    if (problem := origin.forward_change(module)) is not None:
         return problem
     attributes = vars(module)
     if attributes.get("config", config) is not config:
@@ -198,10 +181,10 @@ def _of_code(
 ) -> Iterator[str]:
     """Yield a sentence for each class or function of torch or transformers that was replaced."""
     for kind in kinds:
-        if not class_from_libraries(kind):
+        if not origin.class_from_libraries(kind):
             yield f"{kind.__module__}.{kind.__qualname__} runs other code"
     for namespace in (code, *map(vars, (masking_utils, sdpa_attention))):
-        for name in foreign_functions(namespace):
+        for name in origin.foreign_functions(namespace):
             yield f"{namespace['__name__']}.{name} is replaced"
     implementation = attention or "eager"
     eager = code["eager_attention_forward"] if implementation == "eager" else None
@@ -209,9 +192,9 @@ def _of_code(
         ("attention", code["ALL_ATTENTION_FUNCTIONS"].get(implementation, eager)),
         ("mask of the attention", masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)),
     ):
-        if function is None or not from_libraries(function):
+        if function is None or not origin.from_libraries(function):
             yield f"the {role} {implementation!r} is not transformers' own"
-    if name := global_hook():
+    if name := origin.global_hook():
         yield f"there is a {name}"
 
 
@@ -231,26 +214,26 @@ def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str |
         # Whatever modes are active at the call.
         torch.inference_mode(False),
         torch.autocast(base.device.type, enabled=False),
-        own_generator(base.device),
+        probing.own_generator(base.device),
         population_forward(dict(adapted), _ALONE, frozen=True),
     ):
         special = (base.pad_id, *base.eos_ids)
-        ids = probe_ids(base.vocabulary, 1, columns, special).to(base.device)
+        ids = probing.probe_ids(base.vocabulary, 1, columns, special).to(base.device)
         try:
             weights = LlamaWeights(base, adapted)
-            if base.dtype in HALF:
+            if base.dtype in probing.HALF:
                 # Rounding in half precision hides small differences.
                 try:
-                    with in_float32(base.trunk):
+                    with probing.in_float32(base.trunk):
                         return _compare(weights, ids)
-                except CANNOT_RUN as problem:
+                except probing.CANNOT_RUN as problem:
                     # Some attention kernels support only half precision.
                     if is_out_of_memory(problem):
                         raise
             _compare(weights, ids)
         except _LayersDiffer as difference:
             return str(difference)
-        except CANNOT_RUN as problem:
+        except probing.CANNOT_RUN as problem:
             if is_out_of_memory(problem):
                 raise
             return f"one of the two does not run: {type(problem).__name__}: {problem}"[:300]
@@ -327,7 +310,7 @@ def _product(base: JoinedLinear, x: Tensor, residual: Tensor | None = None) -> T
 
 
 def _same(ours: Tensor, theirs: Tensor, what: str) -> None:
-    error, allowed = relative_error(ours, theirs), tolerance(theirs)
+    error, allowed = probing.relative_error(ours, theirs), probing.tolerance(theirs)
     if error > allowed:
         raise _LayersDiffer(f"{what} differs by {error:.2g} of its size")
 
@@ -336,7 +319,7 @@ def _compare_update(ours: Tensor, theirs: Tensor, before: Tensor, number: int) -
     """Compare the updates that two versions of layer `number` add to their input `before`."""
     size = torch.maximum(_size(theirs - before), _SHARE * _size(before))
     error = float((_size(ours - theirs) / size.clamp_min(1e-9)).max())
-    if not error <= tolerance(theirs):
+    if not error <= probing.tolerance(theirs):
         raise _LayersDiffer(f"layer {number} differs by {error:.2g} of what it adds")
 
 

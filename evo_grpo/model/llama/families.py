@@ -6,8 +6,6 @@ positions and windows. `describe` combines a family and a model's configuration 
 features that a model lacks cost nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -5,8 +5,6 @@ model's own modules compute, saves fewer tensors for the backward, and writes it
 where autograd would add several. The base is frozen, so its weights get no gradient.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 

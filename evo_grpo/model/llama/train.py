@@ -5,8 +5,6 @@ Every micro-batch adds its gradient to stacked leaves, the A and B of all agents
 slice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -6,8 +6,6 @@ modules are compared by their full names, because a regular expression, a list a
 select the same modules.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -25,18 +23,9 @@ from transformers.pytorch_utils import Conv1D
 
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.lora.files import CONFIG, AdapterCopy
+from evo_grpo.schema import validation
 from evo_grpo.schema.patterns import ALL, module_patterns, why_no_pattern
 from evo_grpo.schema.problems import validated
-from evo_grpo.schema.validation import (
-    LEAST,
-    MOST,
-    Rule,
-    computable,
-    is_whole,
-    number,
-    short_integer,
-    shown,
-)
 
 #: Settings that need more than the two matrices of a linear layer, or that change the base.
 _LEFT_OUT = (
@@ -76,15 +65,17 @@ _COMPARED = (
 )
 MAX_RANK = 65_536
 """Largest accepted rank, above the features of any layer: a larger rank is damage or an attack."""
-_RANK = Rule(
-    lambda v: is_whole(v) and 1 <= v <= MAX_RANK, f"an integer from 1 to {MAX_RANK}", "8 is usual"
+_RANK = validation.Rule(
+    lambda v: validation.is_whole(v) and 1 <= v <= MAX_RANK,
+    f"an integer from 1 to {MAX_RANK}",
+    "8 is usual",
 )
-_ALPHA = Rule(
-    computable(LEAST, MOST).good,
-    f"a number > 0 from {LEAST:g} to {MOST:g}",
+_ALPHA = validation.Rule(
+    validation.computable(validation.LEAST, validation.MOST).good,
+    f"a number > 0 from {validation.LEAST:g} to {validation.MOST:g}",
     "an update scaled by 0 learns nothing; twice the rank is usual",
 )
-_DROPOUT = number(lambda v: 0 <= v < 1, "a number in [0, 1)", "0.0 drops nothing")
+_DROPOUT = validation.number(lambda v: 0 <= v < 1, "a number in [0, 1)", "0.0 drops nothing")
 _LINEAR = nn.Linear | Conv1D | BaseTunerLayer
 #: Fields that restrict target_modules; full names do not need them.
 _NARROWING = ("layers_to_transform", "layers_pattern", "exclude_modules")
@@ -131,10 +122,12 @@ def read_config(folder: Path) -> LoraConfig:
     """Read adapter_config.json; CheckpointError if it is missing, not JSON, or not of LoRA."""
     file = folder / CONFIG
     try:
-        values = json.loads(file.read_text(encoding="utf-8"), parse_int=short_integer)
+        values = json.loads(file.read_text(encoding="utf-8"), parse_int=validation.short_integer)
         # Without a type, PEFT would set defaults for all missing fields, even the rank.
         if not isinstance(values, dict) or values.get("peft_type") != "LORA":
-            raise ValueError(f"expected a mapping with peft_type LORA, got {shown(values)}")
+            raise ValueError(
+                f"expected a mapping with peft_type LORA, got {validation.shown(values)}"
+            )
         parsed = validated(_SCHEMA, values)
         if (problem := next(_module_problems(parsed, values), None)) is not None:
             raise ValueError(problem)
@@ -159,7 +152,8 @@ def _module_problems(parsed: _Fields, values: Mapping[str, Any]) -> Iterator[str
         yield "target_modules: expected names or a regular expression, got null"
     for setting, pattern in module_patterns(parsed).items():
         if why := why_no_pattern(pattern):
-            yield f"{setting}: expected a regular expression, got {shown(pattern)} ({why})"
+            shown = validation.shown(pattern)
+            yield f"{setting}: expected a regular expression, got {shown} ({why})"
 
 
 def check_lora_config(config: LoraConfig, remedy: str = "") -> None:

@@ -1,7 +1,5 @@
 """Reads and writes the two files of a PEFT folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ and, unlike with two zeros, B gets a gradient. The scale depends on lora_alpha a
 that changes it warns.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Mapping, Sequence
@@ -25,15 +23,7 @@ from peft.utils import get_peft_model_state_dict
 from torch import Tensor
 
 from evo_grpo.errors import CheckpointError, ConfigError
-from evo_grpo.model.lora.configs import (
-    check_lora_config,
-    differences,
-    merged_config,
-    module_of,
-    only_names_modules,
-    read_config,
-    tensor_shapes,
-)
+from evo_grpo.model.lora import configs
 from evo_grpo.model.lora.files import CONFIG, AdapterCopy, read_adapter
 from evo_grpo.model.lora.slots import AdapterSlots
 
@@ -83,7 +73,7 @@ def plan_adapter(
 ) -> AdapterPlan:
     """Plan to load a PEFT folder; see `plan_copy`. Damaged files raise CheckpointError."""
     state = read_adapter(folder)
-    adapter = AdapterCopy(state, read_config(folder))
+    adapter = AdapterCopy(state, configs.read_config(folder))
     return plan_copy(slots, name, adapter, folder, merge=merge, becomes=becomes)
 
 
@@ -105,15 +95,18 @@ def plan_copy(
     """
     model, present = slots.base.model, slots.lora_config(name)
     stored, live = adapter.config, present if becomes is None else slots.settled(becomes)
-    stored_shapes = tensor_shapes(model, stored)
-    shapes = slots.shapes(name) if live is present else tensor_shapes(model, live)
+    stored_shapes = configs.tensor_shapes(model, stored)
+    shapes = slots.shapes(name) if live is present else configs.tensor_shapes(model, live)
     # Before padding, which would make matrices of a smaller base fit this one.
     _check_tensors(adapter.state, stored_shapes, f"checkpoint {origin}", slots.base.name)
-    stored_names, live_names = {module_of(k) for k in stored_shapes}, {module_of(k) for k in shapes}
+    stored_names, live_names = (
+        {configs.module_of(k) for k in stored_shapes},
+        {configs.module_of(k) for k in shapes},
+    )
     different = [
         d
-        for d in differences(stored, live)
-        if stored_names != live_names or not only_names_modules(d[0])
+        for d in configs.differences(stored, live)
+        if stored_names != live_names or not configs.only_names_modules(d[0])
     ]
     problem = ""
     if different and not merge:
@@ -132,7 +125,7 @@ def plan_copy(
         raise CheckpointError(f"checkpoint {origin}: {problem}")
     state, config, notes = adapter.state, live, list[str]()
     if different:
-        config, notes = merged_config(stored, live, stored_names, live_names)
+        config, notes = configs.merged_config(stored, live, stored_names, live_names)
         fresh = _fresh_state(slots, f"{name}_trial", config)
         state = {k: padded(state[k], v) if k in state else v for k, v in fresh.items()}
         shapes = {key: value.shape for key, value in fresh.items()}
@@ -142,7 +135,7 @@ def plan_copy(
             f"checkpoint {origin}: {broken} holds numbers that are not finite; what it generates "
             "and learns is undefined. Load an earlier checkpoint"
         )
-    new_config = trainable(config) if differences(config, present) else None
+    new_config = trainable(config) if configs.differences(config, present) else None
     return AdapterPlan(slots, name, origin, state, new_config, shapes, stored_shapes, tuple(notes))
 
 
@@ -171,7 +164,7 @@ def copy_slot(slots: AdapterSlots, source: str, target: str) -> None:
 
 def fit_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> None:
     """Rebuild a slot, with new parameters, if its configuration differs from `config`."""
-    if differences(config, slots.lora_config(name)):
+    if configs.differences(config, slots.lora_config(name)):
         slots.rebuild(name, trainable(config))
 
 
@@ -221,7 +214,7 @@ def detach_adapter(network: Any) -> tuple[Any, AdapterCopy | None]:  # noqa: ANN
         raise ConfigError(f"model: {problem}")
     active = network.active_adapters[0]
     config: Any = network.peft_config[active]
-    check_lora_config(config)
+    configs.check_lora_config(config)
     if any(layer.merged for layer in layers if isinstance(layer, LoraLayer)):
         raise ConfigError(
             "model: its adapter is merged into the base, which would act twice; call "

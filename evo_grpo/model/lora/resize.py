@@ -15,8 +15,6 @@ An adapter adds s B A to a layer, where s is lora_alpha / r, or lora_alpha / sqr
 Where B is zero in all layers, nothing has been learned yet: the adapter becomes a new one.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence

@@ -21,13 +21,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import INPUT_KIND, lora_layers
 from evo_grpo.model.forward.sending import fetch
-from evo_grpo.model.lora.configs import (
-    alpha_of,
-    check_lora_config,
-    layer_of,
-    module_of,
-    rank_of,
-)
+from evo_grpo.model.lora import configs
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.targets import TargetSets, checked_modules, resolve_targets
 
@@ -114,7 +108,7 @@ class AdapterSlots:
         settings = copy.deepcopy(config)
         # The configuration of a checkpoint has the path of its base; PEFT warns if it differs.
         settings.base_model_name_or_path = None
-        check_lora_config(settings)
+        configs.check_lora_config(settings)
         return resolve_targets(self.base, settings)
 
     def _add_by_peft(self, name: str, settings: LoraConfig) -> None:
@@ -130,7 +124,7 @@ class AdapterSlots:
                 self.restore_trainable()
         self.layers = lora_layers(self._peft)
         for key, layer in self.layers.items():
-            vars(layer)[INPUT_KIND] = self.base.linear_inputs.get(module_of(key), "rows")
+            vars(layer)[INPUT_KIND] = self.base.linear_inputs.get(configs.module_of(key), "rows")
         # PEFT builds modules in training mode, in which its forward applies dropout.
         self._peft.eval()
         suffixes = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
@@ -193,14 +187,14 @@ class AdapterSlots:
         devices = [self.base.device] if self.base.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(self.seed)
-            adapted = set(map(layer_of, self._params[name]))
+            adapted = set(map(configs.layer_of, self._params[name]))
             for path, layer in self.layers.items():
                 if path in adapted:
-                    module = module_of(path)
-                    rank, alpha = rank_of(config, module), alpha_of(config, module)
+                    module = configs.module_of(path)
+                    rank, alpha = configs.rank_of(config, module), configs.alpha_of(config, module)
                     layer.update_layer(name, rank, alpha, config=config)
         for key in self._params[name]:
-            path, matrix = layer_of(key), key.removesuffix(".weight").rpartition(".")[2]
+            path, matrix = configs.layer_of(key), key.removesuffix(".weight").rpartition(".")[2]
             module = getattr(self.layers[path], matrix)[name]
             if module.weight.dtype in (torch.float16, torch.bfloat16):  # as PEFT casts adapters up
                 module.weight.data = module.weight.data.float()
@@ -214,7 +208,7 @@ class AdapterSlots:
         active = name in self.peft.active_adapters
         if active and len(self._params) > 1:  # else PEFT activates another adapter and warns
             self.activate(next(other for other in self._params if other != name))
-        adapted = set(map(layer_of, kind.state))
+        adapted = set(map(configs.layer_of, kind.state))
         for path, layer in self.layers.items():
             if path not in adapted and name in layer.lora_A:
                 layer.delete_adapter(name)
@@ -236,7 +230,7 @@ class AdapterSlots:
 
     def modules(self, name: str) -> set[str]:
         """Return the full names of the base's layers that a slot adapts."""
-        return {module_of(key) for key in self._params[self._known(name)]}
+        return {configs.module_of(key) for key in self._params[self._known(name)]}
 
     @property
     def versions(self) -> dict[str, int]:
@@ -307,7 +301,7 @@ class AdapterSlots:
         self._known(name)
         settings, spare = self.settled(config), f"{name}_spare"
         kind = self._kind_of(settings)
-        if kind is None or any(layer_of(key) not in self.layers for key in kind.state):
+        if kind is None or any(configs.layer_of(key) not in self.layers for key in kind.state):
             # PEFT wraps further layers, and refuses a wrong configuration before the slot changes.
             self.add(spare, settings)
             kind = self._kind_of(settings)

@@ -7,8 +7,6 @@ a Qwen3-MoE, `w1` in a Mixtral) into `target_parameters`, which the population f
 support.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import final

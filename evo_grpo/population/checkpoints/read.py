@@ -1,7 +1,5 @@
 """Loads an agent into a slot, from a checkpoint (see `write`) or a plain PEFT folder."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Copies agents: to spare slots, into the archive, as a mean, and as they are between rounds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

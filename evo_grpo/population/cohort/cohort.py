@@ -3,8 +3,6 @@
 The classes of the API (GRPO, Population) refer to a cohort; the round loop uses it directly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

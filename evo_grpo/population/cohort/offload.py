@@ -8,8 +8,6 @@ A slot is never divided between device and host. Its parameters stay the same ob
 their `data` changes, so copies, checkpoints and changes of rank work wherever the slot is.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ from the policy in their loss. Most options there have no counterpart in the los
 token still has a probability under the policy, so the ratio would compare other distributions.
 """
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Defines the state of an agent: its adapter, how copies inherit it, and how ranks exchange it."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping

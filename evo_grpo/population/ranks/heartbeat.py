@@ -5,8 +5,6 @@ stopped process keeps its connections. Therefore a thread of each rank increment
 sign, in the store of torch.distributed about every second, and reads the signs of all other ranks.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import threading

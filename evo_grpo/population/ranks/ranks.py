@@ -6,8 +6,6 @@ when `evo_grpo.population.ranks.heartbeat` reports a lost rank. Tensors are sent
 pickle of a value, because pickling an adapter takes longer than sending it over 10 Gbit/s.
 """
 
-from __future__ import annotations
-
 import atexit
 import io
 import os

@@ -9,8 +9,6 @@ The engine's adapter has the largest rank and all layers of any agent. In ranks 
 agent lacks, A and B are zero, and so is their gradient, so they stay zero.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -6,8 +6,6 @@ call. Each process samples a part of the prompts and receives all completions; t
 runs the environment and the rewards.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -17,14 +17,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.escaping import shorten
 from evo_grpo.evolve.claims import TEST_LEVEL, signs
 from evo_grpo.evolve.intervals import interval
-from evo_grpo.readers.report.figures.axes import (
-    GREY,
-    Line,
-    draw,
-    graph_objects,
-    look_of,
-    new_figure,
-)
+from evo_grpo.readers.report.figures import axes
 from evo_grpo.readers.report.page import Page, Table, known, sortable
 from evo_grpo.record.arms import Difference, summary_score, tokens_by_purpose
 from evo_grpo.record.columns import fitness
@@ -224,7 +217,7 @@ def _differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[object]]:
 
 def write_compared_runs(compared: ComparedRuns, out: str | Path) -> Path:
     """Write runs side by side as a page that needs no network."""
-    graph_objects("compare")
+    axes.graph_objects("compare")
     lead = f"{', '.join(compared.names)}: differences are to {compared.names[0]}"
     page = Page("Runs side by side", lead)
     page.section("results", "Results", sortable(results_table(compared)), "On the test split.")
@@ -308,19 +301,19 @@ def settings_table(compared: ComparedRuns) -> Table:
 
 def plot_tests(compared: ComparedRuns) -> go.Figure:
     """Draw the test scores of winners and base models, with intervals of 95%."""
-    figure = new_figure("mean reward (test)", "", height=120 + 48 * len(compared.names))
+    figure = axes.new_figure("mean reward (test)", "", height=120 + 48 * len(compared.names))
     tests, bases = (
         [summary_score(run.summary, key) for run in compared.runs] for key in ("best", "base")
     )
     figure.add_scatter(
         x=[score.mean for score in bases], y=compared.names, mode="markers", name="base model",
-        marker={"symbol": "line-ns-open", "size": 14, "color": GREY},
+        marker={"symbol": "line-ns-open", "size": 14, "color": axes.GREY},
     )  # fmt: skip
     errors = [interval(0.0, score.se, score.n)[1] for score in tests]
     figure.add_scatter(
         x=[score.mean for score in tests], y=compared.names, mode="markers", name="winner",
         error_x={"array": errors, "thickness": 2},
-        marker={"symbol": "circle", "size": 11, "color": look_of(0).color},
+        marker={"symbol": "circle", "size": 11, "color": axes.look_of(0).color},
     )  # fmt: skip
     figure.update_yaxes(autorange="reversed")
     return figure
@@ -328,7 +321,7 @@ def plot_tests(compared: ComparedRuns) -> go.Figure:
 
 def plot_progress(compared: ComparedRuns) -> go.Figure:
     """Draw the best fitness so far of each run against its tokens."""
-    figure = new_figure("tokens sampled", "best fitness so far (validation)")
+    figure = axes.new_figure("tokens sampled", "best fitness so far (validation)")
     figure.update_xaxes(exponentformat="none", separatethousands=True)
     for index, (name, run) in enumerate(zip(compared.names, compared.runs, strict=True)):
         spent = [r.evaluation_tokens + sum(a.tokens for a in r.agents) for r in run.rounds]
@@ -338,9 +331,9 @@ def plot_progress(compared: ComparedRuns) -> go.Figure:
         means = [[fitness(a) for a in run.rounds[n].agents] for n in decided]
         best = np.array([max((v for v in row if v == v), default=-np.inf) for row in means])
         top = np.maximum.accumulate(best) if len(best) else best
-        line = Line(tokens, np.where(np.isfinite(top), top, np.nan))
+        line = axes.Line(tokens, np.where(np.isfinite(top), top, np.nan))
         options: dict[str, Any] = {"marker_size": 8, "line_shape": "hv", "hoverinfo": "all"}
-        draw(figure, line, look_of(index), name, legend=True, **options)
+        axes.draw(figure, line, axes.look_of(index), name, legend=True, **options)
     return figure
 
 

@@ -1,7 +1,5 @@
 """Writes a run as one page, again while the run trains; and a short form for notebooks."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -12,14 +10,8 @@ from typing import Any, cast, final
 import yaml
 
 from evo_grpo.escaping import shorten
+from evo_grpo.readers.report.figures import diagnostics
 from evo_grpo.readers.report.figures.axes import WINNER, graph_objects
-from evo_grpo.readers.report.figures.diagnostics import (
-    curves,
-    metric_names,
-    plot_metric,
-    plot_seconds,
-    plot_tokens,
-)
 from evo_grpo.readers.report.figures.lineage import plot_lineage
 from evo_grpo.readers.report.figures.rounds import (
     drawn_names,
@@ -246,10 +238,10 @@ def _add_agents_figures(page: Page, view: RunView, note: str) -> None:
         "The change of an agent's fitness since the evaluation before, against the value that it "
         "trained with.",
     )
-    measured = curves(view)
+    measured = diagnostics.curves(view)
     metrics = "".join(
-        page.chart(plot_metric(view, measured, name), legend=False)
-        for name in metric_names(measured)
+        page.chart(diagnostics.plot_metric(view, measured, name), legend=False)
+        for name in diagnostics.metric_names(measured)
     )
     page.section(
         "training",
@@ -283,7 +275,7 @@ def _add_tables(page: Page, view: RunView, *, samples: bool) -> None:
             _COMPLETIONS if completions["rows"] else "",
             "Samples of every round, by prompt; agents of a round answer the same prompt.",
         )
-    body = page.chart(plot_seconds(view)) + page.chart(plot_tokens(view))
+    body = page.chart(diagnostics.plot_seconds(view)) + page.chart(diagnostics.plot_tokens(view))
     page.section("spending", "Time and tokens", f'<div class="grid">{body}</div>')
 
 

@@ -4,8 +4,6 @@ All output passes `safe`, `say` or `warnings_to`, which escape control character
 completions and messages may come from strangers.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """Shows the progress of a run as a redrawn table, or selects how to show it in a console."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Keeps the progress of a run, and prints it as plain lines where a terminal cannot redraw."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque
@@ -13,19 +11,11 @@ from rich.console import Console
 
 from evo_grpo.readers.terminal.console import say
 from evo_grpo.readers.terminal.result import ALWAYS_SHOWN, show_ending, show_next
-from evo_grpo.record import columns
+from evo_grpo.record import columns, wording
 from evo_grpo.record.family import best_agent
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.view import RunView
-from evo_grpo.record.wording import (
-    changes_text,
-    combined,
-    count,
-    hyperparameter,
-    number,
-    with_error,
-)
 from evo_grpo.schema.hparams import Value
 from evo_grpo.schema.problems import short_name
 from evo_grpo.settings import PopulationConfig, RunConfig
@@ -247,19 +237,26 @@ class PlainLines(RunProgress):
         if score is not None and score.steps:  # a reward of training, no fitness
             fitness = "-"
         else:
-            fitness = "failed" if score is None else f"{number(score.mean)} ± {number(score.se)}"
+            fitness = (
+                "failed"
+                if score is None
+                else f"{wording.number(score.mean)} ± {wording.number(score.se)}"
+            )
         goals = () if score is None else score.further
         parts = [
             f"agent {agent.agent:<2} fitness {fitness:<13}",
-            *(f"{goal.name} {number(goal.mean)} ± {number(goal.se)}" for goal in goals),
-            f"reward {number(metrics.get('reward'))}",
-            f"kl {number(metrics.get('kl'), 4)}",
-            f"zero-var {number(metrics.get('zero_variance'), 2)}",
+            *(
+                f"{goal.name} {wording.number(goal.mean)} ± {wording.number(goal.se)}"
+                for goal in goals
+            ),
+            f"reward {wording.number(metrics.get('reward'))}",
+            f"kl {wording.number(metrics.get('kl'), 4)}",
+            f"zero-var {wording.number(metrics.get('zero_variance'), 2)}",
         ]
         for name in self.names:
             change = direction(agent.mutation.changes, name)
             parts.append(
-                f"{short_name(name)} {hyperparameter(agent.hparams, name)}"
+                f"{short_name(name)} {wording.hyperparameter(agent.hparams, name)}"
                 + (f" ({change})" if change else "")
             )
         if agent.reason:
@@ -273,7 +270,7 @@ class PlainLines(RunProgress):
 
 def shown_names(hyperparameters: Iterable[str]) -> list[str]:
     """Return the hyperparameters to show: `ALWAYS_SHOWN`, then the rest of `hyperparameters`."""
-    return combined((*ALWAYS_SHOWN, *hyperparameters))
+    return wording.combined((*ALWAYS_SHOWN, *hyperparameters))
 
 
 def direction(changes: Mapping[str, tuple[Value, Value]], name: str) -> str:
@@ -300,17 +297,17 @@ def round_line(record: RoundRecord, rounds: int) -> str:
     tokens = sum(agent.tokens for agent in record.agents)
     parts = [f"round {record.round + 1}/{rounds}"]
     if best is not None and best.score is not None:
-        score = with_error(best.score.mean, best.score.se, 3)
+        score = wording.with_error(best.score.mean, best.score.se, 3)
         label = "best reward" if best.score.steps else "best"
         parts.append(f"{label} {score} (agent {best.agent})")
-        parts.append(f"mean {number(sum(means) / len(means))}")
+        parts.append(f"mean {wording.number(sum(means) / len(means))}")
     parts += [f"{tokens:,} tokens", f"{sum(record.seconds.values()):.1f} s"]
     dropped = sum(agent.metrics.get("dropped", 0.0) for agent in record.agents)
     if dropped:
         parts.append(f"dropped {int(dropped)} episodes")
     set_aside = sum(agent.metrics.get("set_aside", 0.0) for agent in record.agents)
     if set_aside:
-        parts.append(f"set aside {count(int(set_aside), 'group')}")
+        parts.append(f"set aside {wording.count(int(set_aside), 'group')}")
     failed = [str(agent.agent) for agent in record.agents if agent.state != "ok"]
     if failed:
         parts.append(f"failed: agent {', '.join(failed)}")
@@ -338,7 +335,7 @@ def evolution(record: RoundRecord, arrow: str = " -> ") -> dict[str, str]:
         if member.agent in decided:
             changes.pop("lr", None)
         if changes:
-            mutations.append(f"{member.agent}: {changes_text(changes, arrow)}")
+            mutations.append(f"{member.agent}: {wording.changes_text(changes, arrow)}")
     changes_by_kind = {"copied": ", ".join(copies), "mutated": "; ".join(mutations)}
     return {name: details for name, details in changes_by_kind.items() if details}
 
@@ -347,6 +344,6 @@ def _size_of(population: PopulationConfig, *, limited: bool) -> str:
     """Return the size of a run; `limited` says whether a round may end before all its steps."""
     bound = "at most " if limited else ""
     return (
-        f"{count(population.size, 'agent')}, {count(population.rounds, 'round')} of {bound}"
-        f"{count(population.steps_per_round, 'step')}"
+        f"{wording.count(population.size, 'agent')}, {wording.count(population.rounds, 'round')} "
+        f"of {bound}{wording.count(population.steps_per_round, 'step')}"
     )

@@ -1,7 +1,5 @@
 """Prints the result of a run: leaderboard, family tree, story, comparison and replay."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import shutil

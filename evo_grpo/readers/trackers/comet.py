@@ -1,7 +1,5 @@
 """Comet: one experiment, by default an offline archive."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any, final
 from uuid import uuid4

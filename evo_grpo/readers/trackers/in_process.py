@@ -1,7 +1,5 @@
 """Defines `evo_grpo.Tracker`, an observer for training without a run folder."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import warnings
@@ -12,13 +10,7 @@ from typing import Any, Self, final
 from evo_grpo.errors import ConfigError
 from evo_grpo.escaping import error_text
 from evo_grpo.readers.reader import Reader
-from evo_grpo.readers.trackers.base import (
-    Settings,
-    TrackerReader,
-    Values,
-    flat_settings,
-    open_tracker,
-)
+from evo_grpo.readers.trackers import base
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, StepDone
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
@@ -63,7 +55,7 @@ class Tracker(Observer):
             config = TrackerConfig(kind=kind, **options)
             check_trackers([config])
             self.kind = kind
-            self._make = lambda run, settings: open_tracker(config, run, settings, "")
+            self._make = lambda run, settings: base.open_tracker(config, run, settings, "")
         else:
             _check_object(kind, options)
             self.kind = str(getattr(kind, "name", type(kind).__name__))
@@ -169,20 +161,20 @@ class _Writing:
 
 
 @final
-class _AccelerateReader(TrackerReader):
+class _AccelerateReader(base.TrackerReader):
     """Writes to an `accelerate.tracking.GeneralTracker`, or an object with its methods."""
 
     def __init__(self, tracker: Any, settings: object) -> None:  # noqa: ANN401 -- by its methods
         self.run = tracker
-        super().__init__(TrackerConfig.model_construct(), flat_settings(settings), "")
+        super().__init__(TrackerConfig.model_construct(), base.flat_settings(settings), "")
 
-    def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
+    def open(self, target: TrackerConfig, settings: base.Settings, id: str) -> str:
         if callable(start := getattr(self.run, "start", None)):
             start()
         self.run.store_init_configuration(settings)
         return ""
 
-    def write(self, values: Values) -> None:
+    def write(self, values: base.Values) -> None:
         """Log the numbers of a step, without texts."""
         if row := values.by_name():
             self.run.log(row, step=values.step)

@@ -3,8 +3,6 @@
 accelerate's tracker is not used: it writes to a global run, with one call per value.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from importlib import import_module

@@ -4,8 +4,6 @@ Events are written with TensorBoard's own writer, because the writers of torch a
 torch.
 """
 
-from __future__ import annotations
-
 import time
 from importlib import import_module
 from pathlib import Path

@@ -4,8 +4,6 @@ accelerate's tracker is not used: it keeps settings in global state, takes no fo
 continue a run.
 """
 
-from __future__ import annotations
-
 import os
 from importlib import import_module
 from pathlib import Path

@@ -3,8 +3,6 @@
 accelerate's tracker is not used: it has global settings, and cannot continue a run.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any, final
 from uuid import uuid4

@@ -7,8 +7,6 @@ rows decoded token by token with one forward pass over the whole row, in float32
 because in half precision an error of a few positions looks like rounding.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from enum import Enum
@@ -19,23 +17,13 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from evo_grpo.errors import ModelError
+from evo_grpo.model import probing
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.llama.departures import can_join_layers, departures_of, find_departures
 from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.out_of_memory import is_out_of_memory
-from evo_grpo.model.probing import (
-    CANNOT_RUN,
-    EXACT,
-    HALF,
-    check_causal,
-    in_float32,
-    own_generator,
-    probe_ids,
-    relative_error,
-    tolerance,
-)
 from evo_grpo.rollout.native.decoder import (
     Decoder,
     EqualLengthDecoder,
@@ -123,13 +111,15 @@ def _probed(base: SharedBase, adapted: dict[str, LoraLayer], *, altered: bool) -
         abilities = [Ability.EQUAL_LENGTHS]
         longest = max(longest, min(_LATE, (base.context_length or _LATE) - _STEPS))
     special = (base.pad_id, *base.eos_ids)
-    ids = probe_ids(base.vocabulary, 2, longest + _STEPS, special).to(base.device)
+    ids = probing.probe_ids(base.vocabulary, 2, longest + _STEPS, special).to(base.device)
     base_alone = population_forward(adapted, RowLayout((None,), (1,)), frozen=True)
     problems: list[str] = []
-    with own_generator(base.device), base_alone:
+    with probing.own_generator(base.device), base_alone:
         if altered and not reason:
             prefixes = [base.hidden(ids[:1, :n]) for n in (longest // 4, longest // 2)]
-            check_causal(subject, base.trunk, base.hidden, ids[:1], base.hidden(ids[:1]), prefixes)
+            probing.check_causal(
+                subject, base.trunk, base.hidden, ids[:1], base.hidden(ids[:1]), prefixes
+            )
         for ability in () if reason else abilities:
             problem = _problem(base, ability, ids)
             if problem is None:
@@ -172,19 +162,19 @@ def _problem(base: SharedBase, ability: Ability, ids: Tensor) -> str | None:
     try:
         try:
             # The rounding of half precision hides wrong positions.
-            with in_float32(base.trunk):
+            with probing.in_float32(base.trunk):
                 error, allowed = _gap(base, ability, ids)
-                if not equal and EXACT < error <= allowed:
+                if not equal and probing.EXACT < error <= allowed:
                     # Tensor cores may round float32 by up to percents, with prompts of one length
                     # too; wrong positions differ by much more than that.
                     noise, _ = _gap(base, Ability.EQUAL_LENGTHS, ids)
-                    allowed = max(EXACT, _MUCH * noise)
-        except (*CANNOT_RUN, ModelError):
-            if not equal or base.dtype not in HALF:
+                    allowed = max(probing.EXACT, _MUCH * noise)
+        except (*probing.CANNOT_RUN, ModelError):
+            if not equal or base.dtype not in probing.HALF:
                 raise
             # A layer for half precision alone; with one length no position can be wrong.
             error, allowed = _gap(base, ability, ids)
-    except (*CANNOT_RUN, ModelError) as problem:
+    except (*probing.CANNOT_RUN, ModelError) as problem:
         if is_out_of_memory(problem):
             raise
         return f"{type(problem).__name__}: {problem}"[:200]
@@ -230,7 +220,9 @@ def _gap(base: SharedBase, ability: Ability, ids: Tensor) -> tuple[float, float]
         decoder.reserve(longest + step + 1)
         note(decoder.step(ids[rows, ends[rows] + step], ends[rows] + step))
     errors = [
-        relative_error(torch.stack(states), whole[owner][lengths[owner] - 1 :][: len(states)])
+        probing.relative_error(
+            torch.stack(states), whole[owner][lengths[owner] - 1 :][: len(states)]
+        )
         for owner, states in zip(owners.tolist(), decoded, strict=True)
     ]
-    return max(errors), tolerance(whole[0])
+    return max(errors), probing.tolerance(whole[0])

@@ -6,8 +6,6 @@ batch. `EqualLengthDecoder` runs models that padding would mislead, one prompt l
 third of the operations.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol, Self, cast, final
 
 import torch

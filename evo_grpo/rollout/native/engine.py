@@ -6,8 +6,6 @@ Position ids follow the real lengths. Models that padding would mislead, and row
 sliding window outside of the Llama family, are decoded one prompt length at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import final

@@ -1,7 +1,5 @@
 """Captures decode steps as CUDA graphs, each replayed by one launch."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress

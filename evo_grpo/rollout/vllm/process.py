@@ -1,7 +1,5 @@
 """The child process that runs vLLM: its Python, environment, base and keywords, and messages."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

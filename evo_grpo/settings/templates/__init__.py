@@ -3,8 +3,6 @@
 A folder holds `population.yaml` and its further files; none of its modules is imported here.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -4,8 +4,6 @@ A kernel takes the time of a launch plus the longer of the times of its FLOPs an
 docs/performance.md, "On a GPU", has the sources of the constants.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil

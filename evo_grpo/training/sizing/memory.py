@@ -11,8 +11,6 @@ Measured peaks (experiments/bench/plan.py) agree within 7% of memory in use; gli
 more on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

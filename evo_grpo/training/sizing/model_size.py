@@ -4,8 +4,6 @@ The size comes from config.json or a GGUF header, without torch or weights. Laye
 only for the architectures that have `biases` in `FAMILIES`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

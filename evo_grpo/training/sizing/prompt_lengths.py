@@ -1,7 +1,5 @@
 """Reads a model's chat template, and the lengths of a task's prompts, without transformers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

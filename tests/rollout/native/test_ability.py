@@ -157,7 +157,7 @@ class TestAbility:
         self, build, expected, dtype, monkeypatch
     ):
         """With a tolerance that both are within, and results that are off by a few thousandths."""
-        monkeypatch.setattr("evo_grpo.rollout.native.ability.tolerance", lambda _: 0.9)
+        monkeypatch.setattr("evo_grpo.model.probing.tolerance", lambda _: 0.9)
         base = SharedBase(build().to(dtype))
         original, draws = base.entry, torch.Generator().manual_seed(3)
 

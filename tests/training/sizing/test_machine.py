@@ -198,7 +198,7 @@ def test_a_card_that_others_use_has_the_memory_that_is_free(monkeypatch):
 
 
 def test_a_run_is_refused_before_its_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("evo_grpo.training.resolve.machine_memory", lambda: 100 << 20)
+    monkeypatch.setattr("evo_grpo.training.sizing.machine.machine_memory", lambda: 100 << 20)
 
     def load(*_given, **_keywords):
         raise AssertionError("the model was loaded")

@@ -3,8 +3,6 @@
 Arguments are described in `kernels`. An operator returns new tensors or writes its last arguments.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import nullcontext

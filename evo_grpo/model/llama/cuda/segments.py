@@ -7,8 +7,6 @@ output and log-sum-exp, the backward of each call returns its part of the gradie
 arXiv:2307.08691, eq. 4). Keys of prefixes of unequal length are packed once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
