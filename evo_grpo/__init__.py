@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from evo_grpo.readers.report.figures.rounds import plot_fitness as plot_fitness
     from evo_grpo.readers.report.figures.rounds import plot_schedules as plot_schedules
     from evo_grpo.readers.report.run_page import write_report as write_report
-    from evo_grpo.readers.trackers.in_process import Tracker as Tracker
+    from evo_grpo.readers.trackers.base import Tracker as Tracker
     from evo_grpo.record.history import history as history
     from evo_grpo.record.history import read_metrics as read_metrics
     from evo_grpo.record.leaderboard import leaderboard as leaderboard
@@ -92,7 +92,7 @@ _HOME = {
     "Selector": "evo_grpo.evolve.protocols",
     "TokenObservationWrapper": "evo_grpo.envs.episodes.multi_turn",
     "TournamentSelection": "evo_grpo.evolve.select.tournament",
-    "Tracker": "evo_grpo.readers.trackers.in_process",
+    "Tracker": "evo_grpo.readers.trackers.base",
     "Trial": "evo_grpo.evolve.protocols",
     "TruncationSelection": "evo_grpo.evolve.select.truncation",
     "compare": "evo_grpo.analysis.arms",

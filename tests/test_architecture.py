@@ -46,7 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("population",),
     ("training.sizing", "training.strategies"),
     ("training.steering", "training.writer"),
-    ("training.shortages", "training.start_adapter"),
+    ("training.shortages", "training.starting"),
     ("training.resolve",),
     ("training.assemble",),
     ("training.recorded_inputs",),

@@ -36,7 +36,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "record.observer.Observer",
         "readers.follow.follow",
         "readers.follow.Followed",
-        "readers.trackers.in_process.Tracker",
+        "readers.trackers.base.Tracker",
         "readers.follow.study_of",
     ),
     "Environments": (

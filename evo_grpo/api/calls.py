@@ -40,7 +40,7 @@ from evo_grpo.settings.run import doubts_of_agents, without_effect_of_agents
 from evo_grpo.settings.without_effect import KnownSettings, WithoutEffect, without_effect
 from evo_grpo.training.assemble import Objects, Prepared
 from evo_grpo.training.from_python import STRATEGIES, FromPython
-from evo_grpo.training.start_adapter import lora_config
+from evo_grpo.training.starting import lora_config
 from evo_grpo.training.strategies import from_object
 from evo_grpo.types import Slot
 

@@ -31,8 +31,15 @@ from evo_grpo.learn.objective.losses import (
 )
 from evo_grpo.learn.objective.ratios import kl_term
 from evo_grpo.learn.objective.shaping import token_advantages
-from evo_grpo.learn.packing import StepTotals, assign_minibatches, filter_and_whiten, pack
-from evo_grpo.learn.rows import AgentBatch, AgentTraining, MicroBatch, Row, collate
+from evo_grpo.learn.packing import MicroBatch, collate, pack
+from evo_grpo.learn.rows import (
+    AgentBatch,
+    AgentTraining,
+    Row,
+    StepTotals,
+    assign_minibatches,
+    filter_and_whiten,
+)
 from evo_grpo.learn.updates import LossScales, OwnOptimizers, Updates, first_scale
 from evo_grpo.model.alone import excluding_loads
 from evo_grpo.model.forward.choice import TrainForward, give_up_kernels, open_forward

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from evo_grpo.learn.objective.losses import TokenTerms
-from evo_grpo.learn.rows import MicroBatch
+from evo_grpo.learn.packing import MicroBatch
 
 
 class MetricSums:

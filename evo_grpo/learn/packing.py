@@ -1,4 +1,4 @@
-"""Divides rows into minibatches, and these into micro-batches under a token budget.
+"""Divides rows into micro-batches under a token budget, and pads each to tensors.
 
 Rows in order of length need less padding; rows in order of prompt compute the tokens of a prompt
 once (see `evo_grpo.model.forward.prefix`). Which order saves more depends on the lengths of prompts
@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from evo_grpo.learn.objective.shaping import token_advantages
+from evo_grpo.errors import ShapeError
 from evo_grpo.learn.rows import Row
-from evo_grpo.schema.hparams import Hparams
-from evo_grpo.seeding import generator
-from evo_grpo.settings.algorithm import AlgorithmConfig
+from evo_grpo.model.forward.prefix import SharedPrefix, find_shared_prefixes
+from evo_grpo.model.forward.sending import send
 
 #: Groups are split only if that leaves at most this share of the micro-batches: each micro-batch
 #: costs a few thousand operations, but equal row counts run as plain batched matmuls.
@@ -247,65 +248,100 @@ def _cut(
 
 
 @dataclass(frozen=True)
-class StepTotals:
-    """Numbers of rows and generated tokens (>= 1) in each minibatch of an agent."""
+class MicroBatch:
+    """Rows of several agents in one forward pass, sorted by agent.
 
-    rows: tuple[int, ...]
-    tokens: tuple[int, ...]
+    Attributes:
+        owners: Position of each row's agent among the agents of the learn call.
+        positions: (B,) `owners` as a tensor on the device.
+        counts: Rows per agent of `present`, the positions of the agents that have rows here.
+        input_ids: (B, T) int64, padded on the right, without the last token of the longest row.
+        targets: (M,) int64 generated token ids, row by row.
+        where: (M,) flat positions in (B, T) of the hidden states that predict the targets.
+        mask: (B, C) bool, the first n columns of a row with n generated tokens.
+        advantages: (B,) fp32.
+        prefix: The same rows with each common prefix stored once; None if this would not save work.
+    """
 
-    @property
-    def minibatches(self) -> int:
-        """Number of minibatches, the optimizer steps of one epoch."""
-        return len(self.rows)
+    rows: list[Row]
+    owners: list[int]
+    positions: Tensor
+    counts: tuple[int, ...]
+    present: tuple[int, ...]
+    input_ids: Tensor
+    targets: Tensor
+    where: Tensor
+    mask: Tensor
+    advantages: Tensor
+    prefix: SharedPrefix | None = None
 
-    @classmethod
-    def of(cls, rows: Sequence[Row]) -> StepTotals:
-        """Count the rows and tokens of each minibatch that `assign_minibatches` made."""
-        count = max((row.minibatch for row in rows), default=-1) + 1
-        return cls(
-            tuple(sum(row.minibatch == m for row in rows) for m in range(count)),
-            tuple(
-                max(1, sum(row.generated for row in rows if row.minibatch == m))
-                for m in range(count)
-            ),
+    def pad(self, flat: Tensor) -> Tensor:
+        """Scatter (M,) values to (B, C), zero outside the mask; differentiable."""
+        return torch.zeros(self.mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(
+            self.mask, flat
         )
 
+    def gather(self, name: str) -> Tensor:
+        """Return the per-row tensors `old` or `ref` as (B, C); zeros for rows without it."""
+        device = self.mask.device
+        parts = [
+            torch.zeros(row.generated, device=device)
+            if (logprobs := getattr(row, name)) is None
+            else logprobs
+            for row in self.rows
+        ]
+        return self.pad(torch.cat(parts))
 
-def assign_minibatches(
-    rows: Sequence[Row], hparams: Hparams, seed: int, minibatches: int = 1
-) -> None:
-    """Assign rows to minibatches of `batch_size` in random order; clear `old` and `ref`.
+    def sampler_logprobs(self, old: Tensor) -> Tensor:
+        """Return the sampler's log-probs (B, C), nats; `old` in rows that have none recorded."""
+        for row in self.rows:
+            if row.sampler_logprobs is not None and len(row.sampler_logprobs) != row.generated:
+                raise ShapeError(
+                    f"sampler_logprobs: expected {row.generated} numbers, one per generated token, "
+                    f"got {len(row.sampler_logprobs)}; give one for every True of the row's mask"
+                )
+        recorded = [(row.sampler_logprobs, row.generated) for row in self.rows]
+        flat = np.concatenate(
+            [np.zeros(n, np.float32) if logprobs is None else logprobs for logprobs, n in recorded]
+        )
+        is_recorded = self.mask.new_tensor([[logprobs is not None] for logprobs, _ in recorded])
+        return torch.where(is_recorded, self.pad(torch.from_numpy(flat).to(old)), old)
 
-    Without a `batch_size` there are `minibatches` of equal size.
-    """
-    size = hparams.batch_size or -(-len(rows) // minibatches)
-    for number, row in enumerate(rows):
-        row.old = row.ref = None
-        row.minibatch = 0
-        row.number = number
-    if size >= len(rows):
-        return
-    order = generator(seed).permutation(len(rows))
-    for turn, index in enumerate(order):
-        rows[index].minibatch = turn // size
+    def scatter(self, name: str, flat: Tensor) -> None:
+        """Store (M,) values, detached, in the attribute `old` or `ref` of the rows."""
+        parts = flat.detach().split([row.generated for row in self.rows])
+        for row, part in zip(self.rows, parts, strict=True):
+            setattr(row, name, part)
 
 
-def filter_and_whiten(rows: list[Row], algorithm: AlgorithmConfig) -> list[Row]:
-    """Filter one agent's rows and whiten their advantages; means exclude filtered rows."""
-    if not rows or not (algorithm.filter_zero_adv or algorithm.whiten_advantages):
-        return rows
-    lengths = torch.tensor([row.generated for row in rows])
-    mask = torch.arange(max(1, int(lengths.max()))) < lengths[:, None]
-    values, is_kept = token_advantages(
-        torch.tensor([row.advantage for row in rows], dtype=torch.float64),
-        mask,
-        whiten=algorithm.whiten_advantages,
-        filter_zero=algorithm.filter_zero_adv,
-        filter_eps=algorithm.adv_filter_eps,
+def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device) -> MicroBatch:
+    """Build a micro-batch of (position of its agent, row) pairs, which are sorted by position."""
+    rows = [row for _, row in bucket]
+    positions = np.asarray([position for position, _ in bucket])
+    width = max(2, *(len(row.token_ids) for row in rows))
+    ids = np.full((len(rows), width), pad_id, dtype=np.int64)
+    masks = np.zeros((len(rows), width), dtype=bool)
+    for i, row in enumerate(rows):
+        ids[i, : len(row.token_ids)] = row.token_ids
+        masks[i, : len(row.token_ids)] = row.mask
+    masks[:, 0] = False
+    line, column = np.nonzero(masks)
+    generated = masks.sum(axis=1)
+    compact = np.arange(max(1, int(generated.max()))) < generated[:, None]
+    present, counts = np.unique(positions, return_counts=True)
+    where = line * (width - 1) + column - 1
+    advantages = np.array([row.advantage for row in rows], dtype=np.float32)
+    sent = send((positions, ids[:, :-1], ids[line, column], where, compact, advantages), device)
+    return MicroBatch(
+        rows=rows,
+        owners=positions.tolist(),
+        positions=sent[0],
+        counts=tuple(counts.tolist()),
+        present=tuple(present.tolist()),
+        input_ids=sent[1],
+        targets=sent[2],
+        where=sent[3],
+        mask=sent[4].bool(),
+        advantages=sent[5],
+        prefix=find_shared_prefixes(positions, ids, masks, device),
     )
-    # All tokens of a row still have the same advantage: take that of the first column.
-    return [
-        replace(row, advantage=float(value))
-        for row, value, keep in zip(rows, values[:, 0], is_kept, strict=True)
-        if keep
-    ]

@@ -25,7 +25,6 @@ from evo_grpo.record.folder import expect_run, read_config
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import START, RoundDone, RunFinished, entries
 from evo_grpo.record.records import AgentRecord, RoundRecord
-from evo_grpo.record.study import open_study
 from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.wording import measured_on
 from evo_grpo.schema.problems import shown_value
@@ -53,6 +52,8 @@ class StudyCopy:
                 'pip install "evo-grpo[dashboard]"'
             ) from error
         from optuna.storages import InMemoryStorage
+
+        from evo_grpo.record.database import open_study
 
         self._folder = expect_run(run)
         config = read_config(self._folder)

@@ -1,16 +1,19 @@
-"""Storages of Optuna studies: the file in a run folder, and databases of several runs.
+"""Opens Optuna studies and their storages: the file of a run folder, databases of several runs.
 
 This module loads slowly; import it only in functions that open a study.
 """
 
 import json
+import logging
 import sqlite3
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import unwrap
 from typing import Any, final
 from urllib.parse import parse_qsl
 
+import optuna
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import BaseJournalBackend
@@ -25,6 +28,7 @@ from sqlalchemy.pool import NullPool, StaticPool
 
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.escaping import printable, shorten
+from evo_grpo.settings.evolve import ObjectiveConfig
 from evo_grpo.settings.record import missing_driver
 
 #: Options of a connection. Without them, a client waits hours for a machine that was switched off.
@@ -143,3 +147,55 @@ def _storage(url: str, **options: object) -> RDBStorage:
         in_url = {name for name, _ in parse_qsl(url.partition("?")[2])}
         connect_args = {name: value for name, value in _POSTGRESQL.items() if name not in in_url}
     return RDBStorage(url, engine_kwargs={"connect_args": connect_args, **options})
+
+
+def open_study(
+    storage: BaseStorage,
+    name: str,
+    attributes: Mapping[str, Any] | None = None,
+    further: Sequence[ObjectiveConfig] = (),
+) -> optuna.Study:
+    """Return the study of a run in a storage, created if missing, with these user attributes.
+
+    `further` are the objectives beside fitness, each with its direction.
+    """
+    names = [objective.name for objective in further]
+    with _quiet():
+        # Load an existing study by name: after a kill while tables were created, the database may
+        # not keep names unique.
+        tables = isinstance(storage, RDBStorage)
+        if tables and name in optuna.get_all_study_names(storage):
+            study = optuna.load_study(study_name=name, storage=storage)
+        else:
+            directions = [objective.minimize for objective in further]
+            study = optuna.create_study(
+                storage=storage,
+                study_name=name,
+                directions=[
+                    "maximize",
+                    *("minimize" if down else "maximize" for down in directions),
+                ],
+                load_if_exists=True,
+            )
+    if study.metric_names is None:
+        # Without the decorator, which warns that the method is experimental. In a reader's thread
+        # `catch_warnings` could drop a warning of the main thread: all threads share the filters.
+        unwrap(optuna.Study.set_metric_names)(study, ["fitness", *names])
+    present = study.user_attrs
+    for key, value in (attributes or {}).items():
+        if key not in present or present[key] != value:
+            study.set_user_attr(key, value)
+    return study
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Suppress Optuna's message about a new study, then restore its log levels."""
+    handlers = {handler: handler.level for handler in logging.getLogger("optuna").handlers}
+    for handler, level in handlers.items():
+        handler.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        for handler, level in handlers.items():
+            handler.setLevel(level)

@@ -5,12 +5,9 @@ Optuna takes a second to load, so only the functions that open a study import it
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -22,12 +19,10 @@ from evo_grpo.record.log import Entry, RoundDone, RunFinished
 from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES, SUMMARY
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.summary import read_summary
-from evo_grpo.settings.evolve import ObjectiveConfig
 from evo_grpo.settings.record import check_driver, is_url
 
 if TYPE_CHECKING:
-    from optuna import Study
-    from optuna.storages import BaseStorage, RDBStorage
+    from optuna.storages import RDBStorage
 
 OPTUNA = "optuna"
 """Name of the reader; its cursor is in `readers/optuna.json`."""
@@ -145,7 +140,7 @@ class StudyReader:
         self._last = record
 
     def _open(self) -> Lineage:
-        from evo_grpo.record.database import connect, in_memory
+        from evo_grpo.record.database import connect, in_memory, open_study
 
         if self._url is None:
             storage, self._content = in_memory(sqlite=self._file.name == STUDY)
@@ -175,47 +170,6 @@ def write_study(run: Path, run_id: str) -> None:
     reader.close()
 
 
-def open_study(
-    storage: BaseStorage,
-    name: str,
-    attributes: Mapping[str, Any] | None = None,
-    further: Sequence[ObjectiveConfig] = (),
-) -> Study:
-    """Return the study of a run in a storage, created if missing, with these user attributes.
-
-    `further` are the objectives beside fitness, each with its direction.
-    """
-    import optuna
-
-    names = [objective.name for objective in further]
-    with _quiet():
-        # Load an existing study by name: after a kill while tables were created, the database may
-        # not keep names unique.
-        tables = isinstance(storage, optuna.storages.RDBStorage)
-        if tables and name in optuna.get_all_study_names(storage):
-            study = optuna.load_study(study_name=name, storage=storage)
-        else:
-            directions = [objective.minimize for objective in further]
-            study = optuna.create_study(
-                storage=storage,
-                study_name=name,
-                directions=[
-                    "maximize",
-                    *("minimize" if down else "maximize" for down in directions),
-                ],
-                load_if_exists=True,
-            )
-    if study.metric_names is None:
-        # Without the decorator, which warns that the method is experimental. In a reader's thread
-        # `catch_warnings` could drop a warning of the main thread: all threads share the filters.
-        unwrap(optuna.Study.set_metric_names)(study, ["fitness", *names])
-    present = study.user_attrs
-    for key, value in (attributes or {}).items():
-        if key not in present or present[key] != value:
-            study.set_user_attr(key, value)
-    return study
-
-
 def check_storage(url: str | None) -> None:
     """Raise ConfigError if the database of a run, as in `record.storage`, cannot be used."""
     if url is None or not is_url(url):
@@ -239,19 +193,6 @@ def study_name(run: str, id: str) -> str:
     """Return the name of a run's study in a database; `id` is empty for early versions."""
     name = run[:_NAME_CHARACTERS]
     return f"{name}-{id}" if id else name
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Suppress Optuna's message about a new study, then restore its log levels."""
-    handlers = {handler: handler.level for handler in logging.getLogger("optuna").handlers}
-    for handler, level in handlers.items():
-        handler.setLevel(max(level, logging.WARNING))
-    try:
-        yield
-    finally:
-        for handler, level in handlers.items():
-            handler.setLevel(level)
 
 
 def library_version() -> str:

@@ -25,7 +25,6 @@ from evo_grpo.model.loading import pick_device
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.load import detach_adapter, trainable
 from evo_grpo.model.sharding import ShardedLayers
-from evo_grpo.population.cohort import starting
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import rank_alpha
 from evo_grpo.population.ranks.ranks import find_team
@@ -45,8 +44,9 @@ from evo_grpo.settings import (
     cross_checks,
 )
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
+from evo_grpo.training import starting
 from evo_grpo.training.sizing.cards import torch_build, unseen_gpus
-from evo_grpo.training.start_adapter import lora_config, read_start
+from evo_grpo.training.starting import lora_config, read_start
 from evo_grpo.training.strategies import check_columns, check_explorer, explorer, selector
 from evo_grpo.types import Slot
 from evo_grpo.working import working

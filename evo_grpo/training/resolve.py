@@ -17,7 +17,7 @@ from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import check_ranks, warn_of_shortages
 from evo_grpo.training.sizing import machine, model_size
-from evo_grpo.training.start_adapter import with_adapter
+from evo_grpo.training.starting import with_adapter
 from evo_grpo.training.strategies import task_of
 
 OWN_BYTES = 2 << 30

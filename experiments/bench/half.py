@@ -19,7 +19,7 @@ from shapes import RELEASED  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from evo_grpo.learn.rows import MicroBatch, collate  # noqa: E402
+from evo_grpo.learn.packing import MicroBatch, collate  # noqa: E402
 from evo_grpo.model.base import SharedBase  # noqa: E402
 from evo_grpo.model.forward.choice import open_forward  # noqa: E402
 from evo_grpo.model.forward.stacks import RowLayout  # noqa: E402

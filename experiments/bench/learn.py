@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from jobs import Job, Work, load_base, population, too_large  # noqa: E402
 from shapes import LARGE, SHAPES  # noqa: E402
 
-from evo_grpo.learn import rows as batch  # noqa: E402
+from evo_grpo.learn import packing as batch  # noqa: E402
 from evo_grpo.learn.packing import pack  # noqa: E402
 from evo_grpo.learn.rows import Row  # noqa: E402
 

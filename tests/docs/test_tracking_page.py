@@ -9,7 +9,7 @@ from small_run import small
 
 from evo_grpo import run
 from evo_grpo.readers import follow
-from evo_grpo.readers.trackers import in_process
+from evo_grpo.readers.trackers import base
 from evo_grpo.record import log
 from evo_grpo.record.history import WHERE
 from evo_grpo.record.vocabulary import metric
@@ -46,9 +46,9 @@ def test_the_readers_of_the_page_are_those_of_the_command():
         (followers.SECONDS_TO_STOP, {4: "and 4 seconds after Ctrl-C"}),
         (follow.ATTEMPTS_AFTER_END, {3: "is tried three times"}),
         (follow.SECONDS_AFTER_END, {600: "nothing has been read for 10 minutes"}),
-        (in_process.SECONDS_TO_FINISH, {60: "then up to 60 seconds, or 4 where it was"}),
-        (in_process.SECONDS_TO_STOP, {4: "then up to 60 seconds, or 4 where it was"}),
-        (in_process.WAITING, {256: "256 entries behind"}),
+        (base.SECONDS_TO_FINISH, {60: "then up to 60 seconds, or 4 where it was"}),
+        (base.SECONDS_TO_STOP, {4: "then up to 60 seconds, or 4 where it was"}),
+        (base.WAITING, {256: "256 entries behind"}),
     ],
 )
 def test_the_numbers_of_the_page_are_those_of_the_code(value, text):

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evo_grpo.evolve.decide import drop_unsupported
 from evo_grpo.evolve.generation import check_plan
 from evo_grpo.evolve.protocols import Offspring
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.select.truncation import TruncationSelection
-from evo_grpo.evolve.tested_plan import drop_unsupported
 from evo_grpo.types import Score
 
 PROMPTS = 40

@@ -5,7 +5,7 @@ import torch
 from batch_loss import policy_loss
 from tiny_cohort import fresh, weights
 
-from evo_grpo.learn.packing import assign_minibatches
+from evo_grpo.learn.rows import assign_minibatches
 from evo_grpo.seeding import derive
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from tiny_cohort import make_rows, rows_of
 
-from evo_grpo.learn.packing import StepTotals, assign_minibatches
-from evo_grpo.learn.rows import Row, collate, rows_from_trajectories
+from evo_grpo.learn.packing import collate
+from evo_grpo.learn.rows import Row, StepTotals, assign_minibatches, rows_from_trajectories
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Completion, CompletionGroup, Prompt, Trajectory
 

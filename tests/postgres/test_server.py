@@ -25,11 +25,11 @@ from small_run import SETTINGS, Told, small
 from evo_grpo import resume, run, study_of
 from evo_grpo.errors import ConfigError
 from evo_grpo.readers.reader import feed
-from evo_grpo.record.database import DatabaseError
+from evo_grpo.record.database import DatabaseError, open_study
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import RoundDone
-from evo_grpo.record.study import StudyReader, open_study
+from evo_grpo.record.study import StudyReader
 from evo_grpo.settings import load
 from evo_grpo.training.recorded_inputs import read_inputs_of
 

@@ -14,13 +14,13 @@ from small_run import SETTINGS, Told, small
 from evo_grpo import resume, run, study_of
 from evo_grpo.errors import RunDirError
 from evo_grpo.readers.reader import feed
-from evo_grpo.record.database import DatabaseError, connect, disconnect
+from evo_grpo.record.database import DatabaseError, connect, disconnect, open_study
 from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import RoundDone
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.record.study import StudyReader, open_study
+from evo_grpo.record.study import StudyReader
 from evo_grpo.settings import from_dict, to_yaml
 from evo_grpo.training.recorded_inputs import inputs_of, read_inputs_of
 

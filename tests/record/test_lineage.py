@@ -16,10 +16,10 @@ from shown_run import agent as recorded
 from shown_run import two_rounds
 
 from evo_grpo.errors import CheckpointError
+from evo_grpo.record.database import open_study
 from evo_grpo.record.family import ancestry
 from evo_grpo.record.lineage import Lineage, Space
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.study import open_study
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.types import Mutation, Score

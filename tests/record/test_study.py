@@ -12,10 +12,11 @@ from random_runs import HP_CONFIG, make_run, timed
 from small_run import SETTINGS
 
 from evo_grpo.errors import RunFailedError
+from evo_grpo.record.database import open_study
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import RoundDone
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.record.study import StudyReader, open_study, write_study
+from evo_grpo.record.study import StudyReader, write_study
 from evo_grpo.settings import from_dict, to_yaml
 
 ID = "0123"

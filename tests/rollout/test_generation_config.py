@@ -11,8 +11,8 @@ from transformers import GenerationConfig, WatermarkingConfig
 
 from evo_grpo import GRPO
 from evo_grpo.model.base import SharedBase
-from evo_grpo.population.cohort.starting import warn_of_processors
 from evo_grpo.settings import AlgorithmConfig
+from evo_grpo.training.starting import warn_of_processors
 
 #: A value that acts, for each setting of a GenerationConfig that shapes what `generate` samples.
 ACTS = {

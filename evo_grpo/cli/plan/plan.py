@@ -220,7 +220,7 @@ def _read_base(
         base = base._replace(note=failure)
     if config.model.adapter is not None:
         # Imported here: it loads PEFT.
-        from evo_grpo.training.start_adapter import with_adapter
+        from evo_grpo.training.starting import with_adapter
 
         model = with_adapter(config.model, base, config.search_space().names())
         config = config.model_copy(update={"model": model})

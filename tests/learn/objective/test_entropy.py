@@ -14,7 +14,7 @@ from evo_grpo.learn.objective.losses import (
     token_terms,
     token_weights,
 )
-from evo_grpo.learn.packing import assign_minibatches
+from evo_grpo.learn.rows import assign_minibatches
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evo_grpo.learn.rows import Row, collate
+from evo_grpo.learn.packing import collate
+from evo_grpo.learn.rows import Row
 
 CPU = torch.device("cpu")
 

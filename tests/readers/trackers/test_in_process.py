@@ -8,8 +8,8 @@ from small_run import outcome, small
 import evo_grpo
 from evo_grpo import run
 from evo_grpo.errors import ConfigError, EngineUnavailable
-from evo_grpo.readers.trackers import in_process
-from evo_grpo.readers.trackers.in_process import Tracker
+from evo_grpo.readers.trackers import base
+from evo_grpo.readers.trackers.base import Tracker
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.history import WHERE, metric_rows
 from evo_grpo.record.observer import ObserverList
@@ -126,7 +126,7 @@ def test_one_that_fails_is_left_with_one_warning_and_the_run_goes_on(tmp_path):
 
 
 def test_one_that_blocks_is_given_up_at_the_end(monkeypatch):
-    monkeypatch.setattr(in_process, "SECONDS_TO_FINISH", 0.3)
+    monkeypatch.setattr(base, "SECONDS_TO_FINISH", 0.3)
     follower = Tracker(stuck := Blocking())
     follower.started(None, 1, 0, None)
     take_steps(follower, range(2))
@@ -137,7 +137,7 @@ def test_one_that_blocks_is_given_up_at_the_end(monkeypatch):
 
 
 def test_one_that_was_too_slow_says_how_much_it_misses(monkeypatch):
-    monkeypatch.setattr(in_process, "WAITING", 2)
+    monkeypatch.setattr(base, "WAITING", 2)
     slow = Blocking()
     follower = Tracker(slow)
     follower.started(None, 1, 0, None)
