@@ -42,7 +42,7 @@ def shorten(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
 
 
 def redacted(text: str, secret: str | None) -> str:
-    """Return a text with *** in place of a secret, written plainly or as by JSON or `repr`.
+    """Return a text in which *** replaces a secret, also where JSON or `repr` has escaped it.
 
     Redact before cutting: a cut could leave a part of the secret.
     """

@@ -25,9 +25,9 @@ _PLACES: list[_Place] = []
 
 @contextmanager
 def searching(folder: str | Path | None, *, is_code: bool = False) -> Generator[None]:
-    """Search one more folder within the context; None adds no folder.
+    """In a `with` block, find files and modules in `folder` too; None adds no folder.
 
-    With `is_code`, --code names the folder, and commands in messages repeat --code.
+    `is_code` says that the option --code names the folder; commands in messages then repeat it.
     """
     if folder is None:
         yield
@@ -75,6 +75,6 @@ def find(path: str | Path) -> Path:
 
 
 def as_option() -> str:
-    """Return " --code FOLDER" of the command that runs, "" if it has no such option."""
+    """Return " --code FOLDER" if the running command has got this option, else ""."""
     code_folders = [place.folder for place in _PLACES if place.is_code]
     return f" --code {shlex.quote(str(code_folders[-1]))}" if code_folders else ""

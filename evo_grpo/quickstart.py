@@ -5,12 +5,13 @@
 
 All weights of the model are trained. Names, defaults and the loss, except for its KL term, follow
 the GRPO page of rlox. The loss is -mean(A * sum_t lp_t) + kl_coef * mean_t(k3), over the tokens up
-to and including the end token. `level="token"` averages over tokens instead of summing per
+to and including the end token; A is the advantage of a completion, and lp and ref are log-probs of
+the model and of the reference. `level="token"` averages over tokens instead of summing per
 sequence.
 
-k3 is exp(ref - lp) - (ref - lp) - 1. The page has mean_t(lp - ref) instead, whose expectation is
-the KL divergence too; but its gradient has expectation zero, and thus no effect on average. The
-metric `kl` is mean_t(lp - ref).
+k3 is exp(ref - lp) - (ref - lp) - 1. In place of mean_t(k3), the page has mean_t(lp - ref), which
+is also the metric `kl`. Its expectation is the KL divergence too, but its gradient has expectation
+zero, and thus no effect on average.
 """
 
 import json
@@ -72,11 +73,11 @@ class StepMetrics:
     """Metrics of one step.
 
     Attributes:
-        step: 0-based.
+        step: Number of the step, from 0.
         average_reward: Mean reward of the step's completions.
         rolling_reward: Mean of `average_reward` over the last 20 steps.
         policy_loss: Loss without the KL term.
-        kl: Mean over tokens of lp - ref, in nats.
+        kl: Mean over tokens of lp - ref (log-probs of model and reference), in nats.
         total_loss: policy_loss + kl_coef * mean over tokens of k3, exp(ref - lp) - (ref - lp) - 1.
         average_advantage: Mean advantage; about 0 unless advantages are clipped.
     """
@@ -104,14 +105,14 @@ class GRPO:
         kl_coef: Weight of the KL term, >= 0.
         learning_rate: Learning rate of Adam, > 0; None means 1e-4.
         max_new_tokens: Tokens per completion, >= 1.
-        max_grad_norm: Gradient-norm clip, > 0.
+        max_grad_norm: Norm to which the gradient is clipped, > 0.
         temperature: Divides the logits, for sampling and for log-probs, > 0.
         advantage_clip: Clamp advantages to [-x, x]; None for no clamp.
         level: "sequence" sums log-probs per completion, "token" averages over all tokens.
         eos_id: Token id that ends a completion; None for a fixed length.
         pad_id: Token id that fills a completion after its end.
         optimizer: Replaces Adam and `learning_rate`.
-        seed: Root of the sampling streams.
+        seed: Seed from which all random draws are derived.
 
     Raises:
         ConfigError: A value has the wrong type, is out of range, or has no effect.
@@ -182,7 +183,7 @@ class GRPO:
         checkpoint_every: int | None = None,
         on_step: Callable[[StepMetrics], object] | None = None,
     ) -> dict[str, float]:
-        """Train on prompts.
+        """Train the model on prompts.
 
         Args:
             prompts: (P, T) int64, without padding.
@@ -290,7 +291,7 @@ class GRPO:
         return completions
 
     def save(self, path: str | Path) -> None:
-        """Write weights and metrics to a folder, created if missing: safetensors and JSON lines.
+        """Write weights (safetensors) and metrics (JSON lines) to a folder, created if missing.
 
         Raises:
             CheckpointError: The path, or a parent of it, is a file.
@@ -380,7 +381,7 @@ class GRPO:
 
 
 def _check_prompts(prompts: object) -> None:
-    """Require a matrix of token ids."""
+    """Refuse prompts that are not a tensor (P, T) of token ids."""
     got = prompts
     if isinstance(prompts, Tensor):
         if prompts.ndim == 2 and prompts.numel() and not prompts.is_floating_point():

@@ -70,7 +70,7 @@ def embedded_models() -> dict[str, Path]:
 
 @cache
 def embedded_digests() -> dict[str, dict[str, str]]:
-    """Return model -> file -> SHA-256 of the models that ship inside this package."""
+    """Return model -> file -> SHA-256 for the files of the models inside this package."""
     digests: dict[str, dict[str, str]] = {}
     sums = Path(__file__).parent / "assets" / "SHA256SUMS"
     for line in sums.read_text(encoding="utf-8").splitlines():
@@ -129,7 +129,7 @@ def fetched(name: str) -> Path:
 
 
 def hub_message(text: str, characters: int = 300) -> str:
-    """Return a message of the hub's client, redacted and then shortened."""
+    """Return a message of the hub's client, with the user's token removed, cut to `characters`."""
     from huggingface_hub import get_token  # only a hub id needs it
 
     return shorten(redacted(text, get_token()), characters)

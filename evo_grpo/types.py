@@ -89,13 +89,13 @@ class Trajectory:
     Attributes:
         prompt: Text of the first prompt.
         text: Text after the prompt: the completion, or the turns of the episode on separate lines.
-        token_ids: All token ids including those of the prompt, without padding; empty if `error`
-            is set.
-        mask: One per id: True for ids that the policy sampled (including end tokens), False for
-            ids of the prompt, the environment and the chat template.
+        token_ids: All token ids including those of the prompt, without padding; empty if `error` is
+            set.
+        mask: One per id: True for ids that the policy sampled (including end tokens), False for ids
+            of the prompt, the environment and the chat template.
         logprobs: Log-probability of each sampled token (nats), one per True in `mask`; None if the
             engine did not return them for every token.
-        ended: True if the last completion sampled the end token.
+        ended: True if an end token or a stop string ended the last completion.
         turns: Number of completions, >= 1 unless `error` is set.
         end: Reason for the end: "completion" for a single completion; "terminated", "truncated",
             "max_turns" or "context" for an episode; or "error".
@@ -230,8 +230,8 @@ class Score:
             empty.
         steps: Number of training steps whose rewards are in the score, 0 for an evaluation. If
             fitness is the mean reward of a round's training, `n` is the same number and
-            `per_prompt` is empty. For a decision, `with_training` adds the steps to an evaluation,
-            as the last entries of `per_prompt`.
+            `per_prompt` is empty. For a decision, `with_training` appends the mean rewards of the
+            steps to `per_prompt` of an evaluation.
         rewards: The score of each reward function in the first evaluation; empty without an
             evaluation, or if the environment does not name its functions.
     """
@@ -267,7 +267,8 @@ class Decision:
             "steered" (a request of the user was carried out), "refused" (a request was refused).
         agent: Slot of the agent.
         other: Slot of the agent with which `agent` was compared, None if with no agent.
-        difference: Mean reward by which `other` is ahead, per shared prompt; NaN without `other`.
+        difference: Mean over shared prompts of the reward by which `other` is ahead; NaN without
+            `other`.
         error: Standard error of `difference`; NaN for fewer than two prompts.
         prompts: Number of prompts that both agents answered.
         sentence: The decision in plain words.

@@ -1,4 +1,4 @@
-"""Logs the work of a run before its first result: loading, compiling, capturing."""
+"""Logs the work of a run before its first result, such as loading, compiling, capturing graphs."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ _log = logging.getLogger(LOGGER)
 
 @contextmanager
 def working(what: str) -> Generator[None]:
-    """Log `what`, such as "load the weights", before the body, and with its seconds after it."""
+    """Log `what`, such as "load the weights", before a `with` block, and its seconds afterwards."""
     begin = time.perf_counter()
     _log.info("%s", what, extra={"begins": True})
     try:

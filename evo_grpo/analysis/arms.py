@@ -3,8 +3,8 @@
 All arms and the run's winner are evaluated on the same test prompts with the same draws, and
 `record/arms.py` computes paired differences between them.
 
-compare   trains two populations without evolution, in run folders below RUN/compare: agents of the
-          first have the values of `algorithm`, those of the second values from the ranges
+compare   trains two populations without evolution, in run folders below RUN/compare: one has the
+          values of `algorithm` in all agents, the other has random values from the ranges
 replay    trains agents with the winner's schedule, and as many with its last values, each on the
           rows of a whole run, in one cohort with one batch per step
 """
@@ -101,9 +101,9 @@ def compare(
 
     Returns:
         The content of RUN/compare/compare.json: `arms`, the last of which is the run, and
-        `differences`, the run minus each population with a paired interval of 95%. An arm has a
-        name, its `tokens` by purpose, and a `test` (mean, standard error, prompts). There is no
-        arm `random` if no hyperparameter may differ between agents.
+        `differences`, each the run minus a population, with its paired interval of 95%. An arm
+        has a name, its `tokens` by purpose, and a `test` (mean, standard error, prompts). There is
+        no arm `random` if no hyperparameter may differ between agents.
 
     Raises:
         RunDirError: The run is not finished, or was recorded with objects that no file can name.
@@ -153,7 +153,7 @@ def _finished(folder: Path) -> tuple[RunConfig, list[RoundRecord], dict[str, Any
 
 
 def _starts(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each population and its `population.init`."""
+    """Yield the name and the `population.init` of each population that the run is compared with."""
     yield names.COMPARED[0], "same"
     space = config.search_space()
     hparams = config.algorithm.first_hparams(space, run_folder.adapter_of(config.model))
@@ -257,7 +257,7 @@ class TokenLimit:
         return False
 
     def reported_to(self, observer: Observer) -> Observer:
-        """Wrap an observer: its stage "learn" counts tokens, because the steps are not known."""
+        """Return `observer` wrapped so that its stage "learn" counts tokens in place of steps."""
         wrapper = ObserverList((observer,))
 
         def stage(round: int, name: str, done: int, total: int) -> None:
@@ -399,7 +399,8 @@ def train(
 ) -> list[Tally]:
     """Run trainings of equal length together, one batch per step; return the tally of each agent.
 
-    Each slot holds a fresh agent. The `to_test` completions of the test count as remaining work.
+    Each slot holds a fresh agent, which trains by the plan with the same index. The `to_test`
+    completions of the test count as remaining work.
     """
     tallies = [Tally() for _ in slots]
     watch, starts, rows = Stopwatch(), 0, sum(plan.rows for plan in plans)

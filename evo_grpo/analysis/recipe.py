@@ -43,9 +43,9 @@ def recipe(
 ) -> Path:
     """Write the settings and the schedule of a run's winner as a YAML file for another run.
 
-    One agent trains with the hyperparameters of the winner's line, round by round, stretched to
-    `rounds`. Everything else is as in the run, even for another model; `evo-grpo check` says
-    whether the memory suffices for that model.
+    One agent trains with the hyperparameters of the winner's line of ancestors, round by round; the
+    line is stretched or shortened to `rounds` rounds. Everything else is as in the run, even for
+    another model; `evo-grpo check` says whether the memory suffices for that model.
 
     Args:
         run: Folder of a finished run.
@@ -118,7 +118,7 @@ def recipe_settings(
 
 
 def _values(hparams: Hparams, name: str, space: HyperparameterConfig) -> list[Value]:
-    """Return a hyperparameter's value, or a clip pair's two; None becomes the range's maximum."""
+    """Return a hyperparameter's value, a clip pair's two distances from 1, or the max for None."""
     values = values_of(hparams, name)
     if not values and name in space.names() and space[name].choices is None:
         return [space[name].max]
@@ -126,7 +126,7 @@ def _values(hparams: Hparams, name: str, space: HyperparameterConfig) -> list[Va
 
 
 def _ranges(line: Sequence[Hparams], space: HyperparameterConfig) -> dict[str, RLParameter]:
-    """Return a range for each hyperparameter that changes on a line, with its values there."""
+    """Return the range of each hyperparameter that changes between the rounds of `line`."""
     names = [*space.names(), *_set_by_hand(line, space)]
     ranges: dict[str, RLParameter] = {}
     for name in names:
@@ -146,7 +146,7 @@ def _ranges(line: Sequence[Hparams], space: HyperparameterConfig) -> dict[str, R
 
 
 def _set_by_hand(line: Sequence[Hparams], space: HyperparameterConfig) -> list[str]:
-    """Return the hyperparameters that change on a line although the run has no range for them."""
+    """Return the hyperparameters that change in `line` although the run has no range for them."""
     searched = {*space.names(), *(CLIP_ENDS if "clip_coef" in space.names() else ())}
     if searched & set(CLIP_ENDS):
         searched.add("clip_coef")
@@ -158,7 +158,7 @@ def _differs(line: Sequence[Hparams], name: str) -> bool:
 
 
 def _entries(line: Sequence[Hparams], ranges: dict[str, RLParameter]) -> list[dict[str, Any]]:
-    """Return the changes on a line as entries of a schedule."""
+    """Return the changes from round to round of `line` as the entries of a schedule."""
     space, entries = HyperparameterConfig(**ranges), list[dict[str, Any]]()
     for number in range(1, len(line)):
         before, after = line[number - 1], line[number]
@@ -202,9 +202,9 @@ def _algorithm(
 def _model(
     model: ModelConfig, first: Hparams, searched: Sequence[str], name: str | None
 ) -> ModelConfig:
-    """Return the group `model` with rank and alpha of the first round.
+    """Return the recipe's group `model`, with the LoRA rank and alpha of the line's first round.
 
-    Another model does not inherit `trust_remote_code`.
+    If `name` names another model, `trust_remote_code` is off.
     """
     lora = _lora(model.lora, first)
     if "lora.target_modules" not in searched:
@@ -221,7 +221,7 @@ def _model(
 
 
 def _with_layers(lora: LoraSettings, first: Hparams) -> LoraSettings:
-    """Return LoRA settings with the layers of the first round, which are not searched."""
+    """Return LoRA settings that have the layers of the first round in place of sets of layers."""
     name, sets = first.lora_target_modules, lora.target_sets
     targets = lora.target_modules if name is None else sets[name]
     return lora.replace(target_modules=targets, target_sets={})
@@ -240,7 +240,7 @@ def _lora(lora: LoraSettings, first: Hparams) -> LoraSettings:
 
 
 def _env(env: EnvConfig, first: Hparams, searched: Sequence[str]) -> EnvConfig:
-    """Return the group `env`, with the winner's prompt and its reward weights."""
+    """Return the recipe's group `env`, with the prompt and the reward weights of the winner."""
     changes: dict[str, Any] = {}
     if first.prompt is not None and env.prompts is not None and "prompt" not in searched:
         changes["prompts"] = {first.prompt: env.prompts[first.prompt]}
@@ -258,7 +258,7 @@ def _env(env: EnvConfig, first: Hparams, searched: Sequence[str]) -> EnvConfig:
 def _evolve(
     evolve: EvolveConfig, line: Sequence[Hparams], ranges: dict[str, RLParameter]
 ) -> EvolveConfig:
-    """Return the group `evolve` for a single agent: its schedule, and no selection."""
+    """Return the recipe's group `evolve`, for one agent: a schedule, and no selection."""
     entries = _entries(line, ranges)
     return evolve.replace(
         selection=NoSelection(),

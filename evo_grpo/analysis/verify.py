@@ -1,8 +1,9 @@
-"""Defines verify(run), which checks the seals and digests of a run folder, even while it trains.
+"""Defines verify(run), which checks the seals and digests of the files of a run.
 
-A record contains the digests of its files, and a seal, which is the digest of the record's bytes.
-A file that is missing or has another digest is damaged. Nothing is changed, and no model is
-loaded. Leaderboard and Optuna study are not checked, because a resume derives them from the rounds.
+A record contains the digests of its files, and a seal, which is the digest of the record's bytes. A
+file that is missing or has another digest is damaged. The run may train meanwhile. Nothing is
+changed, and no model is loaded. Leaderboard and Optuna study are not checked, because a resume
+derives them from the rounds.
 """
 
 import os
@@ -101,7 +102,7 @@ class _Records:
     finished: bool
 
     def policies(self) -> list[tuple[int, Retention]]:
-        """Return the retention policies, each with the number of rounds up to which it applied."""
+        """Return each value of `record.checkpoints`, as (rounds up to which it applied, value)."""
         if self.inputs is None:
             return []
         # None if the run began with a version that kept every checkpoint.
@@ -168,7 +169,7 @@ def _check_settings(records: _Records, findings: Findings) -> None:
 
 
 def _check_end(records: _Records, findings: Findings) -> None:
-    """Check the number of rounds and the files in the summary of a run."""
+    """Check that no round is missing and, if the run is finished, the files of its summary."""
     folder, rounds, summary = records.folder, records.rounds, records.summary
     if not records.finished:
         findings.read(lambda: refuse_lost_lines(folder, rounds))
@@ -201,7 +202,7 @@ def _check_end(records: _Records, findings: Findings) -> None:
 
 
 def _check_checkpoints(records: _Records, findings: Findings) -> None:
-    """Compare the files of rounds, except those that retention removed, with their digests."""
+    """Compare the files of rounds with their digests, except checkpoints that the run deleted."""
     folder, rounds = records.folder, records.rounds
     kept = kept_throughout(rounds, records.policies())
     for record in rounds:
@@ -238,7 +239,7 @@ def _is_same(folder: Path, files: Mapping[str, str]) -> bool:
 
 
 def _check_answers(records: _Records, findings: Findings) -> None:
-    """Check the digest of each judge answer, and that there are as many as summary.json counts."""
+    """Check the digests of a judge's answers, and that none counted in summary.json is missing."""
     number = 0
     for file in answer_files(records.folder / names.JUDGED):
         contents = findings.read(partial(read_answers, file))
@@ -274,7 +275,7 @@ def _check_results(run: Path, findings: Findings) -> None:
 
 
 def _check_arms(path: Path, result: Mapping[str, Any] | None, findings: Findings) -> None:
-    """Check the run folders of a comparison; runs in the result must exist and be finished."""
+    """Check the populations of a comparison; those that the result names must be finished."""
     for arm in (path / name for name in names.COMPARED if run_folder.is_run(path / name)):
         arm_findings = _check_folder(arm)
         findings.files += arm_findings.files

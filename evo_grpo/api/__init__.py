@@ -1,4 +1,4 @@
-"""The Python interface: `run`, `resume`, and GRPO, GSPO, CISPO and Population over a cohort.
+"""The Python interface: `run`, `resume`, the agents GRPO, GSPO and CISPO, and Population.
 
-The subpackage `agilerl` wraps the classes under AgileRL's names.
+The subpackage `agilerl` offers the classes with AgileRL's names and arguments.
 """

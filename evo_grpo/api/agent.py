@@ -1,4 +1,4 @@
-"""Defines GRPO, GSPO and CISPO, which refer to one agent of a cohort and hold no weights."""
+"""Defines GRPO, GSPO and CISPO; an instance refers to an agent of a cohort and holds no weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Agent(ABC):
         cohort: The state that all agents over the base share.
         slot: Number of the agent in the cohort.
         index: Position of the agent in its population.
-        training: Whether `get_action` samples with the agent's own settings.
+        training: Whether `get_action` samples with the agent's settings; else at temperature 1.
     """
 
     kind: ClassVar[str]
@@ -137,7 +137,7 @@ class Agent(ABC):
 
     @property
     def fitness(self) -> list[float]:
-        """Fitness values of the present member, latest last; at most 100 after a round."""
+        """Fitness values of the present member, latest last; after a round, only the latest 100."""
         return [score.mean for score in self.state.history]
 
     @property
@@ -154,7 +154,7 @@ class Agent(ABC):
 
     @staticmethod
     def copy_attributes(agent: Agent, clone: Any) -> Any:  # noqa: ANN401 -- returns what it was given
-        """Copy an agent's hyperparameters, counters, scores and mode to `clone`, and return it."""
+        """Copy hyperparameters, counters, scores and `training` to `clone`; return `clone`."""
         clone.cohort.set_hparams(clone.slot, agent.hparams)
         clone.state.counters = agent.state.counters
         clone.state.history = list(agent.state.history)
@@ -263,8 +263,8 @@ class Agent(ABC):
 
         Args:
             path: Folder written by `save_checkpoint` or by PEFT. The weights of a PEFT folder
-                become the actor, and also the agent's reference adapter if there is one. Otherwise
-                the reference stays the adapter that the agent started from, or the base.
+                become the actor, and also the agent's reference adapter if there is one. If there
+                is none, the reference stays the adapter that the agent started from, or the base.
             load_optimizer: Restore AdamW's moments as well.
             overwrite_reference_adapter: Use the checkpoint's actor as the reference even if the
                 checkpoint has a reference.

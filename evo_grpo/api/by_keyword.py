@@ -17,7 +17,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 def _declared(root: type[Group], path: Path) -> FieldInfo:
-    """Return the declaration of the setting at a path."""
+    """Return the declaration of the setting at `path` in the group of settings `root`."""
     group: Any = root
     for part in path[:-1]:
         annotation = group.model_fields[part].annotation
@@ -47,9 +47,9 @@ TRAIN_FIELDS = {name: _declared(RunConfig, path) for name, path in keywords.TRAI
 def by_keyword(fields: Mapping[str, FieldInfo], typed: type) -> Callable[[MethodT], MethodT]:
     """Return a decorator for a method whose `**settings` are of the type `typed`.
 
-    The method gets every setting; settings missing in the call have the default in `fields`. Its
-    signature and its docstring, which `help` shows, list all settings. Surplus positional arguments
-    and unknown keywords raise ConfigError.
+    The decorated method gets every setting; a setting that is missing in the call has the default
+    in `fields`. The method's signature and docstring, which `help` shows, list all settings.
+    Surplus positional arguments and unknown keywords raise ConfigError.
     """
 
     def decorate(method: MethodT) -> MethodT:

@@ -96,7 +96,7 @@ def adapter_of(settings: AgentSettings, objects: Objects) -> RankAlpha:
 
 
 def _checked(settings: AgentSettings, objects: Objects) -> tuple[AgentSettings, Objects]:
-    """Check that initial rank and alpha are in their ranges, unless a start adapter gives them."""
+    """Return the arguments; refuse initial rank or alpha out of range, except a start adapter's."""
     is_named_model = settings.model is not None and settings.model.adapter is None
     if objects.lora is not None or is_named_model:
         adapter, above = adapter_of(settings, objects), ("hyperparameters",)
@@ -106,7 +106,7 @@ def _checked(settings: AgentSettings, objects: Objects) -> tuple[AgentSettings, 
 
 
 def checked_start(population: PopulationConfig, settings: AgentSettings, objects: Objects) -> Start:
-    """Return the checked `population.init`, with runs replaced by the settings of their agents."""
+    """Return the checked `population.init`, with hyperparameters in place of the runs it names."""
     size, space = population.size, settings.search_space()
     hparams = settings.algorithm.first_hparams(space, adapter_of(settings, objects))
     init = resolved_start(population.init, hparams, space, size, settings.seed)
@@ -116,7 +116,7 @@ def checked_start(population: PopulationConfig, settings: AgentSettings, objects
 
 
 def warn_of_settings(settings: AgentSettings, init: Start = "same") -> None:
-    """Warn about each setting that was given and has no effect, or is doubtful."""
+    """Warn about each setting that was passed and has no effect, and about doubtful settings."""
     for finding in without_effect_of_agents(settings, init):
         warnings.warn(str(finding), WithoutEffect, stacklevel=4)
     for doubt in doubts_of_agents(settings, init):
@@ -148,7 +148,8 @@ def in_groups(
 ) -> tuple[PopulationConfig, EvolveConfig, RecordConfig, dict[str, Any]]:
     """Sort the keywords of `train` into groups of settings.
 
-    The last returned value has the strategies given as objects, by their names in `RoundSettings`.
+    `size` is the number of agents in the first round, `played` the number of finished rounds. The
+    last returned value has the strategies that are objects, by their names in `RoundSettings`.
     """
     groups: dict[str, dict[str, Any]] = {}
     for name, path in TRAIN_KEYWORDS.items():
@@ -172,7 +173,7 @@ def in_groups(
 
 
 def check_out(out: Path, cohort: Cohort, played: int) -> None:
-    """Raise ConfigError if a call after `played` rounds cannot write a run folder."""
+    """Raise ConfigError if `train` cannot write a run folder; `played` rounds are finished."""
     problem = ""
     if cohort.team.size > 1:
         problem = (
@@ -196,11 +197,11 @@ def going_on(
     slots: Sequence[Slot],
     past: tuple[Sequence[RoundRecord], PopulationConfig | None],
 ) -> tuple[PopulationConfig, EvolveConfig]:
-    """Return the settings of a call of `train` with its decisions and sizes filled in.
+    """Return the settings of a call of `train`, with `decisions` and `sizes` filled in if missing.
 
-    `past` has the finished rounds, and the settings of the previous call. Missing decisions or
-    sizes are those of the previous call, which continue as in a run that is extended; after `load`,
-    those of the finished rounds. Without a selection, no agent leaves.
+    `past` has the finished rounds, and the settings of the previous call (None after `load`).
+    Missing values are taken from the previous call, and continued as in a run that is extended.
+    After `load`, they are taken from the finished rounds. Without a selection, no agent leaves.
     """
     rounds, earlier = past
     selects = evolve.selects
@@ -228,7 +229,7 @@ def warn_of_inert_mutations(
     population: PopulationConfig | None = None,
     evolve: EvolveConfig | None = None,
 ) -> None:
-    """Warn about settings without effect in a call of `train`, unless the constructor has warned.
+    """Warn about settings without effect in `train` of which the constructor has not warned.
 
     `explorer` is None for the default; `prompts` is P, the prompts of a GRPO step.
     """
@@ -251,7 +252,7 @@ def warn_of_inert_mutations(
 
 
 def recorded_config(prepared: Prepared, name: str, env: object) -> RunConfig:
-    """Return the settings of a call of `train` as a `RunConfig`, without its objects."""
+    """Return the settings of a call of `train` as a `RunConfig`, without Python objects."""
     cohort, rounds = prepared.cohort, prepared.round_settings
     settings = cohort.settings
     start_hparams = [cohort.agents[slot].hparams for slot in prepared.slots]
@@ -274,9 +275,10 @@ def recorded_config(prepared: Prepared, name: str, env: object) -> RunConfig:
 def unnamed_objects(
     cohort: Cohort, slots: Sequence[Slot], env: object, strategies: Mapping[str, Any]
 ) -> list[str]:
-    """Return the names of objects that no file can name, which `Population.resume` must be given.
+    """Return the names of the objects in a call of `train` that no file can name.
 
-    `strategies` has the strategies that are objects, by their names in `RoundSettings`.
+    `Population.resume` needs these objects again. `strategies` has the strategies that are objects,
+    by their names in `RoundSettings`.
     """
     names = [*cohort.objects, *(name for name, field, _ in STRATEGIES if field in strategies)]
     task = named_task(env)

@@ -57,11 +57,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 HANDLES: dict[str, Any] = {}
-"""The class of each algorithm; `api/agent.py` registers them, since it imports this module."""
+"""Algorithm -> its class; api/agent.py fills this in, because that module imports this one."""
 
 
 class AgentHandle(Protocol):
-    """An agent of a population."""
+    """An element of a population: an agent, or a wrapper that has the agent's slot."""
 
     slot: Slot
 
@@ -87,7 +87,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     def __init__(
         self, cohort: Cohort, agents: Sequence[AgentT], slots: Sequence[Slot] | None = None
     ) -> None:
-        """Store the handles."""
+        """Make a population of existing agents."""
         self.cohort = cohort
         self.agents = list(agents)
         self.slots = [agent.slot for agent in agents] if slots is None else list(slots)
@@ -220,7 +220,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return self.rounds[played:]
 
     def _after_rounds(self, slots: Sequence[Slot], planned: int) -> None:
-        """Keep the agents in `slots`; after the last of `planned` rounds, note its pending plan."""
+        """Keep only the agents in `slots`; after the last planned round, remember its plan."""
         self.keep(slots)
         if self.rounds and (len(self.rounds) >= planned or self.rounds[-1].is_end):
             unapplied.note(self.cohort, self.rounds[-1])
@@ -229,7 +229,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     def _put_back_if_interrupted(
         self, whole: LastWholeRound, planned: int, out: Path | None
     ) -> Generator[None]:
-        """After an exception, Ctrl-C included, return to the end of the last finished round."""
+        """If the block raises (also by Ctrl-C), put agents back to the end of the last round."""
         try:
             yield
         except BaseException as error:  # Ctrl-C too: the stop button of a notebook
@@ -261,7 +261,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     ) -> tuple[Slot, ...]:
         """Train, write a run folder, and evaluate the best agent at the end.
 
-        `given` has the keywords of `train`, `strategies` those that are objects of the user.
+        `given` has the keywords of `train`, `strategies` the user's strategies that are objects.
         """
         config = calls.recorded_config(prepared, str(given["name"]), given["env"])
         check_storage(config.record.storage)
@@ -475,7 +475,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
 
 
 def tested(cohort: Cohort, env: object, slots: Sequence[Slot], loop: int) -> list[Evaluation]:
-    """Evaluate agents on the test split at temperature 1, in one generation call."""
+    """Evaluate agents as `Population.test` does; return all results of the evaluation."""
     whole(1).check("loop", loop)
     environment = environment_for(cohort, env)
     return evaluate(

@@ -21,7 +21,7 @@ from evo_grpo.training.run import run as play_run
 
 
 class RunFolder(type(Path())):
-    """The path of a run folder, which a notebook shows as the result of the run."""
+    """The path of a run folder; a notebook displays it as the result of the run."""
 
     def _repr_html_(self) -> str | None:
         from evo_grpo.readers.report.run_page import as_html
@@ -128,7 +128,10 @@ def resume(
 def _watched(
     play: Callable[[Observer], Path], progress: bool | None, observer: Observer | None, loaded: str
 ) -> RunFolder:
-    """Call `play` with an observer that shows the progress and calls the caller's observer."""
+    """Call `play` with an observer that shows the progress and calls `observer`.
+
+    `loaded` is the name of what is loaded first, for the display.
+    """
     # Only the process of rank 0 shows the run: others may not see the folder.
     if is_silent_rank() or (progress is None and observer is not None):
         progress = False

@@ -34,13 +34,13 @@ from evo_grpo.types import Slot
 
 POPULATION = "population.json"
 MOST_SLOTS = 10_000
-"""Bound on slot numbers: `load` builds a slot for each number up to the largest."""
+"""Bound on the slots in a file, because `load` builds an adapter for each number below them."""
 ARCHIVE = "archive"
 """Folder of the archive, the best agent ever."""
 
 
 class Saved(Group):
-    """The contents of population.json: the agents by their slots, and records of their rounds."""
+    """The content of population.json: the slots of the agents, and the records of their rounds."""
 
     format: Literal[4]
     agents: list[Annotated[int, Field(ge=0, lt=MOST_SLOTS)]] = Field(min_length=1)
@@ -136,7 +136,7 @@ def _load_agent(cohort: Cohort, slot: Slot, place: Path) -> None:
 
 
 def _fit_reference(cohort: Cohort, slot: Slot, place: Path) -> None:
-    """Fit an agent's reference adapter, if any, to the saved LoRA configuration."""
+    """Rebuild an agent's reference adapter, if any, with the LoRA configuration that was saved."""
     state, saved_reference = cohort.agents[slot], place / "reference"
     if state.has_reference:
         folder = saved_reference if saved_reference.is_dir() else place / "actor"
@@ -181,10 +181,10 @@ def _settings_and_objects(
 ) -> tuple[AgentSettings, Objects]:
     """Return the settings and objects from which a checkpoint's agent is built.
 
-    Warns of parts that were not saved. `trust_remote_code` alone decides whether Python code of the
-    base may run; the value in the checkpoint is ignored. `kind` is the algorithm to build: grpo,
-    gspo or cispo. `zero` is the DeepSpeed stage with which the agent continues, None for AdamW of
-    torch.
+    Warns of a tokenizer that was not saved. `trust_remote_code` alone decides whether Python code
+    of the base may run; the value in the checkpoint is ignored. `kind` is the algorithm to build:
+    grpo, gspo or cispo. `zero` is the DeepSpeed stage with which the agent continues, None for
+    AdamW of torch.
     """
     flag().check("trust_remote_code", trust_remote_code)
     settings = _settings(attributes, folder)
@@ -239,7 +239,7 @@ def _settings(attributes: Mapping[str, Any], folder: Path) -> AgentSettings:
 
 
 def _check_keywords(config: Mapping[str, Any], folder: Path) -> None:
-    """Raise an error for keywords of `from_pretrained` that are not in `_KEYWORDS`."""
+    """Refuse keywords of `from_pretrained`, and values, that `_KEYWORDS` does not allow."""
     for name, value in config.items():
         rule = _KEYWORDS.get(name)
         if rule is None or not rule.good(value):

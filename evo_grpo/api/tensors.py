@@ -33,7 +33,7 @@ def to_prompts(
         observations: One or more of: a `Prompt`; a mapping with `input_ids` (T,) or (1, T) and
             optionally `attention_mask`; or a string.
         tokenizer: Tokenizer for strings.
-        vocabulary: Number of token ids of the base; None does not check ids.
+        vocabulary: Number of token ids of the base; None allows all ids >= 0.
     """
     prompts = [_to_prompt(i, item, tokenizer) for i, item in enumerate(_listed(observations))]
     for i, prompt in enumerate(prompts):
@@ -81,7 +81,7 @@ def _to_prompt(
 
 
 def _of_ids(index: int, item: Mapping[str, Any], ids: Tensor) -> Prompt:
-    """Return the prompt of a mapping with `input_ids`, without the ids that its mask leaves out."""
+    """Return the prompt of a mapping with `input_ids`, without ids whose `attention_mask` is 0."""
     if item.get("attention_mask") is not None:
         ids = ids[torch.as_tensor(item["attention_mask"]).reshape(-1).bool()]
     columns = {k: v for k, v in item.items() if k not in ("input_ids", "attention_mask", "text")}
@@ -91,7 +91,7 @@ def _of_ids(index: int, item: Mapping[str, Any], ids: Tensor) -> Prompt:
 def close_turns_with(
     observations: Observation | Sequence[Observation], ends: StopRules, pad_id: int
 ) -> None:
-    """Tell the episodes of observations, if any, which tokens end and pad completions."""
+    """For observations that are turns, tell their episodes which tokens end and pad completions."""
     for turn in _listed(observations):
         if isinstance(turn, Turn):
             turn.episode.answered_by(ends, pad_id)
@@ -165,7 +165,7 @@ def _size(number: int, ids: Tensor, mask: Tensor, vocabulary: int) -> int:
 
 
 def check_generated(rows: Sequence[Row]) -> None:
-    """Check that at least one token of the rows was generated."""
+    """Raise ShapeError unless at least one token of the rows was generated."""
     if not any(row.generated for row in rows):
         raise ShapeError(
             f"learn: expected at least one generated token, got {len(rows)} rows whose action "
@@ -177,7 +177,7 @@ def check_generated(rows: Sequence[Row]) -> None:
 def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarray) -> list[Row]:
     """Convert the tensors of `learn` into rows, each cut after its last generated token.
 
-    Groups with different prompts are refused, because their rewards have no common baseline.
+    A group of several prompts is refused, because its rewards have no common baseline.
     """
     rows: list[Row] = []
     for number, (group, mask) in enumerate(zip(ids, masks, strict=True)):

@@ -1,7 +1,7 @@
 """Keeps the plan after the last round of a `train` call, for the next call to carry out.
 
-Several calls give the same result as one. If the user has changed agents between the calls, the
-next call does not carry out the plan, and warns.
+Several calls thus give the same result as one. If the user has changed agents between the calls,
+the next call does not carry out the plan, and warns.
 """
 
 import warnings
@@ -20,7 +20,7 @@ class Unapplied:
 
     Attributes:
         record: The last round of the call, with the plan.
-        marks: Result of `_mark` for each agent at the end of the call.
+        marks: By slot, the state of each agent at the end of the call, to detect later changes.
     """
 
     record: RoundRecord
@@ -66,9 +66,9 @@ def is_unchanged(cohort: Cohort, slots: Sequence[Slot]) -> bool:
 def make_up(
     cohort: Cohort, slots: Sequence[Slot], *, inherit_optimizer: bool
 ) -> RoundRecord | None:
-    """Carry out the plan for these agents, if there is one and none of them was changed.
+    """Carry out the pending plan for these agents, if there is one and no agent was changed.
 
-    Returns the record of the last round with the plan carried out; None if nothing was done.
+    Returns the record of the last round, extended by the plan; None if nothing was done.
     """
     unapplied = _find(cohort, slots)
     if unapplied is None:
@@ -97,7 +97,7 @@ def _find(cohort: Cohort, slots: Sequence[Slot]) -> Unapplied | None:
 
 
 def _changed(cohort: Cohort, slots: Sequence[Slot], unapplied: Unapplied) -> list[Slot]:
-    """Return the slots whose agents changed since the plan's round; all, if the plan has others."""
+    """Return the slots of agents changed since the plan; all if the plan is for other agents."""
     if list(slots) != list(unapplied.marks):
         return list(slots)
     return [slot for slot, mark in unapplied.marks.items() if _mark(cohort, slot) != mark]

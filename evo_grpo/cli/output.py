@@ -60,7 +60,7 @@ def write(text: str) -> None:
 def flush_standard_output() -> OSError | None:
     """Flush the buffered output; return the error if this fails.
 
-    After an error the remaining output is discarded; else Python prints another error at exit.
+    After an error the remaining output is discarded, or Python would print another error at exit.
     """
     if sys.stdout is None:  # as after `>&-`
         return None
@@ -103,7 +103,7 @@ def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
 
 @contextmanager
 def bugs_to_exit_codes() -> Generator[None]:
-    """Print the escaped traceback of a bug in the body, and exit with 1; report lost output."""
+    """Turn a bug in the body, or lost output, into an escaped message and the exit code 1."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # not closed (`>&-`), nor replaced by the caller
         sys.stdout.reconfigure(errors="backslashreplace")  # characters that its encoding lacks
     try:

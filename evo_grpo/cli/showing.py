@@ -42,8 +42,8 @@ METRICS = ("reward", "zero_variance", "loss", "entropy")
 class Events(Observer):
     """Writes the progress of a run as lines of JSON.
 
-    With `ends`, `finished` writes the end of the run. Otherwise the caller must call `ended`, which
-    adds the story and the warnings.
+    If `ends` is true, `finished` writes the event that ends the run. Otherwise the caller must call
+    `ended`, whose event also has the story and the warnings.
     """
 
     def __init__(self, *, ends: bool = False) -> None:
@@ -176,7 +176,7 @@ class RunOutput:
             warn(text)
 
     def progress(self, *, arm: bool = False) -> RunProgress:
-        """Return the progress of a run, or, with `arm`, of a population of a comparison."""
+        """Return the display of a run's progress; with `arm`, of a population of a comparison."""
         from evo_grpo.readers.terminal.live import progress_on
         from evo_grpo.readers.terminal.progress import RunProgress
 
@@ -188,7 +188,7 @@ class RunOutput:
         return ObserverList((progress, events))
 
     def loading(self, progress: RunProgress, what: str) -> None:
-        """Show `what`, the name of the model or run that is being loaded, as the first line."""
+        """Show, as the first line, the name `what` of the model or run that is being loaded."""
         progress.loading(what)
         if self.events is not None:
             self.events.write("loading", what=what)

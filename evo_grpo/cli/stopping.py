@@ -95,7 +95,7 @@ def leave() -> None:
 def interruptible(message: Callable[[], str]) -> Generator[Callable[[], None]]:
     """Let a signal interrupt the body, then print a message and exit with 130 or 143.
 
-    `message` returns one printable line. If the body hangs, another thread calls it.
+    `message` returns one printable line. If the body hangs, another thread calls `message`.
 
     Yields:
         A function to call when the work begins. Before that call, a signal ends the process at

@@ -1,7 +1,8 @@
 """Finds the prompt template and answer length of a task from its settings alone.
 
 This works on a machine without the task's data and reward functions: no user code is imported. The
-user's rows are read only if the settings have no template, or to show examples drawn from train.
+user's rows are read only to find a template if the settings have none, or to show few-shot examples
+drawn from train.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class TaskPrompt:
     Attributes:
         template: Turns a row into a prompt.
         max_output_tokens: Tokens of a usual answer.
-        example: A row of a built-in task; empty for rows of the user.
+        example: A row of a built-in task, to fill in the template with; empty for any other task.
         hidden: Number of examples in the template whose values are not shown.
     """
 
@@ -41,7 +42,7 @@ class TaskPrompt:
 
     @property
     def columns(self) -> list[str]:
-        """The columns in the template."""
+        """Names of the columns whose values the template takes from a row."""
         return list(self.template.columns())
 
 
@@ -60,9 +61,10 @@ class _Hidden(str):
 def asking(
     env: EnvConfig, seed: int, prompt: str | None = None, *, show_rows: bool = True
 ) -> TaskPrompt:
-    """Return the prompt template and answer length of a task; `prompt` names one of `env.prompts`.
+    """Return the prompt template of a task and the length of its answers.
 
-    Without `show_rows`, the examples of `env.few_shot` have "..." in place of the user's values.
+    `prompt` is a name in `env.prompts`; None takes the first prompt. If `show_rows` is false, the
+    examples of `env.few_shot` have "..." in place of the user's values.
     """
     if is_multi_turn(env.kind):
         messages = Template.of(opening(env.system_prompt))

@@ -1,4 +1,4 @@
-"""Read the conversation in a column of a row, as datasets of chat models have it."""
+"""Reads conversations in columns of rows, in the forms that datasets of chat models use."""
 
 import json
 import re
@@ -36,10 +36,10 @@ def is_conversation(value: object) -> bool:
 
 
 def parts_of(row: DatasetRow, column: str) -> dict[str, Any]:
-    """Split a column's conversation: `messages` is the prompt, and `target`, if any, the answer.
+    """Split the conversation in `column` into `messages`, the prompt, and `target`, its answer.
 
-    Text is one message of the user. Only the column `messages` has a target: its last message, if
-    that is the assistant's.
+    Plain text counts as one message of the user. Only the column "messages" can have a target: its
+    last message, if that is the assistant's.
     """
     messages = messages_of(row[column], f'the column "{column}"')
     if column != MESSAGES or messages[-1]["role"] != "assistant":
@@ -53,7 +53,10 @@ def parts_of(row: DatasetRow, column: str) -> dict[str, Any]:
 
 
 def with_parts(row: DatasetRow, parts: Mapping[str, Any]) -> DatasetRow:
-    """Add the parts of a row's conversation as columns; a column that exists is not replaced."""
+    """Return a row with the parts of its conversation as new columns; existing columns are kept.
+
+    `parts` is a result of `parts_of`.
+    """
     added = {name: value for name, value in parts.items() if name not in row}
     if not added:
         return row
@@ -61,7 +64,11 @@ def with_parts(row: DatasetRow, parts: Mapping[str, Any]) -> DatasetRow:
 
 
 def messages_of(value: object, where: str) -> list[dict[str, Any]]:
-    """Return the messages of a conversation, or text as one message; every content is text."""
+    """Return a conversation as a list of messages, each with text as its content.
+
+    `value` is a list of messages, such a list as JSON, or plain text, which becomes one message of
+    the user. `where` says in errors where the value is.
+    """
     messages = _as_list(value)
     if isinstance(value, str):
         if not _MESSAGE_LIST.match(value):
@@ -104,7 +111,7 @@ def _message(value: object, where: str) -> dict[str, Any]:
 
 
 def text_of(value: object, where: str) -> str:
-    """Return the content of a message as text; parts of text are joined."""
+    """Return `value`, the content of a message, as text; a list of text parts is joined."""
     if isinstance(value, str):
         return value
     parts = _as_list(value)

@@ -1,4 +1,4 @@
-"""Describe an environment that is a Python object, so that a later call can recognise it."""
+"""Describes an environment that is a Python object, so that a later call can recognise it."""
 
 import hashlib
 import inspect
@@ -29,9 +29,10 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def environment_parts(env: object, seed: int) -> dict[str, str]:
     """Return the parts that identify an environment: name -> text or digest.
 
-    Rows are compared by content, functions and classes by their source, without the functions that
-    they call. The way reward functions are called is included only for TRL's style; otherwise it
-    does not affect results. `seed` decides which rows a `DatasetEnv` holds out.
+    Rows are compared by content. Functions and classes are compared by their own source; the
+    functions that they call are not compared. Of the settings for calls of reward functions, only
+    TRL's style is a part, because the others do not affect results. `seed` decides which rows a
+    `DatasetEnv` holds out.
     """
     parts = {ENVIRONMENT: type(env).__name__}
     if isinstance(env, DatasetEnv):
@@ -48,7 +49,10 @@ def environment_parts(env: object, seed: int) -> dict[str, str]:
 
 
 def recorded_task(env: object, name: str) -> EnvConfig:
-    """Return an environment's settings for population.yaml: its template, but no rows or code."""
+    """Return the settings that population.yaml has for an environment that is a Python object.
+
+    They contain its prompt templates, but no rows or code; `name` becomes part of `kind`.
+    """
     kind = f"{OBJECT}{name}"
     if isinstance(env, DatasetEnv):
         return env.settings.replace(kind=kind, reward_weights=None)
@@ -60,16 +64,17 @@ def recorded_task(env: object, name: str) -> EnvConfig:
 
 
 def _raw(template: Template) -> dict[str, Any]:
-    """Return a template as settings: `prompt`, or `conversation`."""
+    """Return a template as a setting: `prompt` for raw text, or `conversation`."""
     if template.conversation is None:
         return {"prompt": template.text}
     return {"conversation": [Message(**dict(message)) for message in template.conversation]}
 
 
 def source_part(name: str, code: object) -> dict[str, str]:
-    """Return `name` -> digest of the source of a function or class, or {} if there is no source.
+    """Return `name` -> digest of the source of `code`, or {} if there is no source.
 
-    Of the functions and classes of this package, it is the digest of the name.
+    `code` is a function, a class, or an object, whose class is taken. Code of this package is
+    digested by its dotted name instead, because the package's version is recorded.
     """
     bound = ""
     if isinstance(code, partial):
@@ -86,7 +91,10 @@ def source_part(name: str, code: object) -> dict[str, str]:
 
 
 def reward_parts(rewards: Iterable[object]) -> dict[str, str]:
-    """Return the digests of the sources of reward functions, plain or as `RewardFunction`s."""
+    """Return `env.reward: <name>` -> digest of the source, for each reward function.
+
+    `rewards` are functions or `RewardFunction`s.
+    """
     parts: dict[str, str] = {}
     for reward in rewards:
         fn = getattr(reward, "fn", reward)
@@ -120,7 +128,7 @@ def _digest(text: str) -> str:
 
 
 def _stable(value: object) -> str:
-    """Return a value as JSON that is equal in every process."""
+    """Return a value as JSON text that is the same in every process."""
     return json.dumps(value, ensure_ascii=False, default=_text_of)
 
 

@@ -30,15 +30,15 @@ from evo_grpo.settings import EnvConfig
 
 @dataclass(frozen=True)
 class Family:
-    """A family of environments.
+    """What the module of an environment family declares: how `env.kind` names it, what it reads.
 
     Attributes:
         named: What follows the name of the family in `env.kind`, after a colon: nothing, the name
             of an environment, or the user's code as "module:function".
         multi_turn: Whether episodes have several turns.
-        reads: Which of env.train, env.validation and env.test the family reads. If it reads any and
-            has one turn, `build` takes a `Loader` as its last argument, and uses the template and
-            the rewards of the configuration.
+        reads: Which of env.train, env.validation and env.test the family reads. If it reads any of
+            them and episodes have one turn, `build` takes a `Loader` as its last argument, and
+            itself applies the template and the rewards of the configuration.
     """
 
     named: Literal["", "name", "code"] = ""
@@ -47,7 +47,7 @@ class Family:
 
 
 def checked_arguments(env: EnvConfig, taken_by: Callable[..., object]) -> dict[str, Any]:
-    """Return `env.args`, checked against the keyword-only parameters of a function."""
+    """Return `env.args`, checked by name and type against keyword-only parameters of `taken_by`."""
     parameters = inspect.signature(taken_by).parameters.values()
     parameter_names = [p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
     check_names(env.kind, env.args, parameter_names)
@@ -55,7 +55,7 @@ def checked_arguments(env: EnvConfig, taken_by: Callable[..., object]) -> dict[s
 
 
 def check_names(kind: str, args: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse names in `env.args` that an environment does not have, and suggest the nearest."""
+    """Refuse an argument in `env.args` whose name is not in `known`; suggest the nearest name."""
     known = list(known)
     for name in args:
         if name not in known:
@@ -66,7 +66,10 @@ def check_names(kind: str, args: Iterable[str], known: Iterable[str]) -> None:
 
 
 def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> dict[str, Any]:
-    """Return `args`; refuse a value that has not the type of its default (for None, an integer)."""
+    """Return `args`; refuse a value whose type differs from that of the parameter's default.
+
+    A parameter of `taken_by` whose default is None takes an integer or None.
+    """
     for name, value in args.items():
         default = inspect.signature(taken_by).parameters[name].default
         expected: type = int if default is None else type(default)
@@ -80,9 +83,10 @@ def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> d
 def check_arguments(
     kind: str, args: Mapping[str, Any], made_by: Callable[..., Any], own: Iterable[str] = ()
 ) -> None:
-    """Refuse arguments that neither the environment's class nor the adapter (`own`) takes.
+    """Refuse arguments that neither `made_by`, the environment's class, nor its adapter takes.
 
-    Several packages ignore unknown arguments, so a misspelt one would have no effect.
+    `own` has the names of the adapter's arguments. Several packages ignore unknown arguments, so a
+    misspelt argument would have no effect.
     """
     by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(made_by).parameters.values()
@@ -90,7 +94,7 @@ def check_arguments(
 
 
 def check_call(kind: str, args: Mapping[str, Any], made_by: Callable[..., Any]) -> None:
-    """Refuse keyword arguments with which a user's function cannot be called."""
+    """Refuse `args` if they cannot be passed as keywords to the user's function `made_by`."""
     signature = inspect.signature(made_by)
     try:
         signature.bind(**args)
@@ -111,7 +115,7 @@ def check_integer(name: str, value: object, low: int) -> int:
 
 
 def check_name(kind: str, package: str, name: str, names: Iterable[str]) -> None:
-    """Refuse a name that a package does not have, and suggest the nearest."""
+    """Refuse the name of an environment that is not in a package's `names`; suggest the nearest."""
     available = list(names)
     if name not in available:
         raise ConfigError(

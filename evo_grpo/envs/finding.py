@@ -1,9 +1,9 @@
-"""Find the names of a configuration in source files, without importing anything.
+"""Looks up in source files, without an import, the functions and classes of a configuration.
 
 A module is located as an import locates it, but level by level, because `find_spec("a.b")` imports
 `a`. The module's syntax tree shows whether the name exists, and which arguments a function or class
-takes. Names whose arguments only running the code would show (an imported name, a compiled module,
-a decorator, a base class) are accepted.
+takes. If only running the code would show the arguments (of an imported name, in a compiled module,
+under a decorator, with a base class), any arguments are accepted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Definition:
     methods: frozenset[str] | None = None
 
     def lacks(self, method: str) -> bool:
-        """Return whether the source shows a class without this method."""
+        """Return whether the source shows that this is a class without the method `method`."""
         return self.methods is not None and method not in self.methods
 
     def refuses(self, args: Mapping[str, Any]) -> str:
@@ -60,7 +60,7 @@ class Definition:
         return ""
 
     def stand_in(self) -> Callable[..., Any]:
-        """Return a function with the same name and signature; do not call it."""
+        """Return a function with the same name and signature, which raises an error when called."""
 
         def stand_in(**anything: object) -> None:
             raise AssertionError(f"{self.path} was looked up in its source and not imported")
@@ -76,7 +76,7 @@ def find_function(path: str, where: str) -> Callable[..., Any]:
 
 
 def find_name(path: str, where: str) -> Definition:
-    """Look up "module:function" in its source, without an import; `where` names the setting."""
+    """Look up a "module:function" in the source of the module; `where` names the setting."""
     module, attribute = loading.split_name(path, where)
     first, *rest = attribute.split(".")
     if (source := _read(module, path, where)) is None:
@@ -118,7 +118,10 @@ def defining_files(path: str) -> dict[str, Path | None]:
 
 
 def _import_chain(module: str, name: str) -> Sequence[_Import]:
-    """Return `module` and `name`, then each module and name that these are imported from."""
+    """Return the chain of imports behind the name `name` in `module`.
+
+    It begins with this pair; each further pair is a module and a name that an earlier pair imports.
+    """
     chain = [_Import(module, name)]
     for link in chain:  # the loop appends to the list
         with suppress(ConfigError):  # the module cannot be read
@@ -129,14 +132,14 @@ def _import_chain(module: str, name: str) -> Sequence[_Import]:
 
 
 class _Import(NamedTuple):
-    """A module, and the name imported from it; "" where the module itself is imported."""
+    """A module, and the name imported from it; `name` is "" if the module itself is imported."""
 
     module: str
     name: str
 
 
 class _Source(NamedTuple):
-    """The file of a module, what binds each name, and whether its text shows all names."""
+    """The file of a module, the nodes that bind each name, and whether its text shows all names."""
 
     origin: str
     bound: Mapping[str, Sequence[ast.AST | _Import]]
@@ -195,7 +198,7 @@ def _read(name: str, path: str, where: str) -> _Source | None:
 
 
 def _bindings(body: Sequence[ast.stmt], package: str = "") -> dict[str, list[ast.AST | _Import]]:
-    """Return the names that statements bind, in any branch, each with its nodes and imports."""
+    """Return each name that statements bind in any branch, with the nodes or imports that do so."""
     bound: dict[str, list[ast.AST | _Import]] = defaultdict(list)
     pending: list[ast.AST] = [*body]
     for node in pending:  # the loop appends to the list
@@ -251,7 +254,7 @@ def _class(node: ast.ClassDef, path: str) -> Definition:
 
 
 def _signature(node: ast.AST | _Import, *, bound: bool = False) -> Signature | None:
-    """Return the signature of an undecorated function or lambda, else None; `bound` drops self."""
+    """Return the signature of an undecorated function or lambda, or None; `bound` drops self."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         return None
     if getattr(node, "decorator_list", ()):

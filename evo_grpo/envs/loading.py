@@ -3,8 +3,8 @@
 Commands that run the code of a configuration call `load_function`; `envs.finding` looks up a name
 without importing anything.
 
-A run folder may come from a stranger, with digests that match its code. So modules in run folders
-are refused, except for packages installed in an environment below one.
+A run folder may come from a stranger, and its digests then match the stranger's code. Modules in
+run folders are therefore refused, except for packages that are installed in a Python environment.
 """
 
 import importlib
@@ -114,9 +114,10 @@ _OTHER = 'the class Game in my_game.py of this folder is "my_game:Game"'
 
 
 def load_function(path: str, where: str = REWARD) -> Callable[..., Any]:
-    """Import the function that the setting `where` names, such as "package.module:object.method".
+    """Import the function that `path` names, such as "package.module:object.method".
 
-    Modules of `places.folders` are found after installed ones.
+    `where` is the setting with this name, for errors. An installed module takes precedence over one
+    in `places.folders`.
     """
     module_name, attribute = split_name(path, where)
     module = _import(module_name, path, where)
@@ -155,7 +156,7 @@ def is_standard(module: str) -> bool:
 
 
 def standard_library(path: str, where: str, module: str) -> ConfigError:
-    """Return the error for a name in the standard library."""
+    """Return the error for a setting that names code of the standard library."""
     root = module.partition(".")[0]
     rename = f"; rename {root}.py of this folder" if Path(f"{root}.py").exists() else ""
     return ConfigError(
@@ -168,7 +169,7 @@ def standard_library(path: str, where: str, module: str) -> ConfigError:
 def no_such_name(
     path: str, where: str, origin: str, part: str, there: Iterable[str]
 ) -> ConfigError:
-    """Return the error for a module without the attribute that `path` names."""
+    """Return the error for a `path` whose module exists but lacks the attribute."""
     module_name, _, attribute = path.partition(":")
     return ConfigError(
         f"{where}: {path!r}: the module {module_name!r} ({origin}) has no {attribute!r}."
@@ -194,7 +195,7 @@ def not_callable(path: str, where: str, value: object) -> ConfigError:
 
 
 def _refuse_imported(value: object, path: str, where: str) -> None:
-    """Refuse what another module imports from the standard library, as in "package:os.system"."""
+    """Refuse what a module imports from the standard library, such as os in "package:os.system"."""
     if isinstance(value, ModuleType):
         module = value.__name__
     elif isinstance(value, FunctionType | BuiltinFunctionType | MethodType | type):
@@ -206,7 +207,7 @@ def _refuse_imported(value: object, path: str, where: str) -> None:
 
 
 def search_here() -> None:
-    """Add `places.folders` to the end of `sys.path`, and refuse modules of run folders."""
+    """Add `places.folders` to the end of `sys.path`, and refuse later imports from run folders."""
     guard_imports()
     # At the end, so that a file such as random.py hides no installed module. They stay there,
     # because a function may import other modules of a folder when it is called.
@@ -289,9 +290,9 @@ def as_rewards(
     """Turn one reward, or a list of at least one, into `RewardFunction`s with weights.
 
     A reward is a function, its name, a `RewardFunction`, a `ModelReward`, a `JudgeReward`, or a
-    mapping as in `env.reward`. `weights` has one weight per reward, or some by name; all others
-    keep their weight (1 for a plain function). `style` is the `env.reward_style` of the user's
-    functions.
+    mapping as in `env.reward`. `weights` has one weight per reward, or maps names to weights; a
+    reward that is not named keeps its weight (1 for a plain function). `style` is the
+    `env.reward_style` of the user's functions.
     """
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
     items = list(cast("Sequence[object]", given)) if is_list else [given]
@@ -328,7 +329,10 @@ def as_rewards(
 
 
 def _loaded(given: object, load: Loader) -> Any:  # noqa: ANN401 -- what a user gave as a function
-    """Load a function by its name, or build the scorer of settings; return other values as is."""
+    """Load a function by its name, or build the scorer that settings describe.
+
+    The value of a `PythonObject` and all other values are returned as they are.
+    """
     if isinstance(given, str):
         return load(given, REWARD)
     if isinstance(given, PythonObject):

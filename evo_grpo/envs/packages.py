@@ -31,7 +31,10 @@ _ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|\*+")
 
 
 def load_package(kind: str, module: str, package: str, remedy: str) -> ModuleType:
-    """Import a module of another package without its prints, warnings and logging set-up."""
+    """Import a module of another package; hide its prints and warnings, undo its logging set-up.
+
+    If the import fails, EngineUnavailable is raised with `remedy`.
+    """
     try:
         with quiet():
             return importlib.import_module(module)
@@ -43,7 +46,7 @@ def load_package(kind: str, module: str, package: str, remedy: str) -> ModuleTyp
 
 
 def entry_point(kind: str, spec: Any, package: str) -> Callable[..., Any]:  # noqa: ANN401 -- of a package without types
-    """Return the class or factory of a registered environment."""
+    """Return the class or factory of an environment, which a package registered as `spec`."""
     entry = spec.entry_point
     if not callable(entry):
         # An environment's own imports may be missing although the package is installed.
@@ -55,7 +58,10 @@ def entry_point(kind: str, spec: Any, package: str) -> Callable[..., Any]:  # no
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Hide prints of another package; in the main thread, hide warnings and undo logging set-up."""
+    """Hide what this thread prints in a `with` block.
+
+    In the main thread, warnings are hidden too, and changes of the root logger are undone.
+    """
     with contextlib.redirect_stdout(cast("TextIO", _Muted())):
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -72,7 +78,7 @@ def quiet() -> Generator[None]:
 
 
 class _Muted:
-    """Standard output without the prints of this thread; prints of other threads pass."""
+    """Standard output that drops the prints of the thread that made it, and passes on all else."""
 
     def __init__(self) -> None:
         self._thread, self._dropped = threading.get_ident(), io.StringIO()
@@ -116,9 +122,10 @@ def global_generators_kept() -> Generator[None]:
 class PrivateGenerators:
     """Random generators of one environment, which replace the global ones while it runs.
 
-    Only one such environment of the process runs at a time. Its class sets `draws_globally = True`,
-    so that a gym does not count the wait for another environment as part of a call. `seed`, any
-    int, is used before the first reset and for episodes without a seed.
+    Only one such environment of the process runs at a time. The environment's class sets
+    `draws_globally = True`, so that a gym does not count the wait for another environment as part
+    of a call. `seed`, any int, seeds draws before the first episode, and episodes that are begun
+    without a seed.
     """
 
     def __init__(self, seed: int) -> None:

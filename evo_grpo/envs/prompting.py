@@ -13,7 +13,7 @@ from evo_grpo.settings.env import PROMPTS, EnvConfig, FewShot, PromptSettings
 
 
 def configured_template(env: EnvConfig) -> str | Messages | None:
-    """Return the prompt template of a configuration, or None."""
+    """Return the template in `env.prompt` or `env.conversation`, or None if both are unset."""
     if env.conversation is None:
         return env.prompt
     if env.prompt is not None:
@@ -25,7 +25,7 @@ def configured_template(env: EnvConfig) -> str | Messages | None:
 
 
 def with_prompting(task: Task, settings: PromptSettings, seed: int) -> Task:
-    """Add a system prompt, examples from train, template keywords and thinking tags to a task."""
+    """Add system prompt, examples, template keywords and thinking tags of `settings` to a task."""
     if settings == type(settings)():
         return task
     template = task.template
@@ -53,7 +53,8 @@ def named_template(
 ) -> Template:
     """Return the template called `name` in `env.prompts`, with system prompt and examples.
 
-    None stands for the first of these, or for `template`, the task's, if `env.prompts` is empty.
+    For None as `name`, the first template of `env.prompts` is taken, or `template`, that of the
+    task, if `env.prompts` is empty.
     """
     prompts = settings.prompts or {}
     if name is None:
@@ -89,7 +90,8 @@ def prompting_template(
 ) -> Template:
     """Add the system prompt, examples and chat template keywords in `settings` to a template.
 
-    `settings.prompts` is not read. `above` is the settings group of the system prompt, for errors.
+    `settings.prompts` is not read. `above`, which errors name, is the settings group with the
+    system prompt.
     """
     if settings.few_shot is not None:
         template = _solved_before(template, settings.few_shot, examples)
@@ -131,7 +133,7 @@ def _with_examples(
 def _taken_out(
     train: Sequence[DatasetRow], template: Template, count: int, seed: int
 ) -> tuple[list[DatasetRow], list[DatasetRow]]:
-    """Draw `count` prompts from train; return one row of each, and all rows of other prompts."""
+    """Draw `count` prompts of train; return one row of each, and all rows of all other prompts."""
     by_prompt: dict[str, list[DatasetRow]] = {}
     for row in train:
         by_prompt.setdefault(template.plain(row), []).append(row)

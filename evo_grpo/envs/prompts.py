@@ -70,13 +70,13 @@ class Template:
         return prompt_template
 
     def columns(self) -> dict[str, str]:
-        """Return column -> "the prompt template" for each column, as `require_columns` takes it."""
+        """Return column -> "the prompt template" for all columns, as `require_columns` takes it."""
         parts = [self.text or ""] + [message["content"] for message in self.conversation or ()]
         return {column: "the prompt template" for part in parts for column in _columns(part)}
 
     @property
     def conversations(self) -> list[str]:
-        """The columns of the template that hold messages."""
+        """Names of the columns whose lists of messages the template inserts."""
         return [
             message["content"][1:-1]
             for message in self.conversation or ()
@@ -86,10 +86,10 @@ class Template:
     def fitted(
         self, rows: Sequence[DatasetRow], name: str, who: str = "the prompt template"
     ) -> tuple[list[DatasetRow], list[str]]:
-        """Return rows with the parts of their conversations as columns, and each row's plain text.
+        """Return rows with the parts of conversations as columns, and each prompt's plain text.
 
-        Refuses rows without the template's columns. For errors, `name` describes the rows, and
-        `who` what needs the columns.
+        Refuses rows without the template's columns. In errors, `name` describes the rows, and `who`
+        what needs the columns.
         """
         needs = dict.fromkeys(self.columns(), who)
         require_columns(rows, needs, name, filled=needs)
@@ -106,7 +106,7 @@ class Template:
         return fitted_rows, texts
 
     def plain(self, row: DatasetRow) -> str:
-        """Return a row's prompt without the chat template; equal texts mean equal prompts."""
+        """Return a prompt's text without the chat template; equal texts mean equal prompts."""
         return _text(self.messages(row))
 
     def messages(self, row: DatasetRow) -> list[dict[str, Any]]:
@@ -114,9 +114,9 @@ class Template:
         return self.filled(row)[1]
 
     def filled(self, row: DatasetRow) -> tuple[DatasetRow, list[dict[str, Any]]]:
-        """Return a row with the parts of its conversations as columns, and its `messages`.
+        """Return a row with the parts of its conversations as columns, and its prompt's messages.
 
-        A system message in a column is put before the examples.
+        A system message at the start of a column's messages is moved before the examples.
         """
         full_row, messages = row, list[dict[str, Any]]()
         for message in self.conversation or ({"role": "user", "content": self.text or ""},):
@@ -138,13 +138,13 @@ class Template:
         return full_row, messages
 
     def render(self, row: DatasetRow, tokenizer: Tokenizer) -> tuple[str, tuple[int, ...]]:
-        """Return a row's prompt text and token ids."""
+        """Return the text and the token ids of a row's prompt."""
         return self.render_all([row], tokenizer)[0]
 
     def render_all(
         self, rows: Sequence[DatasetRow], tokenizer: Tokenizer
     ) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the prompt text and token ids of each row, with one call of the tokenizer."""
+        """Return the text and the token ids of each row's prompt, by one call of the tokenizer."""
         if not rows:
             return []
         if self.conversation is None:
@@ -170,7 +170,7 @@ def _text(messages: Sequence[Mapping[str, Any]]) -> str:
 def _drop_appended_ends(
     texts: Sequence[str], encoded: Sequence[list[int]], tokenizer: Tokenizer
 ) -> None:
-    """Drop end tokens that a tokenizer appended; a model would stop after them."""
+    """Drop end tokens that the tokenizer appended to `encoded`: a model would stop after them."""
     end = tokenizer.eos_token_id
     ended_rows = [number for number, ids in enumerate(encoded) if ids and ids[-1] == end]
     if not ended_rows:
@@ -189,10 +189,11 @@ def _plain_ids(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 class RenderedPrompts:
-    """Prompts by split and row, rendered on first use.
+    """The prompts that one template makes of all rows, by split and row; rendered on first use.
 
-    `answer` is the number of tokens that `env.too_long: truncate_left` leaves for a completion;
-    with None, a prompt that leaves no token for a completion is refused.
+    If `answer` is a number, a prompt that is too long is cut so that it leaves this number of
+    tokens for a completion (`env.too_long: truncate_left`). If `answer` is None, a prompt that
+    leaves no token for a completion is refused.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class RenderedPrompts:
         return prompts[index]
 
     def of_row(self, prompt: Prompt) -> Prompt:
-        """Render the row of `prompt`, a prompt of this or another template, with this template."""
+        """Render the row of `prompt`, which may come from another template, with this template."""
         index = prompt.index
         for split in SPLITS:
             rows = self._splits[split]
@@ -232,12 +233,12 @@ class RenderedPrompts:
         return Prompt(index, text, ids, prompt.columns)
 
     def messages(self, prompt: Prompt) -> list[dict[str, Any]] | None:
-        """Return the conversation of a prompt; None for a raw template."""
+        """Return the messages of a prompt; None if the template is raw text."""
         template = self._template
         return None if template.conversation is None else template.messages(prompt.columns)
 
     def limit(self, max_context_length: int) -> None:
-        """Set the context length; render all prompts; refuse or cut those that leave no room."""
+        """Set the context length in tokens, render all prompts, and refuse or cut too long ones."""
         if max_context_length < 2:
             raise ConfigError(f"max_context_length: expected >= 2 tokens, got {max_context_length}")
         self.max_context_length = max_context_length
@@ -253,7 +254,7 @@ class RenderedPrompts:
         return [len(self.get(split, index).token_ids) for index in range(count)]
 
     def _render(self, split: Split, indices: Sequence[int]) -> None:
-        """Render missing prompts with one call of the tokenizer, much faster than one per row."""
+        """Render the prompts of `indices` not rendered yet, by a single call of the tokenizer."""
         missing = [index for index in indices if index not in self._known[split]]
         rows = [self._splits[split][index] for index in missing]
         # `get` raises the error of a prompt, with its row.
@@ -287,7 +288,7 @@ def fitting_rows(
 ) -> dict[Split, list[DatasetRow]]:
     """Return, by split, the rows whose prompts have at most `most` tokens in every template.
 
-    `whole` refuses a split without such rows.
+    `rendered` has the prompts of each template. If `whole`, a split without such rows is refused.
     """
     fitting: dict[Split, list[DatasetRow]] = {}
     for split, rows in splits.items():
@@ -307,7 +308,7 @@ def chat(
     tokenizer: Tokenizer,
     keywords: Mapping[str, Any],
 ) -> str:
-    """Return the text of messages by the tokenizer's chat template."""
+    """Render messages to text by the tokenizer's chat template, which gets `keywords`."""
     # Imported here: it comes with transformers, and is only needed once a tokenizer exists.
     from jinja2 import TemplateError
 
@@ -358,7 +359,7 @@ def _messages(template: object) -> tuple[Mapping[str, str], ...]:
 
 
 class _Present(dict[str, Any]):
-    """A row that raises for values that a prompt cannot print: None, or a list in place of text."""
+    """A row that raises DataError for values that prompts cannot print, such as None or images."""
 
     def __init__(self, row: DatasetRow, text: str) -> None:
         super().__init__(row)
@@ -419,7 +420,7 @@ def _columns(text: str) -> list[str]:
 
 
 def _check_field(name: str, form: str, conversion: str | None) -> None:
-    """Raise ValueError for braces in a template that are more than a column and a format."""
+    """Raise ValueError if braces hold more than a column name, a conversion and a plain format."""
     # int() reads the digits of every script, and so does format().
     widths = re.findall(r"\d+", form)
     if not name or name.isdigit() or set(name) & set(".[]"):

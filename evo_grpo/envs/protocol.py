@@ -1,8 +1,8 @@
 """The interface between a round and an environment of one or many turns.
 
 As in Optuna, `ask` returns the prompts of the next turn, the caller samples completions for all
-agents in one call, and `tell` takes them, until `ask` returns None. A single turn asks once, an
-episode once a turn:
+agents in one call, and `tell` takes them, until `ask` returns None. A play of single turns asks
+once, a play of episodes once per turn:
 
     play = env.begin(starts, group_sizes)
     while (ask := play.ask()) is not None:
@@ -33,8 +33,8 @@ class Experience:
 
     Attributes:
         trajectories: B = P * G trajectories, ordered by start, then within the group.
-        rewards: (B, K) float64, one column per reward function; NaN if a function abstained, and in
-            the rows of dropped episodes.
+        rewards: (B, K) float64, one column per reward function; NaN if a function abstained, the
+            group was set aside or the episode was dropped.
         metrics: Further metrics of the environment, by name.
     """
 
@@ -58,12 +58,11 @@ class Ask:
     """The prompts of the next turn, for all N agents.
 
     Attributes:
-        prompts: N sequences of prompts; an empty one skips the agent.
+        prompts: N sequences of prompts; an empty sequence skips its agent.
         samples: N numbers of completions per prompt, each >= 1.
-        turn: Turn of the episodes, 0-based, which selects the random draws; None for a single turn.
-        keys: N sequences with a number per prompt, which selects the prompt's random draws; draws
-            then do not depend on which other episodes still run. None numbers the prompts 0, 1,
-            ....
+        turn: Number of the turn, from 0, which selects the random draws; None for a single turn.
+        keys: N sequences with a number per prompt, which selects the random draws of the prompt, so
+            that they do not depend on which other episodes still run. None stands for 0, 1, ....
     """
 
     prompts: Sequence[Sequence[Prompt]]
@@ -75,7 +74,7 @@ class Ask:
 def starts_under(
     env: Environment[StartT], prompt: str | None, starts: Sequence[StartT]
 ) -> Sequence[StartT]:
-    """Render starts with the prompt `prompt` of `env.prompts`; None returns them unchanged."""
+    """Render starts with the template `prompt` of `env.prompts`; None returns them unchanged."""
     if prompt is None:
         return starts
     under = getattr(env, "under", None)
@@ -88,7 +87,7 @@ def starts_under(
 
 
 def check_prompts(env: Environment[Any], space: HyperparameterConfig) -> None:
-    """Check that an environment has the prompts that are searched."""
+    """Check that an environment has every prompt that the hyperparameter `prompt` may name."""
     names: Sequence[str] = getattr(env, "prompt_names", ())
     if problems := list(prompt_problems(space, names)):
         raise Problems(*problems).below("evolve", "hyperparameters")
@@ -144,22 +143,25 @@ class Environment(Protocol[StartT]):
         ...
 
     def batch(self, step: int, size: int | None = None) -> list[StartT]:
-        """Return the starts of a training step; the same step gives the same starts."""
+        """Return `size` (None: P) starts of a training step, the same at every call."""
         ...
 
     def prompts(self, split: Any, size: int | None = None) -> list[StartT]:  # noqa: ANN401 -- a Split
-        """Return the fixed starts of a split, the same at every call."""
+        """Return `size` starts of a split, the same at every call.
+
+        If `size` is None, the environment decides how many.
+        """
         ...
 
     def begin(self, starts: Sequence[Sequence[StartT]], group_sizes: Sequence[int]) -> Play:
         """Begin a play of N agents.
 
         Args:
-            starts: For each agent its starts, the first P_i of one list that all agents share.
-            group_sizes: For each agent G, the number of plays from each start.
+            starts: For each agent its starts: the first ones of a list that all agents share.
+            group_sizes: For each agent G, its number of completions, or episodes, from each start.
         """
         ...
 
     def limit_context(self, max_context_length: int) -> None:
-        """Set the model's context in tokens; refuse prompts that leave no room for a completion."""
+        """Set the context length in tokens; refuse prompts that leave no room for a completion."""
         ...

@@ -1,7 +1,7 @@
-"""Finds the family of environments of an `env.kind`, and builds its task or environment.
+"""Finds the environment family that an `env.kind` names, and builds its task or environment.
 
 A family is a module of `builtin` or `adapters`; `family.py` says what it declares. Families are
-found by the names of these files; there is no list to extend.
+found by the names of their files, so there is no list of them to extend.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _REFUSED_OF_EPISODES = (
 
 @cache
 def _modules() -> dict[str, str]:
-    """Return the path of the module of each family, by name."""
+    """Return the name of each family -> the dotted path of its module."""
     folders = [Path(__file__).parent / name for name in ("builtin", "adapters")]
     return {
         module.name: f"evo_grpo.envs.{folder.name}.{module.name}"
@@ -58,7 +58,7 @@ def _modules() -> dict[str, str]:
 
 
 def family_of(kind: str) -> Family | None:
-    """Return the family of a kind, or None if there is none of that name."""
+    """Return the family that `kind`, an `env.kind`, names; None if no family has that name."""
     name = kind.partition(":")[0]
     return _module(name).FAMILY if name in _modules() else None
 
@@ -68,19 +68,19 @@ def _module(name: str) -> Any:  # noqa: ANN401 -- a module
 
 
 def is_multi_turn(kind: str) -> bool:
-    """Return whether the environment of a kind has several turns."""
+    """Return whether the environments that `kind` names have several turns."""
     family = family_of(kind)
     return family is not None and family.multi_turn
 
 
 def code_in(kind: str) -> str | None:
-    """Return the user's code, "module:function", that a kind names, or None."""
+    """Return the user's code, "module:function", that `kind` names, or None."""
     family = family_of(kind)
     return kind.partition(":")[2] if family is not None and family.named == "code" else None
 
 
 def kinds() -> list[str]:
-    """Return all kinds, e.g. "sums" and "gem:<name>"."""
+    """Return the forms that `env.kind` can have, e.g. "sums" and "gem:<name>"."""
     families = {name: _module(name).FAMILY for name in _modules()}
     return [f"{name}:<name>" if family.named else name for name, family in families.items()]
 
@@ -89,9 +89,10 @@ def kinds() -> list[str]:
 def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
     """Build the single-turn task that a configuration names.
 
-    For every kind, `prompt` or `conversation` replaces its template, and `reward` its reward
-    functions. `seed` decides which rows are in which split. With `finding.find_function` as `load`,
-    nothing is imported; the task then has rows and prompts but cannot score completions.
+    For every kind, `env.prompt` or `env.conversation` replaces the template of the kind, and
+    `env.reward` its reward functions. `seed` decides which rows are in which split. With
+    `finding.find_function` as `load`, nothing is imported; the task then has rows and prompts but
+    cannot score completions.
     """
     module, name = _checked(env, multi_turn=False)
     if module.FAMILY.reads:
@@ -105,7 +106,7 @@ def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
     """Return a factory of the multi-turn environment that a configuration names.
 
     One episode is begun, so that errors are raised before the run. Environments share no state.
-    Episodes without a seed depend on `seed`, the run's seed.
+    `seed`, the run's seed, seeds the episodes that are begun without a seed.
     """
     module, name = _checked(env, multi_turn=True)
     return module.build(name, env, seed)
@@ -119,7 +120,10 @@ def check_multi_turn(env: EnvConfig, seed: int) -> None:
 
 
 def _checked(env: EnvConfig, *, multi_turn: bool) -> tuple[Any, str]:
-    """Return the module of `env.kind` and the name after its colon; check that `env` suits it."""
+    """Return the family module that `env.kind` names, and the name after its colon.
+
+    Refuses a kind that contradicts `multi_turn`, and settings that the family does not read.
+    """
     key, colon, name = env.kind.partition(":")
     family = family_of(env.kind)
     if family is None or bool(name) != bool(family.named) or bool(colon) != bool(family.named):
@@ -140,7 +144,7 @@ def _checked(env: EnvConfig, *, multi_turn: bool) -> tuple[Any, str]:
 
 
 def _check_settings(env: EnvConfig, family: Family) -> None:
-    """Refuse settings that a family of tasks does not read, unless they have their defaults."""
+    """Refuse settings that the family does not read, unless they have their default values."""
     for settings, why in _REFUSED_OF_EPISODES if family.multi_turn else _REFUSED_OF_QUESTIONS:
         for setting in settings:
             # A resolved file holds the default of every setting, for all kinds.

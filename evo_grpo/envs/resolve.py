@@ -34,10 +34,10 @@ def resolve_environment(
     Args:
         env: An environment of `evo_grpo`, which is returned unchanged; the name of a task such as
             "sums"; the settings of a task, as in YAML's `env`; a `DatasetEnv`; or a
-            `TokenObservationWrapper` or a bare `MultiTurnEnv`, which plays one episode at a time. A
-            bare one gets the default of `env.max_turns`.
-        tokenizer: The tokenizer of the base model, or None.
-        seed: Seed of the data and of the order of prompts of a named task.
+            `TokenObservationWrapper` or `MultiTurnEnv`, which then plays one episode at a time. A
+            `MultiTurnEnv` gets the default of `env.max_turns`.
+        tokenizer: The tokenizer of the base model; None is refused if a new environment is built.
+        seed: Seed of the data and of the order of prompts in a new environment.
         max_output_tokens: Tokens of one completion in a new environment.
         batch_size: P, prompts or episode seeds per step of a new environment; None is 4.
     """
@@ -70,7 +70,7 @@ def resolve_environment(
 
 
 def named_task(env: object) -> EnvConfig | None:
-    """Return the settings of a task for its name or settings, and None for any other object."""
+    """Return the settings of the task that `env` names or describes; None for any other object."""
     if isinstance(env, str):
         return EnvConfig(kind=env)
     if isinstance(env, Mapping):

@@ -1,4 +1,4 @@
-"""Environments of one turn: prompts of a step from a task, and rewards of its completions."""
+"""Environments of one turn, which take prompts from a task and score their completions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
 class ReasoningGym:
     r"""An environment of one turn on your own rows: a prompt, a completion, a reward.
 
-    The prompts of a step depend on the seed and the step alone, those of a split on the seed.
+    The prompts of a training step depend on the seed and the step alone. The prompts of a split
+    depend on the seed alone.
 
     Args:
         train_dataset: Rows to learn from: a datasets.Dataset, a list of dicts, a pandas frame, or
@@ -52,12 +53,13 @@ class ReasoningGym:
             results. A name is "module:function"; a model or a judge is a mapping, as in YAML.
         conversation_template: Messages such as [{"role": "user", "content": "Q: {question}"}] for
             the chat template, or a raw string such as "Q: {question}\nA:". Braces name columns.
-            None takes the column "prompt", "question" or "messages": the user's message, or a
-            conversation.
+            None takes the value of the column "prompt", "question" or "messages": the user's
+            message, or a conversation.
         batch_size: P, prompts per step, >= 1.
         validation_dataset: Rows for selection. None holds out a tenth of train, or uses the train
             rows if there are fewer than ten different prompts.
-        reward_weights: One factor per reward function, or some by name; 1 for all others.
+        reward_weights: One factor per reward function, or factors by name. A function without one
+            keeps its own weight, by default 1.
         max_context_length: Tokens of prompt and completion; None until `limit_context` sets them.
         seed: Seed of the order of prompts and of the rows that are held out.
         name: Name in messages and records.
@@ -162,7 +164,7 @@ class ReasoningGym:
             self.limit_context(max_context_length)
 
     def _render(self, task: Task, answer_tokens: int) -> None:
-        """Replace the task, and forget its rendered prompts: each is rendered anew on first use."""
+        """Replace the task and drop all rendered prompts, which are rendered again on first use."""
         self.task, self._answer_tokens = task, answer_tokens
         answer = answer_tokens if task.too_long == "truncate_left" else None
         self._by_name = {
@@ -194,7 +196,7 @@ class ReasoningGym:
     def batch(self, step: int, size: int | None = None) -> list[Prompt]:
         """Return `size` (None: `batch_size`) train prompts of a step; the same at every call.
 
-        Steps walk through a seeded permutation of the rows, a new one each epoch.
+        Successive steps walk through a seeded permutation of the rows; each epoch has a new one.
         """
         size = self.batch_size if size is None else size
         if step < 0 or size < 1:
@@ -225,7 +227,7 @@ class ReasoningGym:
 
     @property
     def prompt_names(self) -> tuple[str, ...]:
-        """Names in `env.prompts`; `prompts` and `batch` render the first of them."""
+        """Names in `env.prompts`; `prompts` and `batch` use the template of the first name."""
         return self.task.prompt_names
 
     def under(self, name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -255,7 +257,10 @@ class ReasoningGym:
         return scored.rewards
 
     def judge(self, groups: Sequence[CompletionGroup]) -> Judged:
-        """Score completions, and set aside groups with failed rewards; too many are an error."""
+        """Score completions, and set aside each group in which a reward failed.
+
+        Raises RewardError if too many of the latest groups are set aside.
+        """
         scored = self._scored(groups)
         failed = {position for failure in scored.failures for position in failure.positions}
         set_aside: list[bool] = []
@@ -272,7 +277,7 @@ class ReasoningGym:
     def begin(
         self, starts: Sequence[Sequence[Prompt]], group_sizes: Sequence[int]
     ) -> SingleTurnPlay:
-        """Begin a play of one turn."""
+        """Begin a play of one turn for N agents."""
         return SingleTurnPlay(self, starts, group_sizes)
 
     def limit_context(self, max_context_length: int, answer_tokens: int | None = None) -> None:
@@ -326,28 +331,28 @@ class ReasoningGym:
             judge.share(board, known=known)
 
     def unrecorded_rewards(self) -> list[Mapping[str, Any]]:
-        """Return, by judge, the answers that this process could not write to a file."""
+        """Return, for each judge, the answers that this process could not write to a file."""
         return [judge.unrecorded() for judge in self._judges]
 
     def keep_rewards(self, unrecorded: Sequence[Mapping[str, Any]]) -> None:
-        """Write each judge's answers that another process could not write."""
+        """Write answers of each judge, which `unrecorded_rewards` returned in another process."""
         for judge, answers in zip(self._judges, unrecorded, strict=True):
             judge.record(answers)
 
     def spent_on_rewards(self) -> dict[str, float]:
-        """Return the answers, tokens and cost of all judges so far, summed; {} without a judge."""
+        """Return the sums of answers, tokens and cost over all judges; {} without a judge."""
         total = Counter[str]()
         for judge in self._judges:
             total.update(judge.spent())
         return dict(total)
 
     def close(self) -> None:
-        """End the process of the reward functions, if they have one."""
+        """End the process in which the reward functions run, if there is one."""
         if self._process is not None:
             self._process.close()
 
     def _samples(self, groups: Sequence[CompletionGroup]) -> scoring.Samples | None:
-        """Return the samples for functions in TRL's style; None if there is no such function."""
+        """Return the samples that functions in TRL's style get, or None without such functions."""
         if not self.of_trl:
             return None
         messages: list[Any] = []
@@ -394,7 +399,7 @@ class Judged(NamedTuple):
 
     Attributes:
         rewards: (B, K) without weights, NaN in groups that are set aside.
-        aside: For each group whether it is set aside.
+        aside: For each group, whether it is set aside.
         logged: Mean of each metric that functions in TRL's style logged, by name.
     """
 
@@ -407,7 +412,7 @@ class Judged(NamedTuple):
 class SingleTurnPlay:
     """A play of one turn: asks once, and scores the completions of all agents together.
 
-    `prompts` has the prompts of each agent, and `group_sizes` its G completions per prompt.
+    For each agent, `prompts` has its prompts, and `group_sizes` has G, its completions per prompt.
     """
 
     def __init__(
@@ -429,7 +434,7 @@ class SingleTurnPlay:
         self._groups = groups
 
     def experiences(self) -> list[Experience]:
-        """Score the completions of all agents."""
+        """Score the completions of all agents, and return one experience per agent."""
         groups = self._groups or []
         judged = map(self._env.judge, groups) if self._env.of_trl else self._together(groups)
         return [
@@ -446,7 +451,7 @@ class SingleTurnPlay:
         ]
 
     def _together(self, groups: Sequence[Sequence[CompletionGroup]]) -> list[Judged]:
-        """Score the completions of all agents by one call; return the part of each agent."""
+        """Score the completions of all agents by one call, and return the rewards of each agent."""
         rewards, set_aside, logged = self._env.judge([group for batch in groups for group in batch])
         ends = np.cumsum([sum(len(g.completions) for g in batch) for batch in groups])[:-1]
         flags = iter(set_aside)
@@ -475,6 +480,6 @@ def _trajectories(group: CompletionGroup) -> list[Trajectory]:
 
 
 def right_answer(columns: Mapping[str, Any]) -> str:
-    """Return the right answer of a row, from the first of the columns `ANSWERS` it has, or ""."""
+    """Return as text the value of the first of the columns `ANSWERS` that a row has, or ""."""
     answer = next((columns[name] for name in ANSWERS if name in columns), None)
     return str(answer) if isinstance(answer, str | int | float) else ""

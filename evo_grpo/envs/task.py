@@ -24,8 +24,8 @@ class Task:
             name has the key None.
         max_output_tokens: Tokens of a usual answer with its end token, >= 1; a hint.
         calls: How the reward functions are called.
-        thinking: The tags around the thinking part of a completion, which is not part of the
-            answer; None if there is none.
+        thinking: The tags around the thinking part of a completion; None if all of it is the
+            answer.
         too_long: What happens to rows whose prompts leave no room for a completion.
     """
 
@@ -48,10 +48,10 @@ class Task:
 
     @property
     def template(self) -> Template:
-        """The first template, which agents use unless they search over prompts."""
+        """The first template, which all agents use unless the prompt is searched."""
         return next(iter(self.templates.values()))
 
     @property
     def prompt_names(self) -> tuple[str, ...]:
-        """Names in `env.prompts`; empty if there is one template."""
+        """Names in `env.prompts`; empty if the only template has no name."""
         return tuple(name for name in self.templates if name is not None)

@@ -16,7 +16,7 @@ ROWS_SEARCHED = 1000
 
 
 def ignored_keywords(chat_template: object, keywords: Collection[str]) -> list[str]:
-    """Return a sentence about keywords that the chat template does not read, if any."""
+    """Return a list: a sentence on keywords that the chat template does not read, or nothing."""
     if chat_template is None or not keywords:
         return []
     texts = chat_template.values() if isinstance(chat_template, Mapping) else [chat_template]
@@ -32,7 +32,7 @@ def ignored_keywords(chat_template: object, keywords: Collection[str]) -> list[s
 def dropped_sentence(
     template: Template, rows: Sequence[DatasetRow], tokenizer: Tokenizer
 ) -> list[str]:
-    """Return a sentence about messages of `rows` that the chat template leaves out, if any."""
+    """Return a list: a sentence on message roles that the chat template leaves out, or nothing."""
     if template.conversation is None:
         return []
     sample = rows[:ROWS_SEARCHED] if template.conversations else rows[:1]
@@ -53,7 +53,7 @@ def dropped_sentence(
 def rendered_chat(
     template: str, messages: Sequence[Mapping[str, Any]], keywords: Mapping[str, Any]
 ) -> str:
-    """Return the text of a conversation by a chat template, as transformers renders it."""
+    """Render messages to text by `template`, a chat template, in the same way as transformers."""
     mark = "@@continued@@ "
     arguments = dict(keywords)
     if continued := arguments.pop("continue_final_message", False):
@@ -85,7 +85,7 @@ def _compiled(template: str) -> Any:  # noqa: ANN401 -- of jinja2
 
 @cache
 def _environment() -> Any:  # noqa: ANN401 -- jinja2 is imported here
-    """Return the environment in which transformers compiles chat templates."""
+    """Return a Jinja environment like the one in which transformers compiles chat templates."""
     # Imported here: it comes with transformers, and loads slowly.
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
@@ -93,7 +93,7 @@ def _environment() -> Any:  # noqa: ANN401 -- jinja2 is imported here
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The tag `generation` of transformers, which marks the assistant's tokens."""
+        """The Jinja tag `generation` of transformers, which marks the assistant's tokens."""
 
         tags = {"generation"}  # noqa: RUF012 -- as the base class declares it
 

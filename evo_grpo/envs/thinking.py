@@ -15,7 +15,7 @@ def parted(completion: str, prompt: str, tags: ThinkingTags) -> tuple[str, str]:
 
     The thinking part reaches up to the first end tag. Without an end tag, a completion has no
     answer if it begins with the start tag, or if its prompt ends with the start tag: it was cut
-    while thinking. Any other completion is all answer.
+    while thinking. Any other completion without an end tag is all answer.
     """
     thought, end, answer = completion.partition(tags.end)
     if not end:
@@ -27,7 +27,7 @@ def parted(completion: str, prompt: str, tags: ThinkingTags) -> tuple[str, str]:
 
 
 def check_tags(tags: ThinkingTags, tokenizer: Tokenizer) -> None:
-    """Refuse tags that are special tokens, which the text of a completion leaves out."""
+    """Refuse tags that are special tokens, because the text of a completion leaves those out."""
     special: Any = tokenizer.all_special_tokens
     for name in ("start", "end"):
         tag = getattr(tags, name)

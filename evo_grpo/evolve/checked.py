@@ -1,4 +1,4 @@
-"""Checks the plans and values of user-defined strategies before they take effect."""
+"""Checks the plans and hyperparameters of user-defined strategies before they take effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @final
 class CheckedSelector:
-    """A selector that checks each plan of a user-defined `selector`, before an agent is copied."""
+    """A selector that checks the plans of a user-defined `selector` before agents are copied."""
 
     def __init__(self, selector: Selector) -> None:
         self.selector = selector
@@ -32,7 +32,7 @@ class CheckedSelector:
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: np.random.Generator
     ) -> tuple[Offspring, ...]:
-        """Plan the next round, and check the plan."""
+        """Let `selector` plan the next round, and check its plan."""
         try:
             plan: object = self.selector.plan(histories, places, rng)
         except RunFailedError:
@@ -63,7 +63,7 @@ def _checked_plan(name: str, plan: object, size: int, places: int) -> tuple[Offs
 
 @final
 class CheckedExplorer:
-    """An explorer that checks the values of a user-defined one before agents train with them."""
+    """An explorer that checks the values of a user-defined `explorer` before agents train."""
 
     def __init__(self, explorer: Explorer) -> None:
         self.explorer = explorer
@@ -75,7 +75,7 @@ class CheckedExplorer:
     def explore(
         self, candidate: Candidate, hp_config: HyperparameterConfig, rng: np.random.Generator
     ) -> tuple[Hparams, Changes]:
-        """Vary an agent's hyperparameters, and check the result."""
+        """Let `explorer` vary an agent's hyperparameters, and check its result."""
         try:
             result: object = self.explorer.explore(candidate, hp_config, rng)
         except Exception as error:  # the class is the user's code and may raise anything
@@ -89,7 +89,7 @@ class CheckedExplorer:
 def _checked_values(
     name: str, result: object, before: Hparams, hp_config: HyperparameterConfig
 ) -> tuple[Hparams, Changes]:
-    """Check that the changes lead from `before` to the returned hyperparameters; return both."""
+    """Return `result`, (hparams, changes), if the changes lead from `before` to the hparams."""
     pair = cast("tuple[object, ...]", result) if isinstance(result, tuple) else ()
     if len(pair) != 2 or not isinstance(pair[0], Hparams) or not isinstance(pair[1], Mapping):
         raise ShapeError(

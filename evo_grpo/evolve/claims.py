@@ -19,9 +19,10 @@ TIE_LEVEL = 0.1
 
 
 def claims(scores: Sequence[Score], index: int, level: float) -> list[int]:
-    """Compare the score at `index` with each score: 1 if it is shown to be ahead, -1 if behind.
+    """Return for each score 1 if the score at `index` is shown to be ahead of it, -1 if behind.
 
     The number is 0 if neither is shown. All `scores` have the same prompts in the same order.
+    `level` is the probability of any wrong claim.
     """
     gaps = [_apart(scores[index], other) for other in scores]
     p_values = [chance(scores[index], other) for other in scores]
@@ -33,11 +34,11 @@ def signs(
 ) -> list[int]:
     """Return the sign of each difference that may be claimed, 0 for all others.
 
-    `differences` are those between one agent and the others, and `chances` their p-values; NaN is
-    never claimed. This is Holm's test (1979) over all pairs of `agents` agents, with the count of
-    Shaffer (1986), since fewer pairs can be equal once some agents are known to differ. So the
-    probability of any claim about two equal agents is at most `level`, however that one agent was
-    chosen.
+    `differences` are those between one agent and each of the others. `chances` are their p-values;
+    a difference whose p-value is NaN is never claimed. This is Holm's test (1979) over all pairs of
+    `agents` agents, with the count of Shaffer (1986): once some agents are known to differ, fewer
+    pairs can be equal. The probability of claiming that any two equal agents differ is at most
+    `level`, even if the one agent was chosen by its score.
     """
     pairs = [math.comb(agents, 2), math.comb(agents - 1, 2), 1 + math.comb(max(agents - 2, 0), 2)]
     count = -1
@@ -50,13 +51,14 @@ def signs(
 
 
 def chance(first: Score, second: Score) -> float:
-    """Return the two-sided p-value of the difference of two scores; 1 without a shared prompt.
+    """Return the two-sided p-value of the difference of two scores; 1 if no reward differs.
 
-    The null hypothesis of `sign_flip` is that both have the same distribution of rewards on every
-    prompt, so that each difference has either sign with the same probability. If only the means
-    are equal, as with a constant 1 and a rare 20, the sign-flip test exceeds its level. So the
-    p-value returned is at least that of the t statistic corrected for skewness (Hall 1992, J. R.
-    Statist. Soc. B 54).
+    The null hypothesis of `sign_flip` is that both agents have the same distribution of rewards on
+    every prompt, so that each difference has either sign with the same probability. If only the
+    means are equal, the sign-flip test rejects too often: for instance if one agent's reward is
+    always 1, and the other's is 20 in one case of twenty and else 0. So the larger p-value of two
+    tests is returned: of `sign_flip`, and of the t statistic corrected for skewness (Hall 1992, J.
+    R. Statist. Soc. B 54).
     """
     differences = _apart(first, second)
     nonzero = differences[differences != 0]
@@ -64,7 +66,7 @@ def chance(first: Score, second: Score) -> float:
 
 
 def _apart(first: Score, second: Score) -> np.ndarray:
-    """Return the finite differences per prompt, in the evaluation before any racing."""
+    """Return the differences of two scores by prompt, from their first evaluations, without NaN."""
     rewards, others = (score.first_look or score.per_prompt for score in (first, second))
     if len(rewards) != len(others):
         return np.empty(0)
@@ -73,7 +75,7 @@ def _apart(first: Score, second: Score) -> np.ndarray:
 
 
 def _skew_p_value(apart: np.ndarray) -> float:
-    """Return the two-sided p-value of Hall's corrected t; 0 for equal or fewer than 3 values."""
+    """Return Hall's two-sided p-value of differences `apart`; 0 if fewer than 3 or all equal."""
     count, spread = len(apart), apart.std()
     if count < 3 or not spread > 1e-12 * np.abs(apart).max():
         return 0.0

@@ -1,8 +1,9 @@
 """Compares two agents by paired tests, on validation rewards and training rewards.
 
-Agents train on the same prompts, so their training rewards can be compared in pairs too. Each
-training reward comes from the weights before its step. A straight line through the steps since the
-last decision gives the reward after the last step, if the agent learns at a constant rate.
+Agents train on the same prompts, so their training rewards can be compared in pairs too. The reward
+of a training step is that of the weights before the step. A straight line through these rewards
+since the last decision gives the reward after the last step, if the agent learns at a constant
+rate.
 """
 
 import math
@@ -25,7 +26,8 @@ class Comparison:
 
     Attributes:
         difference: Mean difference per prompt, in units of reward; NaN without a shared prompt.
-        error: Standard error of that mean; NaN from fewer than two prompts.
+        error: Standard error of `difference`; NaN from fewer than two prompts.
+        prompts: Number of prompts that both agents answered.
         p: Probability of at least this difference if the agents are equal; 1 if the difference is
             not above 0.
         objective: Name of the objective that was compared, if it is not fitness; else empty.
@@ -69,10 +71,11 @@ def compare(first: Score, second: Score) -> Comparison:
 
 
 def sign_flip(moved: np.ndarray) -> float:
-    """Return the share of sign patterns whose sum is at least as far from 0 as that of `moved`.
+    """Return the two-sided p-value of the sign-flip test for differences `moved`, none of them 0.
 
-    `moved` are differences other than 0. If they are multiples of 1/840 of the largest, the share
-    is exact within 3e-8; otherwise it is rounded up.
+    Among all ways to give every difference a sign, this is the share of those whose sum is at least
+    as far from 0 as the sum of `moved`. It is exact within 3e-8 if there are at most 1,091
+    differences and all are multiples of 1/840 of the largest; otherwise it is rounded up.
     """
     grid = min(_GRID, max(10, _CELLS // len(moved) ** 2))
     steps = np.abs(moved) * (grid / np.abs(moved).max())
@@ -107,12 +110,12 @@ alike, hence half of that."""
 def with_training(
     score: Score, rewards: Sequence[float | None], rows: float, samples: int
 ) -> Score:
-    """Combine a fitness with rewards of training into one score.
+    """Return a score that combines a fitness with the rewards of training steps.
 
-    The mean of the result is a mean of the fitness and of the end of a line fitted to `rewards`,
-    weighted by completions (see `WORTH`). Each step adds an entry to `per_prompt`; entries are
-    scaled so that their mean is the mean of the result. With fewer than `LEAST_STEPS` steps, or a
-    missing reward, `score` is returned.
+    Its mean is a weighted mean of the fitness and of the end of a line fitted to `rewards`; the
+    weights are numbers of completions (see `WORTH`). Each step adds an entry to `per_prompt`, and
+    all entries are scaled so that their mean is the mean of the result. If there are fewer than
+    `LEAST_STEPS` steps, or if a reward is missing, `score` is returned.
 
     Args:
         score: A fitness over P prompts.

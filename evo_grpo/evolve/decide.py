@@ -34,9 +34,9 @@ COLLAPSE_LEVEL = 0.01
 class Standing:
     """An agent after an evaluation.
 
-    `hparams` are the hyperparameters it trained with. `history` has its scores, latest last, and is
-    empty for an agent that failed. `collapsed` is the reason why the agent can no longer learn;
-    empty if it can.
+    `hparams` are the hyperparameters that it trained with. `history` has its scores, latest last,
+    and is empty for an agent that failed. `collapsed` is the reason why the agent can no longer
+    learn; empty if it can.
     """
 
     slot: Slot
@@ -53,7 +53,8 @@ class Strategy:
     Attributes:
         significance: Largest p-value of a difference that counts; None counts every difference.
         window: Maximum number of a member's latest scores that the selector gets, >= 1.
-        archive_level: Largest p-value at which the archive counts as ahead of the best agent.
+        archive_level: Largest p-value at which the archive, the best agent of earlier rounds,
+            counts as ahead of the best agent of the round.
     """
 
     selector: Selector
@@ -72,8 +73,8 @@ class TestedPlan:
         plan: The agents of the next round, in ascending order of position.
         copies: Overwritten position -> how far its new parent is ahead; None if the overwritten
             agent has no fitness.
-        kept: Position whose planned copy was dropped -> the planned parent, and how far it is
-            ahead, which is not significant.
+        kept: Position that keeps its agent because a planned copy was dropped -> the planned
+            parent, and how far the parent is ahead, which is not significant.
         left: Position that leaves -> the weakest agent that stays, and how far it is ahead; None
             if the agent that leaves has no fitness.
     """
@@ -98,10 +99,11 @@ def decide(  # noqa: PLR0913 -- one argument for each result of a round
 ) -> tuple[Generation, tuple[Decision, ...]]:
     """Return the agents of the next round and the decisions about the agents of this round.
 
-    `standings` are ordered by position. `archive` is the best agent of earlier rounds. `round` was
-    just evaluated, `next_id` is the first unused member id, and `trials` are all agents of all
-    rounds. `fresh` maps the slots of the archive and of the round's best agent to scores on new
-    samples, by which neither was selected; if a score is missing, the two are not compared.
+    `standings` are ordered by position. The next round has at most `places` agents. `archive` is
+    the best agent of earlier rounds. `round` was just evaluated, `next_id` is the first unused
+    member id, and `trials` are all agents of all rounds so far. `fresh` maps the slots of the
+    archive and of the round's best agent to scores on new samples, by which neither was selected;
+    if a score is missing, the two are not compared.
     """
     # If all agents are unusable, collapsed ones may continue: there are no others.
     any_usable = any(map(_usable, standings))
@@ -145,14 +147,14 @@ def decide(  # noqa: PLR0913 -- one argument for each result of a round
 
 
 def enters_archive(best: Score, archive: Score) -> bool:
-    """Return whether the best agent replaces the archive: its fresh score is not behind."""
+    """Return whether the best agent replaces the archive: its score is not below the archive's."""
     return best_first(best) <= best_first(archive)
 
 
 def keep_all(
     standings: Sequence[Standing], next_id: int, *, drop: bool
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return the agents unchanged, and a decision for each that collapsed or leaves.
+    """Return all agents unchanged, and a decision for each agent that collapsed or leaves.
 
     With `drop`, agents that failed or collapsed leave, unless all agents failed or collapsed.
     """
@@ -177,7 +179,7 @@ def why_collapsed(
 ) -> str:
     """Return why an agent can no longer learn, or an empty string if it can.
 
-    Equal rewards are a reason only if the agent is behind the best agent.
+    Equal rewards are a reason only if the agent is significantly behind the best agent.
 
     Args:
         score: Fitness of the agent.
@@ -217,7 +219,7 @@ def _decline(
     fresh: Mapping[Slot, Score],
     level: float,
 ) -> Comparison | None:
-    """Return how far the archive is ahead of the best agent; None if it is not, or not measured."""
+    """Return how far `archive` is ahead of the best agent in `fresh`; None if not significantly."""
     if archive is None or archive.slot not in fresh:
         return None
     best = next((fresh[s.slot] for s in standings if s.slot in fresh), None)
@@ -236,7 +238,7 @@ def _restored(
     decline: Comparison,
     round: int,
 ) -> tuple[Generation, list[Decision]]:
-    """Replace the worst agents by copies of the best agent ever, with lower learning rates."""
+    """Replace the worst agents of a generation by copies of the best agent ever, at lower lrs."""
     present = [scores[parent] for parent in generation.parents]
     order = list[int](ranked(present, strategy.significance))
     order += [place for place in range(len(present)) if place not in order]
@@ -261,7 +263,7 @@ def _all_restored(
     round: int,
     next_id: int,
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return a generation of copies of the best agent ever; no agent of the round can be ranked."""
+    """Return a generation of copies of the best agent ever, after a round in which all failed."""
     agents = [s.slot for s in standings]
     count = min(places, len(RESTORED_LR), len(agents))
     copies = _copies_of_archive(archive, agents[:count], strategy, None, round, next_id)
@@ -278,7 +280,7 @@ def _copies_of_archive(
     round: int,
     next_id: int,
 ) -> list[tuple[Member, Hparams, Decision]]:
-    """Return copies of the best agent ever for the slots of `agents`, one per `RESTORED_LR`."""
+    """Return copies of the best agent ever for slots `agents`, one per factor in `RESTORED_LR`."""
     copies: list[tuple[Member, Hparams, Decision]] = []
     for number, (agent, factor) in enumerate(zip(agents, RESTORED_LR, strict=False)):
         values, changes = lower_lr(archive.hparams, factor, strategy.hp_config)
@@ -391,9 +393,10 @@ def drop_unsupported(
 ) -> TestedPlan:
     """Return a plan without the copies and removals that a paired test does not support.
 
-    Each planned copy overwrites the best agent that does not survive in the plan, but only if its
-    parent is significantly better. Then an agent that would leave replaces a significantly worse
-    agent that would stay. With several goals, an agent is better if it dominates (see
+    The planned copies overwrite the agents that do not survive in the plan, best first; if the
+    parent of a copy is not significantly better than the agent, the agent stays. Then the agents
+    that would leave, best first, replace the worst agents that would stay, as long as those are
+    significantly worse. With several goals, an agent is better if it dominates (see
     `evolve.goals`), and each copy overwrites the agent that the plan names.
 
     `scores` are by position; None is an agent that cannot be ranked, which is overwritten without a

@@ -1,4 +1,4 @@
-"""Computes the members and hyperparameters of the next round from plan and exploration."""
+"""Computes the members and hyperparameters of the next round from a plan and an explorer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
     next_id: int,
     trials: Sequence[Trial] = (),
 ) -> Generation:
-    """Return the generation that follows from a plan and an exploration; copy no adapter.
+    """Return the agents of the next round, as a plan and an explorer give them; copy no adapter.
 
     A copy, or an agent whose hyperparameters changed, becomes a new member; a survivor without
     changes keeps its member. The plan has passed `check_plan`; `members` and `hparams` are by
@@ -87,10 +87,10 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
 def _shares_of_twins(
     plan: Sequence[Offspring], hparams: Sequence[Hparams], names: int, rng: np.random.Generator
 ) -> dict[int, tuple[float, ...]]:
-    """Return `Candidate.shares` by place in the plan, for agents with equal hyperparameters.
+    """Return the `names` numbers `Candidate.shares` of each twin, by its index in the plan.
 
-    Of agents with equal hyperparameters, the best, else the first survivor, keeps its values and
-    gets no shares. Shares are drawn from a stream that `rng` spawns.
+    Among agents with equal hyperparameters, the best agent, else the first survivor, keeps its
+    values; the others are twins. Shares are drawn from a stream that `rng` spawns.
     """
     places_of: dict[Hparams, list[int]] = {}
     for place, offspring in enumerate(plan):
@@ -109,7 +109,7 @@ def _shares_of_twins(
 
 
 def check_plan(name: str, plan: Sequence[Offspring], size: int, places: int) -> None:
-    """Raise ShapeError if the plan of method `name` is wrong for `size` agents and `places`."""
+    """Raise ShapeError if the plan of method `name` does not suit `size` agents and `places`."""
     if wrong := _wrong_in(plan, size, places):
         raise ShapeError(f"{name}: {wrong}")
 

@@ -30,8 +30,8 @@ def dominates(first: Score, second: Score, level: float | None) -> bool:
 def ahead(first: Score, second: Score, level: float | None) -> Comparison:
     """Return how far the first agent is ahead of the second, by a paired comparison.
 
-    With several goals, if the first agent dominates the second, the goal with the least p-value is
-    compared; else fitness, with a p-value of 1.
+    With one goal, fitness is compared. With several, the goal with the least p-value is compared if
+    the first agent dominates the second; otherwise fitness is compared, and the p-value is 1.
     """
     fitness = compare(first, second)
     if not first.further:
@@ -47,10 +47,11 @@ def ahead(first: Score, second: Score, level: float | None) -> Comparison:
 
 
 def fronts(scores: Sequence[Score], level: float | None) -> list[list[int]]:
-    """Return the indices of scores by front, the best first; ascending within a front.
+    """Divide scores into fronts, and return the indices of each; the best front is first.
 
-    Agents on a front are dominated only by agents of the fronts before it. Dominance by tests is
-    not transitive, but has no cycles: along a chain, no mean gets worse and one gets better.
+    Indices in a front ascend. Agents on a front are dominated only by agents of the fronts before
+    it. Dominance by tests is not transitive, but has no cycles: along a chain, no mean gets worse
+    and one gets better.
     """
     count = len(scores)
     above = np.zeros((count, count), dtype=bool)
@@ -71,8 +72,8 @@ def crowding(scores: Sequence[Score]) -> list[float]:
     """Return the crowding distance of each agent of a front.
 
     The crowding distance is the sum over goals of the distance between the agent's two neighbours
-    in that goal, divided by the range of the front. It is infinite for the ends of a front, so they
-    come first.
+    in that goal, divided by the range of that goal on the front. It is infinite for the ends of a
+    front, so the ends come first.
     """
     distances = [0.0] * len(scores)
     for values in zip(*(tuple(goal.mean for goal in score.goals) for score in scores), strict=True):

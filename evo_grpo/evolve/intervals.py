@@ -16,7 +16,7 @@ def interval(mean: float, error: float, count: int) -> tuple[float, float]:
 
 
 def around(mean: float, error: float, degrees: int) -> tuple[float, float]:
-    """Return the confidence interval of a mean whose error has `degrees` degrees of freedom."""
+    """Return the confidence interval of a mean whose `error` has `degrees` degrees of freedom."""
     if degrees < 1:
         return math.nan, math.nan
     reach = error * student(0.5 + LEVEL / 2, degrees)

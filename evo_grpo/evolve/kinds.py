@@ -40,7 +40,7 @@ class UserStrategy(Group):
 
 
 def _kind(value: object) -> str | None:
-    """Return the kind of a strategy, or of its settings."""
+    """Return the kind of a strategy, or of a strategy's settings; None if there is none."""
     if isinstance(value, Mapping):
         kind = cast("Mapping[str, object]", value).get("kind")
     else:
@@ -55,7 +55,8 @@ by_kind = Discriminator(_kind)
 def kind_or_settings(default: str, method: str) -> BeforeValidator:
     """Return the validator that turns a strategy setting into a mapping with a kind.
 
-    An object that has `method` is an error, because a file cannot hold it; see `Population.train`.
+    A setting without a kind gets `default`. An object with a method named `method` is an error,
+    because a file cannot hold an object; only `Population.train` takes one.
     """
 
     def expand(value: object) -> object:

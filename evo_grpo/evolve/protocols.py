@@ -36,7 +36,7 @@ class Selector(Protocol):
 
     A class may also declare `copies = False` if it copies no agent, `selects = False` if all agents
     stay, `by_lot = True` if it draws agents at random, and a method `at(significance)` that returns
-    a selector with tests at the level `evolve.significance`. A field `size` is the number of agents
+    a selector whose tests have this level of significance. A field `size` is the number of agents
     of a tournament.
 
     A plan refers to agents by their positions in this round, 0 to len(histories) - 1. Parents must
@@ -63,7 +63,7 @@ class Selector(Protocol):
 def rank(histories: Sequence[Sequence[Score]]) -> list[Position]:
     """Return the positions of the agents that have not failed, ordered by mean score, best first.
 
-    Ties are ordered by position. An agent without a finite score counts as failed.
+    Ties are ordered by position. An agent has failed if it has no scores or one that is not finite.
     """
     means: dict[Position, float] = {}
     for position, history in enumerate(histories):
@@ -114,9 +114,9 @@ class Candidate:
         round: The next round (0-based).
         twin: Whether another agent of the next round keeps the same hyperparameters, so that this
             agent is free to try other values; always true for a copy.
-        shares: Numbers in (0, 1], one for each hyperparameter that may change and one more for the
-            second end of a clip range, spread evenly over the twins of one agent (a Latin
-            hypercube); empty unless `twin`.
+        shares: Numbers in (0, 1]: one for each hyperparameter that may change, and one more for the
+            second end of a clip range. Of all agents with these hyperparameters, each gets a row of
+            one Latin hypercube, so that their numbers are spread evenly. Empty unless `twin`.
     """
 
     hparams: Hparams
@@ -131,10 +131,11 @@ class Candidate:
 class Explorer(Protocol):
     """Varies the hyperparameters of the agents that a selection planned.
 
-    If survivors keep their values, a class may declare `copies_only = True`; if its values follow a
-    schedule by round, `scheduled = True`. Its method `check(first, hp_config)`, if any, is called
-    before a run and raises the ConfigError that `explore` would raise. A method `problems`, with
-    the same arguments, yields the errors that can be found from the settings alone.
+    A class may declare `copies_only = True` if survivors keep their values, and `scheduled = True`
+    if its values follow a schedule by round. A method `check(first, hp_config)`, if the class has
+    it, is called before a run with the hyperparameters of agent 0, and raises the ConfigError that
+    `explore` would raise. A method `problems`, with the same arguments, yields the problems that
+    can be found from the settings alone.
     """
 
     def explore(

@@ -31,7 +31,8 @@ def end_of_distance(name: str, distance: RLParameter) -> RLParameter:
 def distance_range(name: str, parameter: RLParameter) -> RLParameter | None:
     """Return the range of a hyperparameter's distance from 1, if that distance is searched.
 
-    Returns None for all other hyperparameters, for choices, and if the range contains 1.
+    Returns None for all other hyperparameters, for choices, and for a range that has values on both
+    sides of 1.
     """
     if parameter.choices is not None:
         return None
@@ -43,12 +44,12 @@ def distance_range(name: str, parameter: RLParameter) -> RLParameter | None:
 
 
 def from_distance(name: str, parameter: RLParameter, distance: float) -> float:
-    """Return the value at a distance from 1, clamped to its range."""
+    """Return the value of hyperparameter `name` at a distance from 1, clamped to its range."""
     return parameter.clip(1 - distance if name in _BELOW else 1 + distance)
 
 
 def parts(hparams: Hparams, ranges: Mapping[str, RLParameter]) -> Iterator[tuple[str, RLParameter]]:
-    """Yield each hyperparameter that may mutate, and its range; a clip pair gives its two ends."""
+    """Yield each name in `ranges` with its range; a clip_coef pair yields its two ends."""
     for name, parameter in ranges.items():
         if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
             yield from ((end, end_of_distance(end, parameter)) for end in CLIP_ENDS)
@@ -59,7 +60,7 @@ def parts(hparams: Hparams, ranges: Mapping[str, RLParameter]) -> Iterator[tuple
 def first_parts(
     first: Hparams, hp_config: HyperparameterConfig
 ) -> tuple[dict[str, RLParameter], dict[str, RLParameter]]:
-    """Return the ranges of the first population's draws: without clip ends, and of clip ends."""
+    """Return the ranges that the first population is drawn from: (all but clip ends, clip ends)."""
     ranges = {name: parameter.first for name, parameter in hp_config.parameters.items()}
     plain: dict[str, RLParameter] = {}
     clip_ends: dict[str, RLParameter] = {}
@@ -81,7 +82,7 @@ def latin_hypercube(rows: int, columns: int, rng: np.random.Generator) -> np.nda
 
 
 def draw_value(name: str, parameter: RLParameter, rng: np.random.Generator) -> Value:
-    """Draw a choice, or a value: log-uniform in a range above 0, uniform in a range from 0."""
+    """Draw a choice or a value: log-uniform in a range above 0, uniform in a range from 0."""
     if parameter.choices is not None:
         return parameter.choices[int(rng.integers(len(parameter.choices)))]
     measure = distance_range(name, parameter) or parameter
@@ -91,7 +92,7 @@ def draw_value(name: str, parameter: RLParameter, rng: np.random.Generator) -> V
 
 
 def placed(name: str, parameter: RLParameter, share: float) -> float:
-    """Return the value of a hyperparameter at a share of its range; see `value_at`."""
+    """Return the value of hyperparameter `name` at a share of its range, as `value_at` does."""
     distance = distance_range(name, parameter)
     if distance is None:
         return value_at(parameter, share)
@@ -111,7 +112,7 @@ def value_at(parameter: RLParameter, share: float) -> float:
 
 
 def share_of(name: str, parameter: RLParameter, value: float) -> float:
-    """Return the share of the range at which a value lies, the inverse of `placed`."""
+    """Return the share of the range at which `value` of `name` lies; the inverse of `placed`."""
     distance = distance_range(name, parameter)
     if distance is not None:
         parameter, value = distance, abs(value - 1)

@@ -1,4 +1,4 @@
-"""Computes the rounds with a decision, and the numbers of agents and their prompts."""
+"""Computes after which rounds a run decides, how many agents play, and on how many prompts."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -45,11 +45,11 @@ def decides_after(finished: int, decisions: Sequence[int]) -> bool:
 
 
 def places_by_round(size: int, sizes: Sizes, decisions: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the places of each round; the last number holds for all later rounds.
+    """Return the maximum number of agents of each round; the last number holds for later rounds.
 
-    With `sizes` None, `size` places are halved at `decisions`, rounding up, down to `LEAST`; if
-    there are enough decisions, the last halving is two decisions before the end. "constant" keeps
-    `size` places; a list is returned as it is.
+    With `sizes` None, the number begins as `size` and is halved at `decisions`, rounding up, down
+    to `LEAST`; if there are enough decisions, the last halving is at the third last decision.
+    "constant" keeps `size`; a list is returned as it is.
     """
     if sizes is not None and sizes != "constant":
         return tuple(sizes)
@@ -94,11 +94,12 @@ def wrong_sizes(size: int, sizes: Sizes, *, archive: bool) -> Iterator[str]:
 def prompts_of_agents(
     rows: int, steps: int, group_sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide the rows of a step among the agents; return each agent's number of prompts by step.
+    """Divide the `rows` of each step among the agents; return their numbers of prompts by step.
 
-    An agent gets at least one prompt. All agents get equal shares in whole groups. The remainder
-    carries over to the next agent, from the largest of `group_sizes` down, so the total is off by
-    at most half of the smallest group.
+    A round has `steps` steps. All agents get equal numbers of rows in a round, rounded to whole
+    groups, and at least one prompt per step. The agents with the largest of `group_sizes` are
+    first, and what rounding adds for one agent is taken from the next. So the rows of a round
+    differ from `rows` * `steps` by at most half of the smallest group.
     """
     counts = _groups_of_agents(rows * steps, steps, group_sizes)
     return tuple(
@@ -108,7 +109,7 @@ def prompts_of_agents(
 
 
 def _groups_of_agents(rows: int, steps: int, group_sizes: Sequence[int]) -> list[int]:
-    """Return the number of groups that each agent samples in a round, at least one per step."""
+    """Return how many groups each agent samples in a round of `rows`, at least one per step."""
     agents = len(group_sizes)
     carry = 0.0
     groups = [0] * agents

@@ -41,7 +41,7 @@ def start_hparams(
     `latin_hypercube` (McKay, Beckman & Conover 1979): agent 0 has the values of `first`, and the
     others cover every range evenly, on a log scale if its minimum is above 0. All choices of a
     hyperparameter go to equally many agents, up to a difference of one. A clip pair with low >=
-    high is drawn at random instead.
+    high is replaced by a random draw.
 
     `sample`: agent 0 has the values of `first`, and each other agent draws independently.
 
@@ -83,7 +83,7 @@ def start_problems(
 
 
 def with_first_choices(first: Hparams, hp_config: HyperparameterConfig) -> Hparams:
-    """Return `first` with the first choice for each unset hyperparameter of names or bools."""
+    """Return `first`, with the first choice where a hyperparameter of names or bools is unset."""
     for name in hp_config.names():
         choices = hp_config[name].choices
         if choices is not None and has_no_order(name) and first.get(name) is None:
@@ -132,7 +132,7 @@ def sample_hparams(
 def spread(
     first: Hparams, hp_config: HyperparameterConfig, count: int, rng: np.random.Generator
 ) -> Iterator[Hparams]:
-    """Yield `count` agents on a Latin hypercube over all ranges, with choices spread evenly."""
+    """Yield hyperparameters on a Latin hypercube over all ranges, with choices spread evenly."""
     plain, clip_ends = first_parts(first, hp_config)
     if not plain and not clip_ends:
         yield from [first] * count
@@ -158,7 +158,7 @@ def spread(
 def _places(
     choices: Sequence[Value], first: Value | None, count: int, rng: np.random.Generator
 ) -> list[Value]:
-    """Return `count` choices in random order; with agent 0's `first`, all are equally frequent."""
+    """Return `count` choices in random order, evenly spread if agent 0's `first` is counted too."""
     shuffled = [choices[index] for index in rng.permutation(len(choices)).tolist()]
     order = [c for c in shuffled if c == first] + [c for c in shuffled if c != first]
     begin = 1 if first in choices else 0
@@ -171,7 +171,7 @@ def _clip_pair_at(
     shares: Sequence[float],
     rng: np.random.Generator,
 ) -> Hparams:
-    """Set the clip pair at shares of the ranges of its ends, or a random pair if low >= high."""
+    """Set the clip pair at shares of the ranges of its ends; draw it at random if low >= high."""
     pair: dict[str, float] = dict(zip(CLIP_ENDS, base.clip_bounds, strict=True))
     for (name, end), share in zip(clip_ends.items(), shares, strict=True):
         pair[name] = placed(name, end, share)
@@ -200,10 +200,10 @@ def _draw_clip_pair(
 
 
 def with_values(first: Hparams, values: Mapping[str, Any], searched: Iterable[str] = ()) -> Hparams:
-    """Return hyperparameters with some values replaced, by name.
+    """Return `first` with the `values` replaced, which are given by name.
 
-    Reward weights, and settings of the run in which agents may differ, such as a prompt or a LoRA
-    rank, can be replaced only if `first` or `searched` has them.
+    Reward weights can be replaced only if `first` or `searched` has them. The same holds for
+    settings of the run in which agents may differ, such as a prompt or a LoRA rank.
     """
     of_every_agent = filter(is_of_every_agent, MUTABLE)
     names = dict.fromkeys((*of_every_agent, *first.named(), *searched))
@@ -238,10 +238,11 @@ def starts_with(
     earlier: Sequence[Hparams],
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Return `population.init` as a list: at most half from `earlier`, the others drawn.
+    """Return `population.init` as a list of mappings, one for each of `size` agents.
 
-    Agent 0 has the values of `first`, the next agents those in `earlier`, best first; the others
-    cover the ranges evenly. Each mapping has all values that may mutate.
+    Agent 0 has the values of `first`, so its mapping is empty. The next agents, at most half of
+    all, have the values in `earlier`, best first. The others cover the ranges evenly. Each mapping
+    but the first has all values that may mutate.
     """
     best = [agent for agent in dict.fromkeys(earlier) if agent != first][: size // 2]
     others = spread(first, hp_config, size - 1 - len(best), generator(seed, "init"))
@@ -251,10 +252,10 @@ def starts_with(
 def carried_over(
     earlier: Hparams, names: Collection[str], first: Hparams, hp_config: HyperparameterConfig
 ) -> Hparams:
-    """Return `first` with the values of an earlier agent for `names`, which mutate in both runs.
+    """Return `first` with the values that an agent of an earlier run has for `names`.
 
-    A number outside its range is replaced by the nearest end or choice. A name or bool that is none
-    of the choices is ignored.
+    The hyperparameters `names` mutate in both runs. A number outside its range is replaced by the
+    nearest end or choice. A name or bool that is none of the choices is ignored.
     """
     hparams = first
     for name in (key for key in names if key not in CLIPS):
@@ -267,13 +268,13 @@ def carried_over(
 
 
 def in_both(names: Collection[str], hp_config: HyperparameterConfig) -> list[str]:
-    """Return the searched hyperparameters that are in `names`; any clip name matches the others."""
+    """Return the searched hyperparameters that are in `names`; all clip names count as the same."""
     clips = bool(set(names) & set(CLIPS))
     return [name for name in hp_config.names() if name in names or (name in CLIPS and clips)]
 
 
 def _with_clip(hparams: Hparams, earlier: Hparams, hp_config: HyperparameterConfig) -> Hparams:
-    """Return hyperparameters with the clip range of an earlier agent, moved into its range."""
+    """Return `hparams` with the clip range of an earlier run's agent, clamped to `hp_config`."""
     if "clip_coef" in hp_config.names():
         parameter = hp_config["clip_coef"]
         if not isinstance(earlier.clip_coef, tuple) and not isinstance(hparams.clip_coef, tuple):

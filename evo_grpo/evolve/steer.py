@@ -34,8 +34,8 @@ class NextRound(NamedTuple):
 class RoundEnd:
     """The state of a run between two rounds, after `round` (0-based).
 
-    `played` has the slot of each member that played the round, `hp_config` the ranges, and
-    `next_id` is a member id that no member of the run has had.
+    `played` maps the id of each member that played the round to its slot, `hp_config` has the
+    ranges, and `next_id` is an id that no member of the run has had.
     """
 
     round: int
@@ -156,10 +156,10 @@ def _plain(value: object) -> str:
 
 
 def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig) -> Changes:
-    """Return the differences in the form of a mutation's changes: name -> (old, new).
+    """Return the hyperparameters that differ between `old` and `new`, as name -> (old, new).
 
-    The ends of a clip range are separate entries if one of the values is a pair or the ends mutate.
-    Values that are None in `old` or `new` are left out.
+    The two ends of a clip range are separate entries if a clip_coef is a pair or if the ends
+    mutate. Hyperparameters that are None in `old` or `new` are left out.
     """
     ends = any(isinstance(hparams.clip_coef, tuple) for hparams in (old, new)) or bool(
         set(CLIP_ENDS) & set(hp_config.names())
@@ -175,7 +175,7 @@ def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig)
 
 
 def _swaps(members: Sequence[Member], played: Mapping[int, Slot]) -> bool:
-    """Return whether copies form a cycle, so that none of them can be made first."""
+    """Return whether copies form a cycle, in which each overwrites what another one copies."""
     sources = {
         member.agent: played[member.parent]
         for member in members

@@ -4,10 +4,10 @@ A micro-batch has rows of all agents and takes one forward and one backward. Eac
 AdamW.
 
 The old log-probs of the first minibatch are its new log-probs, detached, since the policy has not
-changed yet. This saves a forward, and the ratio is exactly 1 even with LoRA dropout. Later epochs
-reuse them. For later minibatches, a separate pass before the first update computes the old
-log-probs. Dropout masks of a row stay the same for the whole call, so a ratio compares two
-policies, not two masks.
+changed yet. This saves a forward, and the ratio is exactly 1 even with LoRA dropout. For later
+minibatches, a separate pass before the first update computes the old log-probs. Later epochs reuse
+the old log-probs of the first epoch. Dropout masks of a row stay the same for the whole call, so a
+ratio compares two policies, not two masks.
 
 With a float16 base, the loss is scaled (see `updates`). If a gradient still overflows, the step is
 computed again with a lower scale for that agent.
@@ -57,8 +57,8 @@ from evo_grpo.settings.engine import EngineConfig
 class _Call:
     """The state of one learn call.
 
-    `totals` are each agent's denominators by minibatch, and `seed` seeds dropout. The `sums` of
-    metrics are on the device, the `metrics` of each agent on the host.
+    `totals` has the numbers by which each agent's losses are averaged, and `seed` seeds dropout.
+    `sums` has sums of metrics on the device, `metrics` the metrics of each agent on the host.
     """
 
     agents: Sequence[AgentTraining]
@@ -70,7 +70,7 @@ class _Call:
     metrics: list[dict[str, float]]
 
     def denominators(self, minibatch: int) -> Tensor:
-        """Return the rows and tokens (N, 2) of each agent's minibatch; 1 for agents without it."""
+        """Return each agent's numbers of rows and tokens (N, 2) in one minibatch, both >= 1."""
         counts = [
             (t.rows[minibatch], t.tokens[minibatch]) if minibatch < t.minibatches else (1, 1)
             for t in self.totals
@@ -81,8 +81,8 @@ class _Call:
 class Learner:
     """Trains any set of agents at once over one base.
 
-    All agents share the shaping of advantages in `algorithm`. `updates` takes the optimizer steps:
-    with each agent's optimizer, until an engine replaces it.
+    All agents share the settings in `algorithm` that shape advantages. `updates` takes the
+    optimizer steps, with each agent's own optimizer or by an engine of DeepSpeed.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Learner:
 
         Args:
             agents: N agents.
-            batches: The rows of each agent, in the same order.
+            batches: The rows of each agent, in the order of `agents`.
             seed: Seed of minibatch order and dropout.
             exact_sampler: Whether the rows' sampler log-probs equal this learner's up to rounding
                 (see `RolloutEngine.exact`). If False, the loss uses them for `sampler_correction`
@@ -161,7 +161,10 @@ class Learner:
         return finish(call.sums, call.metrics)
 
     def limit_output(self, longest: int) -> None:
-        """Set the tokens of the longest completion, for dr_grpo, and check `overlong_buffer`."""
+        """Set the maximum length of a completion, in tokens, by which dr_grpo divides.
+
+        ConfigError is raised if `overlong_buffer` is greater.
+        """
         buffer = self.algorithm.overlong_buffer
         if buffer is not None and buffer > longest:
             raise ConfigError(
@@ -171,7 +174,7 @@ class Learner:
         self.loss = self.algorithm.loss(longest)
 
     def _step(self, call: _Call, pairs: list[tuple[int, Row]], epoch: int, minibatch: int) -> None:
-        """Accumulate gradients over micro-batches, then step the optimizer of each agent."""
+        """Sum gradients over the micro-batches of `pairs`, then step each agent's optimizer."""
         agents = call.agents
         # No agent has been updated yet: the present policy is the old one.
         is_first = epoch == minibatch == 0
@@ -206,7 +209,7 @@ class Learner:
     def _loss_scales(
         self, call: _Call, pairs: list[tuple[int, Row]], minibatch: int
     ) -> LossScales | None:
-        """Return the loss scales of the agents; None for a base that is not in float16."""
+        """Return the loss scales of the agents in `pairs`; None if the base is not in float16."""
         if self.base.dtype is not torch.float16:
             return None
         rows: dict[int, list[Row]] = {}
@@ -225,7 +228,10 @@ class Learner:
         return LossScales(exponents)
 
     def _overflowed(self, call: _Call, present: Sequence[int], scales: LossScales) -> bool:
-        """Divide gradients by their scales; return whether to repeat the step at lower scales."""
+        """Divide gradients by their agents' scales; lower an agent's scale if they overflowed.
+
+        Returns whether a scale was lowered, because the step must then be repeated.
+        """
         losses = call.sums.values["loss"].tolist()
         must_repeat = False
         for position in present:
@@ -248,7 +254,7 @@ class Learner:
         first: bool,
         scales: LossScales | None,
     ) -> None:
-        """Add the gradients of one optimizer step, micro-batch by micro-batch."""
+        """Compute gradients and metrics of the rows in `pairs`, summed over micro-batches."""
         agents = call.agents
         denominators = call.denominators(minibatch)
         buckets = self._packed(pairs)
@@ -286,8 +292,8 @@ class Learner:
         """Call `attempt`, with smaller micro-batches each time the device runs out of memory.
 
         If a kernel fails to compile or launch, `attempt` is called again without kernels.
-        `start_anew` removes partial results. RunFailedError is raised if a single row needs too
-        much memory, or with several processes.
+        `start_anew` removes partial results. If memory runs out for a single row, or while several
+        processes compute a step together, RunFailedError is raised.
         """
         while True:
             try:
@@ -313,7 +319,7 @@ class Learner:
             free_cached()
 
     def _packed(self, pairs: list[tuple[int, Row]]) -> list[list[tuple[int, Row]]]:
-        """Split rows into micro-batches for all processes together."""
+        """Split rows into micro-batches within the sum of the limits of all processes."""
         rows, parts = self.engine.max_rows_per_microbatch, self.updates.parts
         return pack(pairs, self._tokens * parts, None if rows is None else rows * parts)
 
@@ -372,9 +378,9 @@ class Learner:
     ) -> Tensor:
         """Return advantages (B,), or (B, C) if they differ between tokens.
 
-        `beta` is the weight of KL shaping, a float or (B, 1), 0 for rows without it. In all epochs,
-        KL shaping compares the current policy with the reference; the ratio in the loss corrects
-        for samples of the old policy.
+        `beta` is the weight of KL shaping, a float or (B, 1), 0 for rows without KL shaping. In all
+        epochs, KL shaping compares the current policy with the reference; the ratio in the loss
+        corrects for samples of the old policy.
         """
         advantages = batch.advantages.to(logprobs.dtype)
         clip_range = self.algorithm.adv_clip_range
@@ -403,7 +409,7 @@ class Learner:
 
     @torch.no_grad()
     def _fill_old_logprobs(self, call: _Call, pairs: list[tuple[int, Row]]) -> None:
-        """Compute the log-probs before the first update, for rows of later minibatches."""
+        """Compute the old log-probs of rows of later minibatches, before the first update."""
         agents = call.agents
         if not pairs:
             return
@@ -455,14 +461,14 @@ class Learner:
 
 
 def _has_gradient(row: Row, hparams: Hparams) -> bool:
-    """Return whether a row has a gradient; AdamW would take a step even on a gradient of zero."""
+    """Return whether a row can have a gradient; a row without one must not cause an AdamW step."""
     return (row.advantage != 0.0 or largest_penalty(hparams) > 0) and row.generated > 0
 
 
 def _split_beta(
     beta: float | Tensor, shapes: Sequence[bool]
 ) -> tuple[float | Tensor, float | Tensor]:
-    """Split beta into the weights of KL shaping and of the KL penalty; each row uses one of them.
+    """Split beta into a weight of KL shaping and a weight of the KL penalty; a row has only one.
 
     `beta` is (B, 1), or the float 0.0 if no row has a weight; `shapes` says which of the B rows
     have KL shaping. Returns two tensors (B, 1), each 0 in rows that use the other term; a tensor of

@@ -1,4 +1,4 @@
-"""Sums each agent's metrics of a learn call on the device, to read them once at the end."""
+"""Sums each agent's metrics over a learn call; the sums stay on the device until its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from evo_grpo.learn.packing import MicroBatch
 
 
 class MetricSums:
-    """Sums of metrics per agent over micro-batches, kept on the device until the call ends."""
+    """Each agent's metrics of a learn call, summed in `values`, maxima in `peaks`, on the device.
+
+    `values` and `peaks` map a metric's name to (N,) float64.
+    """
 
     def __init__(self, agents: int, device: torch.device) -> None:
         self.agents = agents
@@ -19,13 +22,13 @@ class MetricSums:
         self.peaks: dict[str, Tensor] = {}
 
     def copy(self) -> MetricSums:
-        """Return a copy of the sums."""
+        """Return a copy of the sums and maxima."""
         sums = MetricSums(self.agents, self.device)
         sums.put_back(self)
         return sums
 
     def put_back(self, other: MetricSums) -> None:
-        """Replace the sums by copies of the sums of `other`."""
+        """Replace the sums and maxima by copies of those of `other`."""
         self.values = {name: value.clone() for name, value in other.values.items()}
         self.peaks = {name: value.clone() for name, value in other.peaks.items()}
 
@@ -35,19 +38,19 @@ class MetricSums:
         return totals[name]
 
     def add(self, name: str, positions: Tensor, per_row: Tensor) -> None:
-        """Add values (B,) of rows to the sums of their agents at positions (B,)."""
+        """Add each row's value in `per_row` (B,) to the sum `name` of its agent in `positions`."""
         values = per_row.detach().to(torch.float64)
         # Unlike index_add_, it adds in a fixed order on CUDA too.
         self._of(self.values, name).index_put_((positions,), values, accumulate=True)
 
     def peak(self, name: str, positions: Tensor, per_row: Tensor) -> None:
-        """Raise the maxima of the agents at positions (B,) to values (B,) of their rows."""
+        """Raise each agent's maximum `name` to the largest value in `per_row` (B,) of its rows."""
         total = self._of(self.peaks, name)
         total.scatter_reduce_(0, positions, per_row.detach().to(torch.float64), "amax")
 
 
 def start_metrics(rows: int, live: int) -> dict[str, float]:
-    """Return an agent's metrics before its first step; `live` of its rows have a gradient."""
+    """Return an agent's metrics before its first step; `live` of its `rows` have a gradient."""
     return {
         "grad_norm": 0.0,
         "updates": 0.0,
@@ -67,11 +70,11 @@ def measure(
     *,
     first: bool,
 ) -> None:
-    """Add one micro-batch and its loss terms to the sums.
+    """Add the metrics of one micro-batch to `sums`.
 
     `weights` (B, C) is each token's weight in the loss. `entropies` (B, C) and the log-probs `flat`
     (M,) are in nats, for the generated tokens. `first` is True before any update, while the policy
-    is the one that sampled the rows.
+    is still the one that sampled the rows.
     """
     mask, positions, tokens = batch.mask, batch.positions, batch.mask.sum(-1)
     zero = torch.zeros((), device=mask.device)

@@ -36,8 +36,8 @@ class _SizedRow:
     """A row with the numbers by which it is packed.
 
     `position` is the index of the row's agent in the learn call. `prefix_length` is the number of
-    tokens before the first generated one. Rows with equal `prefix`, which is `position` and these
-    tokens, can share the prefix.
+    tokens before the first generated token. `prefix` is `position` with these tokens; if it is
+    equal in several rows, they can share the computation of these tokens.
     """
 
     position: int
@@ -61,7 +61,11 @@ _Tier: TypeAlias = list[_Block]
 
 @dataclass
 class _Bucket:
-    """A micro-batch under construction, with the largest lengths of its rows."""
+    """A micro-batch under construction, with the largest lengths of its rows.
+
+    `count` is the number of rows, including those that are counted but not in `rows`. `length`,
+    `prefix_length` and `rest_length` (tokens after the prefix) are the largest of any row.
+    """
 
     rows: list[_SizedRow] = field(default_factory=list[_SizedRow])
     count: int = 0
@@ -78,7 +82,7 @@ class _Bucket:
         return bucket
 
     def merge(self, other: _Bucket) -> None:
-        """Count the rows of another bucket, without listing them."""
+        """Count the rows of another bucket as rows of this one, but do not add them to `rows`."""
         self.count += other.count
         self.prefixes |= other.prefixes
         self.length = max(self.length, other.length)
@@ -94,7 +98,7 @@ class _Bucket:
         self.rest_length = max(self.rest_length, row.length - row.prefix_length)
 
     def tokens(self, added: Sequence[_SizedRow] = ()) -> int:
-        """Return the number of padded tokens with `added` rows; prefixes are shared if cheaper."""
+        """Count the padded tokens with the rows `added`; prefixes are shared if that saves any."""
         rows, prefixes = self.count + len(added), len(self.prefixes)
         length, before, after = self.length, self.prefix_length, self.rest_length
         if added:
@@ -115,12 +119,12 @@ class _Bucket:
 def pack(
     rows: Sequence[tuple[int, Row]], token_budget: int, max_rows: int | None = None
 ) -> list[list[tuple[int, Row]]]:
-    """Split (position of its agent, row) pairs into micro-batches, each sorted by agent.
+    """Split `rows`, pairs of an agent's position and a row, into micro-batches sorted by agent.
 
     Micro-batches have little padding and, if possible, the same number of rows of each agent, for
-    plain batched matmuls. With many agents, each micro-batch has rows of some agents only. The
-    budget counts padded tokens, a shared prefix once. A row above the budget becomes a separate
-    micro-batch.
+    plain batched matmuls. With many agents, each micro-batch has rows of some agents only. A
+    micro-batch has at most `token_budget` padded tokens, where a shared prefix counts once. A
+    single row above the budget becomes a separate micro-batch.
     """
     sized = [_SizedRow.of(position, row) for position, row in rows]
     if not sized:
@@ -140,7 +144,7 @@ def pack(
 
 
 def _by_agent_and_prefix(rows: Sequence[_SizedRow]) -> list[_SizedRow]:
-    """Return rows sorted by agent, those with the same prefix next to each other."""
+    """Return rows sorted by agent; rows with the same prefix are next to each other."""
     order: dict[tuple[int, bytes], int] = {}
     for row in rows:
         order.setdefault(row.prefix, len(order))
@@ -148,7 +152,7 @@ def _by_agent_and_prefix(rows: Sequence[_SizedRow]) -> list[_SizedRow]:
 
 
 def _packed(sized: Sequence[_SizedRow], token_budget: int, max_rows: int | None) -> list[_Bucket]:
-    """Pack rows in the order that gives the fewest tokens."""
+    """Pack rows in order of length and in order of prefix; return the result of fewer tokens."""
     candidates = [_fill(_by_length(sized), token_budget, max_rows)]
     if len({row.prefix for row in sized}) < len(sized):
         tiers = _by_prefix(sized)
@@ -186,7 +190,7 @@ def _by_length(rows: Sequence[_SizedRow]) -> list[_Tier]:
 
 
 def _by_prefix(rows: Sequence[_SizedRow]) -> list[_Tier]:
-    """Group rows by prefix, longest first; a tier has one group of each agent."""
+    """Group rows by prefix, the group of the longest row first; tier i has each agent's group i."""
     groups: dict[tuple[int, bytes], _Block] = {}
     for row in rows:
         groups.setdefault(row.prefix, []).append(row)
@@ -202,7 +206,7 @@ def _by_prefix(rows: Sequence[_SizedRow]) -> list[_Tier]:
 
 
 def _fill(tiers: Sequence[_Tier], token_budget: int, max_rows: int | None) -> list[_Bucket]:
-    """Cut tiers into the cheapest buckets; one costs its tokens plus `BUCKET_SHARE` of the budget.
+    """Cut tiers into the cheapest buckets: each costs its tokens plus `BUCKET_SHARE` of the budget.
 
     A tier above the budget is split between blocks, a block above the budget between rows.
     """
@@ -222,7 +226,10 @@ def _fill(tiers: Sequence[_Tier], token_budget: int, max_rows: int | None) -> li
 def _cut(
     tiers: Sequence[_Tier], token_budget: int, max_rows: int | None
 ) -> Iterator[Sequence[_Tier]]:
-    """Yield runs of neighbouring tiers, one per bucket; a tier above the budget is a run alone."""
+    """Yield the cheapest runs of neighbouring tiers, one per bucket; see `_fill` for the cost.
+
+    A tier above the budget is a run by itself.
+    """
     bucket_cost = token_budget * BUCKET_SHARE
     # All pairs of ends are tried; neighbours of many tiers are joined to limit their number.
     size = -(-len(tiers) // MOST_CUTS)
@@ -254,8 +261,8 @@ class MicroBatch:
     Attributes:
         owners: Position of each row's agent among the agents of the learn call.
         positions: (B,) `owners` as a tensor on the device.
-        counts: Rows per agent of `present`, the positions of the agents that have rows here.
-        input_ids: (B, T) int64, padded on the right, without the last token of the longest row.
+        counts: Number of rows of each agent in `present`, the positions of agents with rows here.
+        input_ids: (B, T) int64, padded on the right; T is the length of the longest row minus 1.
         targets: (M,) int64 generated token ids, row by row.
         where: (M,) flat positions in (B, T) of the hidden states that predict the targets.
         mask: (B, C) bool, the first n columns of a row with n generated tokens.
@@ -276,13 +283,13 @@ class MicroBatch:
     prefix: SharedPrefix | None = None
 
     def pad(self, flat: Tensor) -> Tensor:
-        """Scatter (M,) values to (B, C), zero outside the mask; differentiable."""
+        """Return values (M,) of generated tokens as (B, C), 0 outside the mask; differentiable."""
         return torch.zeros(self.mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(
             self.mask, flat
         )
 
     def gather(self, name: str) -> Tensor:
-        """Return the per-row tensors `old` or `ref` as (B, C); zeros for rows without it."""
+        """Return the rows' attribute `name`, "old" or "ref", as (B, C) nats; 0 where it is None."""
         device = self.mask.device
         parts = [
             torch.zeros(row.generated, device=device)
@@ -293,7 +300,7 @@ class MicroBatch:
         return self.pad(torch.cat(parts))
 
     def sampler_logprobs(self, old: Tensor) -> Tensor:
-        """Return the sampler's log-probs (B, C), nats; `old` in rows that have none recorded."""
+        """Return the rollout engine's log-probs (B, C), nats; `old` (B, C) in rows without any."""
         for row in self.rows:
             if row.sampler_logprobs is not None and len(row.sampler_logprobs) != row.generated:
                 raise ShapeError(
@@ -308,14 +315,14 @@ class MicroBatch:
         return torch.where(is_recorded, self.pad(torch.from_numpy(flat).to(old)), old)
 
     def scatter(self, name: str, flat: Tensor) -> None:
-        """Store (M,) values, detached, in the attribute `old` or `ref` of the rows."""
+        """Set each row's attribute `name`, "old" or "ref", to its part of `flat` (M,), detached."""
         parts = flat.detach().split([row.generated for row in self.rows])
         for row, part in zip(self.rows, parts, strict=True):
             setattr(row, name, part)
 
 
 def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device) -> MicroBatch:
-    """Build a micro-batch of (position of its agent, row) pairs, which are sorted by position."""
+    """Build a micro-batch from pairs of an agent's position and a row, sorted by position."""
     rows = [row for _, row in bucket]
     positions = np.asarray([position for position, _ in bucket])
     width = max(2, *(len(row.token_ids) for row in rows))

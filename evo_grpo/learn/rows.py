@@ -66,11 +66,11 @@ class AgentBatch:
 
 @dataclass
 class AgentTraining:
-    """An agent in a learn call.
+    """What a learn call needs to train one agent.
 
-    `adapter` is the trained slot, and `optimizer` has only its parameters. `reference` is the slot
-    of the frozen reference, which agents may share, or None for the base. `stream` is added to the
-    seed of dropout; if empty, the name of the slot is.
+    `adapter` names the trained adapter, and `optimizer` has only its parameters. `reference` names
+    the adapter of the frozen reference, which agents may share; None is the base without adapter.
+    The seed of dropout depends on `stream`, or on `adapter` if `stream` is empty.
     """
 
     adapter: str
@@ -83,9 +83,9 @@ class AgentTraining:
 def rows_from_trajectories(
     trajectories: Sequence[Trajectory], advantages: np.ndarray, *, mask_truncated: bool = False
 ) -> list[Row]:
-    """Return rows from one agent's trajectories and their advantages (B,); omit failed ones.
+    """Build rows from one agent's trajectories and their advantages (B,); leave out failed ones.
 
-    `mask_truncated` also omits trajectories whose last completion was truncated.
+    `mask_truncated` also leaves out trajectories whose last completion was truncated.
     """
     return [
         Row(
@@ -131,7 +131,7 @@ def assign_minibatches(
 ) -> None:
     """Assign rows to minibatches of `batch_size` in random order; clear `old` and `ref`.
 
-    Without a `batch_size` there are `minibatches` of equal size.
+    If the agent's `batch_size` is None, there are `minibatches` of them, of equal size.
     """
     size = hparams.batch_size or -(-len(rows) // minibatches)
     for number, row in enumerate(rows):
@@ -146,7 +146,7 @@ def assign_minibatches(
 
 
 def filter_and_whiten(rows: list[Row], algorithm: AlgorithmConfig) -> list[Row]:
-    """Filter one agent's rows and whiten their advantages; means exclude filtered rows."""
+    """Drop some of an agent's rows and whiten the advantages of the rest, as `algorithm` says."""
     if not rows or not (algorithm.filter_zero_adv or algorithm.whiten_advantages):
         return rows
     lengths = torch.tensor([row.generated for row in rows])

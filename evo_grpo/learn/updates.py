@@ -1,4 +1,4 @@
-"""Takes optimizer steps, by each agent's AdamW or by an engine; scales lr, and float16 losses.
+"""Takes optimizer steps with each agent's AdamW; computes lr factors and scales of float16 losses.
 
 The gradient of a mean over n tokens has a magnitude of 1 / n, and float16 has no number between 0
 and 6e-8. So each agent's loss is multiplied by a power of two before the backward, and the float32
@@ -29,8 +29,8 @@ Bucket = list[tuple[int, Row]]
 class Updates(Protocol):
     """Takes the optimizer steps of a learner.
 
-    The rows of a micro-batch are divided among `parts` processes. With `plain`, passes use the
-    model's own modules instead of a specialized forward.
+    The rows of a micro-batch are divided among `parts` processes. If `plain` is True, forward
+    passes run the model's own modules, not a specialized forward.
     """
 
     parts: int
@@ -39,18 +39,19 @@ class Updates(Protocol):
     def share(self, bucket: Bucket, *, last: bool) -> tuple[Bucket, bool]:
         """Return this process's rows of a micro-batch, and whether they count in loss and metrics.
 
-        At least one row is returned. `last` marks the last micro-batch of a step.
+        At least one row is returned: if this process has none, a row of another process, which does
+        not count. `last` marks the last micro-batch of a step.
         """
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of this process's part of a micro-batch's loss."""
+        """Compute the gradients of `loss`, which is the loss of this process's rows."""
         ...
 
     def step(self, agents: Sequence[tuple[AgentTraining, dict[str, float]]]) -> None:
         """Clip gradients and step each agent separately; skip agents whose gradient is not finite.
 
-        The agents have a gradient. Each has its metrics, which get grad_norm, updates and failed.
+        All `agents` have a gradient. Their metrics grad_norm, updates and failed are updated.
         """
         ...
 
@@ -70,16 +71,16 @@ class OwnOptimizers:
         self.slots = slots
 
     def share(self, bucket: Bucket, *, last: bool) -> tuple[Bucket, bool]:
-        """Return all rows."""
+        """Return all rows of the micro-batch; all of them count."""
         del last
         return bucket, True
 
     def backward(self, loss: Tensor) -> None:
-        """See `Updates`."""
+        """Compute the gradients of `loss`, the loss of all rows of a micro-batch."""
         self.slots.base.backward(loss)
 
     def step(self, agents: Sequence[tuple[AgentTraining, dict[str, float]]]) -> None:
-        """See `Updates`."""
+        """Clip the gradients of each agent and step its AdamW; see `Updates.step`."""
         grads = [
             [p.grad for p in self.slots.parameters(agent.adapter) if p.grad is not None]
             for agent, _ in agents
@@ -110,11 +111,12 @@ def _norms(grads: Sequence[list[Tensor]]) -> list[float]:
 
 
 def lr_factor(schedule: LRSchedule, step: int, warmup: float | None = None) -> float:
-    """Return the factor in (0, 1] on an agent's lr in a GRPO step (0-based).
+    """Return the factor, in (0, 1], that multiplies an agent's lr in GRPO step `step` (0-based).
 
-    `warmup` is the share of steps that warm up, in [0, 1); None takes the schedule's share. After
-    the warm-up, the factor is the cosine of Loshchilov and Hutter 2016, arXiv:1608.03983. After the
-    end of the schedule, it keeps its last value.
+    In the warm-up the factor rises linearly. `warmup` is the share of the schedule's steps that
+    warm up, in [0, 1); None takes `schedule.warmup_proportion`. After the warm-up, the factor is
+    the cosine of Loshchilov and Hutter 2016, arXiv:1608.03983. After the end of the schedule, it
+    keeps its last value.
     """
     share = schedule.warmup_proportion if warmup is None else warmup
     warm = math.ceil(share * schedule.steps)
@@ -145,19 +147,19 @@ class LossScales:
         self._lowered = dict.fromkeys(exponents, 0)
 
     def of(self, positions: Tensor) -> Tensor:
-        """Return the factor (B, 1) fp32 of each row's loss, from its agent's position (B,)."""
+        """Return the scale (B, 1) fp32 of each row; `positions` (B,) has the rows' agents."""
         table = torch.ones(max(self._exponents) + 1)
         for position, exponent in self._exponents.items():
             table[position] = 2.0**exponent
         return table.to(positions.device)[positions][:, None]
 
     def divide_out(self, position: int, gradients: Sequence[Tensor]) -> None:
-        """Divide an agent's gradients by its scale, in place and without rounding."""
+        """Divide an agent's gradients by the agent's scale, in place and without rounding."""
         if gradients:
             torch._foreach_mul_(list(gradients), 2.0 ** -self._exponents[position])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one launch for all tensors; there is no public name
 
     def lower(self, position: int) -> bool:
-        """Lower the scale of an agent whose gradient overflowed; False if it is at its limit."""
+        """Lower an agent's scale after an overflow; return False if `MOST_TIMES` forbids it."""
         if self._lowered[position] == MOST_TIMES:
             return False
         self._lowered[position] += 1
@@ -178,9 +180,9 @@ def first_scale(
 ) -> int:
     """Return the exponent of the scale that gives a typical token a gradient of 2^`TYPICAL`.
 
-    `rows` are the agent's rows of the step, at least one; `totals` count all rows and tokens of the
-    step, with and without a gradient; `clip_range` bounds the advantages, or is None. The
-    exponent is 0 if an advantage is not finite.
+    `rows` are the agent's rows of the step that have a gradient, at least one. `totals` are the
+    numbers of rows and tokens of the step, including rows without a gradient. `clip_range` bounds
+    the advantages, or is None. The exponent is 0 if an advantage is not finite.
     """
     lengths = torch.tensor([row.generated for row in rows])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]

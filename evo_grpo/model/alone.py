@@ -19,7 +19,10 @@ _computing = Counter[int]()
 
 @contextmanager
 def loading() -> Generator[None]:
-    """Load alone: wait until other loads and computations end, and make new ones wait."""
+    """Open a context for loading a model, in which no other thread loads or computes.
+
+    Entering it waits until other threads have finished; threads that start later wait for it.
+    """
     me = threading.get_ident()
     with _turn:
         with _change:
@@ -29,7 +32,7 @@ def loading() -> Generator[None]:
 
 @contextmanager
 def excluding_loads() -> Generator[None]:
-    """Compute while no other thread loads; several threads may compute at once."""
+    """Open a context for computing, in which no other thread loads; several may compute at once."""
     me = threading.get_ident()
     with nullcontext() if me in _computing else _turn, _change:
         _computing[me] += 1

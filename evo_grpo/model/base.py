@@ -149,8 +149,8 @@ class SharedBase:
             name: Name of an embedded model, `smollm2`, a folder, a .gguf file or a hub id.
             device: A torch device string, or "auto" for CUDA if available, else the CPU.
             dtype: "float32", "bfloat16", "float16", a torch.dtype or "auto": float32 on the CPU,
-                and bfloat16 on CUDA or float16 below compute capability 8.0. `torch_dtype` is the
-                older spelling.
+                and bfloat16 on CUDA or float16 below compute capability 8.0. `torch_dtype` is an
+                older spelling of `dtype`.
             tokenizer: Replaces the tokenizer of the model.
             quantization: Keep the linear layers in 8 or 4 bits; see `model.quantized`.
             on_host: Keep the model in CPU memory for now, in the dtype for the device.

@@ -17,9 +17,10 @@ _UNLIMITED = 10**9
 
 @dataclass(frozen=True)
 class Encoded:
-    """The `rows` of B texts or pairs of texts: `input_ids` and perhaps `token_type_ids`.
+    """The tokens of B texts or pairs of texts.
 
-    `cut` is the number of texts whose end was removed to fit the classifier's maximum length.
+    `rows` has, for each text or pair, `input_ids` and perhaps `token_type_ids`. `cut` is the number
+    of texts whose end was removed to fit the classifier's maximum length.
     """
 
     rows: Sequence[Mapping[str, Sequence[int]]]

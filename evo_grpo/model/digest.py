@@ -16,8 +16,8 @@ def base_digest(base: SharedBase) -> str:
     """Return a digest of the names, shapes and some values of a base's weights, computed once.
 
     Values are rounded to bfloat16, so that a base loaded as float32 and as bfloat16 has the same
-    digest. float16 and quantisation change the values; a prefix of the digest names them, and
-    digests with different prefixes cannot be compared.
+    digest. float16 and quantisation change the values. The digest therefore begins with "bfloat16",
+    "float16" or the quantisation; digests with different prefixes cannot be compared.
     """
     if _KEY not in base.derived:
         digest = hashlib.sha256()
@@ -45,5 +45,5 @@ def tokenizer_digest(base: SharedBase) -> str:
 
 
 def comparable_digests(first: str, second: str) -> bool:
-    """Return whether two digests have the same prefix, and can be compared."""
+    """Return whether two digests can be compared, because they have the same prefix."""
     return first.partition(":")[0] == second.partition(":")[0]

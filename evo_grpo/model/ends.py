@@ -68,7 +68,7 @@ class StopRules:
     def texts(self, rows: Sequence[Sequence[int]]) -> list[tuple[str, bool]]:
         """Return the text of each completion, and whether an end token or stop string ended it.
 
-        The text has no special tokens and ends before a stop; it is empty without a tokenizer.
+        The text has no special tokens and ends before a stop string; empty without a tokenizer.
         """
         trimmed = [row[:-1] if row and row[-1] in self._stop_ids else row for row in rows]
         texts: list[tuple[str, bool]] = []
@@ -79,7 +79,7 @@ class StopRules:
         return texts
 
     def stops(self, row: Sequence[int]) -> bool:
-        """Return whether a row has a stop string; only its last token may have completed one."""
+        """Return whether a row's last token completes its first stop string."""
         if len(row) <= self._least or not self._may_complete(row[-1]):
             return False
         # Decode only the end of the row, as long as it has no stop string.
@@ -107,7 +107,7 @@ class StopRules:
     def _place(self, row: Sequence[int], text: str) -> int:
         """Return where the first stop string of a row's text begins, or -1.
 
-        A stop string that is complete before `min_output_tokens` is ignored.
+        A stop string within the first `min_output_tokens` tokens is ignored.
         """
         if not any(stop in text for stop in self.strings):
             return -1
@@ -118,7 +118,7 @@ class StopRules:
         return min((start for start in starts if start >= 0), default=-1)
 
     def _may_complete(self, token: int) -> bool:
-        """Return whether a token contains the last character of a stop string, or bytes of it."""
+        """Return whether a token has a stop string's last character, or a part of a character."""
         if token not in self._completing:
             # Twice, since a space in front of a text is not shown by every tokenizer.
             (text,) = self._decoded([[token, token]])

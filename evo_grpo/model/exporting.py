@@ -1,4 +1,4 @@
-"""The parts of a base in an export: its tokenizer, a GGUF base as safetensors, a merged model.
+"""Makes the files of an export that come from a base: tokenizer, model folder, or merged model.
 
 This module never runs Python code of a model, since a run folder may come from a stranger.
 """
@@ -116,7 +116,7 @@ def write_merged(
 
 
 def _check_base(model: Any, source: Source, digest: str | None) -> None:  # noqa: ANN401 -- of any transformers architecture
-    """Raise CheckpointError if the model's weights have another digest, unless it is None."""
+    """Raise CheckpointError if the weights have another digest than `digest`; None accepts all."""
     if digest is None:
         return
     actual = base_digest(SharedBase(model, None, source.name))

@@ -1,7 +1,7 @@
-"""Reads the files of a stranger's model, with bounds and without torch: JSON and GGUF headers.
+"""Reads a model's JSON files and GGUF header, which may come from a stranger, without torch.
 
-Of a GGUF file, scalar values and the shapes of tensors are read. Skipping arrays, this takes 0.03 s
-for 152,000 tokens; `gguf.GGUFReader` takes 9 s.
+Sizes and numbers are bounded. Of a GGUF header, scalar values and the shapes of tensors are read,
+and arrays are skipped: with 152,000 tokens this takes 0.03 s, `gguf.GGUFReader` takes 9 s.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ MOST_DEPTH = 4
 def check_config(config: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the key, for a number of layers, experts or features no model has.
 
-    Configurations inside of the configuration, of any depth, are checked too; these may have no
-    layers.
+    Nested configurations of any depth are checked too, and may have 0 layers.
     """
     parts = [config]
     for part in parts:  # the loop appends to `parts`

@@ -47,9 +47,9 @@ def _warn_float16(card: str) -> None:
 def merge_dtype_keywords(
     dtype: str | torch.dtype, extra: dict[str, Any]
 ) -> tuple[str | torch.dtype, dict[str, Any]]:
-    """Return the dtype given as `dtype` or `torch_dtype`, and the remaining keywords.
+    """Return the dtype, from `dtype` or from `torch_dtype` in `extra`, and the other keywords.
 
-    Different values of the two raise an error; transformers would ignore torch_dtype.
+    If the two differ, ModelError is raised; transformers would ignore torch_dtype.
     """
     keywords = dict(extra)
     older = keywords.pop("torch_dtype", None)
@@ -65,7 +65,7 @@ def merge_dtype_keywords(
 
 
 def pick_device(device: str) -> torch.device:
-    """Return the torch device for "auto" or a device string; it must be available."""
+    """Return the torch device for "auto" or a device string; ModelError if it is not available."""
     available = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if device == "auto":
         return torch.device("cuda" if available["cuda"]() else "cpu")
@@ -170,7 +170,7 @@ def as_model_error(source: Source, what: str = "") -> Generator[None]:
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Exclude other loads (see `model.alone`) and hide transformers' progress bars."""
+    """Open a context that excludes other loads (see `model.alone`) and hides progress bars."""
     from transformers import modeling_gguf_pytorch_utils as gguf_files
     from transformers.utils import logging
 

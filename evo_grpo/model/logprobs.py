@@ -110,7 +110,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _whole_rows(head: _Head) -> bool:
-    """Return whether blocks are whole rows of plain logits, for which torch has fused kernels."""
+    """Return whether blocks are whole rows: without bias or cap, on a GPU or with kernels."""
     plain = head.bias is None and not head.cap
     return plain and (head.kernels or head.weight.device.type != "cpu")
 
@@ -226,7 +226,7 @@ def _by_columns(
 
 
 def _products(e: Tensor, slope: Tensor | None, weight: Tensor, wanted: bool) -> list[Tensor]:
-    """Return the product (M, H) fp32 of a block (M, V) with the head; empty if not `wanted`."""
+    """Return [the product (M, H) fp32 of a block (M, V) and the head] if `wanted`, else []."""
     return [_product(e if slope is None else e * slope, weight)] if wanted else []
 
 
@@ -266,8 +266,8 @@ def linear_logprobs(  # noqa: PLR0913 -- what a head does to its logits
         kernels: Use kernels of `llama.cuda` if there is neither bias nor cap.
 
     Returns:
-        (M,) fp32 log-probs and (M,) fp32 entropies in nats, of the whole vocabulary at the
-        temperature; differentiable in `hidden`.
+        (M,) fp32 log-probs of the targets and (M,) fp32 entropies over the whole vocabulary, both
+        in nats and at the temperature; differentiable in `hidden`.
     """
     scaled = hidden if scale == 1.0 else hidden * scale
     inverse = temperature.float().reciprocal()
@@ -326,7 +326,7 @@ def module_logprobs(
 
 
 def _block(head: _Head) -> tuple[int, int]:
-    """Return rows and columns of one block of logits."""
+    """Return the numbers of rows and columns of one block of logits."""
     vocabulary = head.weight.shape[0]
     if head.kernels:
         return max(1, KERNEL_BYTES // (2 * head.weight.itemsize * vocabulary)), vocabulary
@@ -342,7 +342,10 @@ def _slices(size: int, step: int) -> Iterator[slice]:
 
 
 def _places(targets: Tensor, span: slice) -> tuple[Tensor, Tensor]:
-    """Return whether targets (M,) lie in a span of the vocabulary, and their columns, (M, 1)."""
+    """Return whether targets (M,) lie in a span of the vocabulary, and their columns in the span.
+
+    Both are (M, 1).
+    """
     column = targets[:, None] - span.start
     inside = (column >= 0) & (column < span.stop - span.start)
     return inside, column.clamp_(0, span.stop - span.start - 1)

@@ -28,7 +28,7 @@ _OBSERVERS = (
 
 
 def _folder(function: Any, levels: int) -> str:  # noqa: ANN401 -- any function
-    """Return the folder of a package, from the code of one of its functions."""
+    """Return a package's folder: `parents[levels]` of the file that defines its `function`."""
     return str(Path(function.__code__.co_filename).parents[levels]) + "/"
 
 
@@ -67,7 +67,7 @@ def class_from_libraries(kind: type) -> bool:
 
 
 def foreign_functions(namespace: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of a module's functions that do not belong to torch or transformers."""
+    """Yield the names of a Python module's functions that are not from torch or transformers."""
     for name, value in namespace.items():
         # torch.compile stores functions compiled for other models of the process under names with
         # two underscores; `dataclass` is called when a module is imported.
@@ -77,7 +77,7 @@ def foreign_functions(namespace: Mapping[str, Any]) -> Iterator[str]:
 
 
 def forward_change(module: nn.Module) -> str | None:
-    """Return how an instance changes the forward (by its own forward, or a hook), or None.
+    """Return how a module changes the forward of its class: by another forward or a hook; or None.
 
     Submodules are not checked.
     """

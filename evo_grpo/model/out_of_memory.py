@@ -1,4 +1,4 @@
-"""Handles a device that is out of memory, by halving batches, or that has failed."""
+"""Handles errors of a device: halves batches if memory runs out, and reports a failed device."""
 
 import warnings
 from collections.abc import Generator
@@ -29,12 +29,12 @@ def halved(
     unit: int = 1,
     repeats: bool = True,
 ) -> int:
-    """Return half of a bound that was too large for the device, and warn.
+    """Return half of a bound that was too large for the device's memory, and warn.
 
-    `setting` is the path of the setting, `value` the bound, and `needed` the part of it that was
-    used. Half of the smaller number is rounded down to a multiple of `unit`. RunFailedError is
-    raised if the bound cannot be halved, or if the work cannot be repeated (`repeats` is False), as
-    when several processes share it.
+    `setting` is the path of the setting and `value` the bound that it sets; the failed work used
+    `needed` of it. Half of the smaller number is rounded down to a multiple of `unit`.
+    RunFailedError is raised if the bound cannot be halved, with `remedy` as advice, or if the work
+    cannot be repeated (`repeats` is False), as when several processes share it.
     """
     line = str(error).splitlines()[0][:200]
     half = min(value, needed) // 2 // unit * unit
@@ -75,6 +75,6 @@ def naming_failed_device() -> Generator[None]:
 
 
 def free_cached() -> None:
-    """Release torch's cached memory; call it outside of `except`, since errors keep tensors."""
+    """Release torch's cached memory; call it after `except`, which keeps the error's tensors."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -51,7 +51,8 @@ def tolerance(like: Tensor) -> float:
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
     """Return the largest relative RMS error of a token's hidden state (..., H).
 
-    In 16 bits, return the median over the tokens: rounding may route a few to other experts.
+    In 16 bits, return the median over the tokens, because rounding may send a few tokens to other
+    experts.
     """
     is_half = theirs.dtype.itemsize < torch.float32.itemsize
     ours, theirs = ours.detach().float(), theirs.detach().float()
@@ -75,7 +76,7 @@ def probe_ids(
 
 @contextmanager
 def own_generator(device: torch.device) -> Generator[None]:
-    """Disable gradients; restore the global generators at the end, so later draws do not change."""
+    """Open a context without gradients; its end restores the state of the global generators."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         yield
@@ -132,8 +133,8 @@ def in_float32(trunk: nn.Module) -> Generator[None]:
 def _units(trunk: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """Yield each module, and whether the weights of its submodules are converted with it.
 
-    They are for the layers of the outermost ModuleLists, because some layers read a submodule's
-    weights without calling it. They are not for the modules around these layers.
+    True for the layers of the outermost ModuleLists, because some layers read a submodule's weights
+    without calling it; False for the modules around these layers.
     """
     for module in trunk.children():
         if isinstance(module, nn.ModuleList):
@@ -231,8 +232,8 @@ def _kind(shapes: list[tuple[int, ...]], ids: Tensor) -> str:
 def columns_of_probe(model: Any, context: int) -> int:  # noqa: ANN401 -- of any transformers architecture
     """Return the length of the rows on which `check_forward` tests a model.
 
-    Rows are longer if modules around the trunk run code of neither torch nor transformers. A
-    `context` of 0 is no limit.
+    Rows are longer if modules around the trunk run code that is from neither torch nor
+    transformers. A `context` of 0 is no limit.
     """
     head = model.get_output_embeddings()
     plain = (
@@ -256,7 +257,7 @@ def check_causal(
 
     `hidden` (B, T, H) is `run` of `ids` (B, T). Each of `firsts` (1, ..., H) is `run` of a
     beginning of the first row. Half precision is checked in float32 too, because rounding hides a
-    small dependence; a model that cannot run in float32, or exceeds the memory there, passes.
+    small dependence. A model that cannot run in float32, or has too little memory for it, passes.
     """
 
     def compare(hidden: Tensor, firsts: Sequence[Tensor]) -> float:
@@ -286,10 +287,10 @@ def check_forward(
 ) -> dict[str, str]:
     """Check the assumptions about a model on two different rows of ids (2, T); return the layouts.
 
-    `run` maps ids to the trunk's hidden states (B, T, H), and `logits` these to logits. Layouts are
-    those of `watch_linear_inputs`. A model that does not run on token ids only, draws random
-    numbers, mixes rows, depends on later tokens, or has a head of an unknown kind raises
-    ModelError.
+    `run` maps ids to the trunk's hidden states (B, T, H), and `logits` maps hidden states to
+    logits. Layouts are those of `watch_linear_inputs`. ModelError is raised for a model that needs
+    more than token ids, draws random numbers, mixes rows, depends on later tokens, or has a head of
+    an unknown kind.
     """
     subject = f"model {name!r} ({type(model).__name__})"
     beginning = ids[:1, :-1]

@@ -92,7 +92,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def dequantized_weight(module: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Return a quantised layer's weight as (out, in) of a floating-point dtype."""
+    """Return a quantised layer's weight as (out, in) of `dtype`, a floating-point dtype."""
     import bitsandbytes.functional as quantised
 
     weight: Any = module.weight

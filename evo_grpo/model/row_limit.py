@@ -3,11 +3,12 @@
 In longer rows, log-probs of sampling and training would differ, or depend on other agents' rows:
 
 - Rotary embeddings of type `longrope` (Phi-3, Phi-4-mini) and `dynamic` choose the frequencies of a
-  batch by its largest position, including padding. Here the frequencies are fixed: those of short
-  rows if rows end at the switch, else those of long rows for all rows, as in vLLM.
+  batch by its largest position, including padding. Here the frequencies are fixed for all rows: to
+  those of short rows if no row is longer than the length at which they change, else to those of
+  long rows, as in vLLM.
 - Sparse attention with an index (DeepSeek-V3.2, GLM, A.X, Hunyuan, dots, DeepSeek-V4, MiniMax-M3)
   attends to the earlier tokens with the best scores. In transformers, a prefix selects other tokens
-  than the whole row, so rows end where all tokens are selected.
+  than the whole row, so rows are limited to the length up to which all tokens are selected.
 """
 
 import math
@@ -27,7 +28,7 @@ _FIXED = "default"
 
 
 class RowLimit:
-    """The limit on the row length of a model, whose config has `positions` positions, or 0.
+    """The limit on a model's row length; `positions` is the number in its config, 0 if missing.
 
     Attributes:
         longest: Tokens of the longest row; 0 without a limit.
@@ -111,7 +112,7 @@ def _selected(module: Any) -> int | None:  # noqa: ANN401 -- a layer of any mode
 
 
 def switch_length(trunk: nn.Module) -> int | None:
-    """Return the row length up to which the frequencies are constant; None if they always are."""
+    """Return the row length up to which rotary frequencies are constant; None for any length."""
     lengths = [
         _switch(module, layer_type, rope_type)
         for module in _rotary(trunk)
@@ -132,7 +133,7 @@ def _switch(module: Any, layer_type: str | None, rope_type: str) -> int:  # noqa
 
 @torch.no_grad()
 def hold_frequencies(trunk: nn.Module, longest: int) -> None:
-    """Fix the frequencies at those for rows of `longest` tokens."""
+    """Fix the rotary frequencies at those for rows of `longest` tokens."""
     for module in _rotary(trunk):
         types = _types(module)
         if not any(map(_changes, types.values())):

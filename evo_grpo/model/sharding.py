@@ -100,7 +100,7 @@ def _divide(module: nn.Module, mesh: DeviceMesh, left_whole: set[nn.Parameter]) 
 
 
 def decoder_layers(base: SharedBase) -> Sequence[nn.Module]:
-    """Return the layers of a model, in the order in which it runs them."""
+    """Return the decoder layers of a base, in the order in which its model runs them."""
     marked = [m for m in base.trunk.modules() if isinstance(m, GradientCheckpointingLayer)]
     inner = {id(m) for layer in marked for m in layer.modules() if m is not layer}
     layers = [layer for layer in marked if id(layer) not in inner]

@@ -1,4 +1,4 @@
-"""Evaluates every agent on shared prompts, with shared draws, in one generation call.
+"""Evaluates every agent on the same prompts, with the same draws, in one generation call.
 
 Racing evaluates again only agents that the first evaluation cannot separate (`undecided`), as Maron
 and Moore (1997) and Birattari et al. (2002) do, with the paired test of `evolve.compare`. Because
@@ -32,12 +32,13 @@ class Evaluation:
     """The result of an evaluation of one policy.
 
     Attributes:
-        experience: The policy's completions or episodes; without tokens for an agent of another
-            rank.
+        experience: The policy's completions or episodes; for an agent of another rank, without
+            texts and tokens.
         rewards: (B,) weighted rewards, NaN where every reward function abstained or the episode was
             dropped; all NaN if a log-prob of the policy is not finite.
-        units: The number of each start's prompt; equal prompts have the same number.
-        looks: Number of merged evaluations.
+        units: For each start, the number of its prompt; equal prompts have the same number.
+        tokens: Number of tokens that were sampled.
+        looks: Number of evaluations that were merged into this one; 0 for rewards of training.
     """
 
     score: Score
@@ -101,7 +102,7 @@ def measured(
     objective: ObjectiveConfig,
     units: Sequence[int],
 ) -> Objective:
-    """Return the score of an objective for one policy's completions or episodes on P prompts."""
+    """Return the score of an objective for one policy's experience; for `units` see `summarise`."""
     if objective.name == TOKENS:
         counts = [math.nan if t.error else t.sampled for t in experience.trajectories]
         values = np.array(counts, dtype=np.float64)
@@ -116,7 +117,7 @@ def by_function(
 ) -> tuple[RewardScore, ...]:
     """Return the score of each reward function; empty if the environment names none.
 
-    Takes K names, unweighted rewards (P * G, K), and the prompt number of each of P rows.
+    `names` has K names, `rewards` (P * G, K) are unweighted; for `units` see `summarise`.
     """
     scores = (summarise(column, units) for column in rewards.T)
     return tuple(
@@ -134,7 +135,7 @@ def evaluate_here(
     *,
     stream: Sequence[str | int],
 ) -> dict[Slot, Evaluation]:
-    """Evaluate the agents in `slots` that this rank has, with one call per part."""
+    """Evaluate the agents in `slots` that this rank has, with one generation call per part."""
     overlap = cohort.overlap.takes_turns(env)
     parts = cohort.parts_here(slots)
     works = [
@@ -170,7 +171,7 @@ def without_texts(result: Evaluation) -> Evaluation:
 
 
 def undecided(results: Mapping[Slot, Evaluation], keep: int) -> list[Slot]:
-    """Return agents at the border of selection, and those that a test cannot tell from them.
+    """Return agents at the border of selection, and agents that a test cannot tell from these.
 
     The border agents are those ranked `keep` and `keep` + 1, or the best agent if all stay.
     """
@@ -254,7 +255,7 @@ def weighted(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def equal_starts(starts: Sequence[object]) -> tuple[int, ...]:
-    """Number prompts or seeds from 0; equal ones get the same number, if they are hashable."""
+    """Number prompts or seeds from 0, equal ones alike; an unhashable start has its own number."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(_key(start), len(numbers)) for start in starts)
 
@@ -270,10 +271,10 @@ def _key(start: object) -> object:
 
 
 def units_of(env: Environment[StartT], starts: Sequence[StartT]) -> tuple[int, ...]:
-    """Number starts as `equal_starts` does, but one by one if a task has a single prompt.
+    """Number starts as `equal_starts` does; in a task of one prompt, number each start separately.
 
     In general a score estimates the reward on other prompts, so a single prompt is little evidence.
-    If training has no other prompt either, the score estimates the reward of this prompt's answers.
+    In a task of one prompt, a score estimates the reward of further answers to that prompt.
     """
     units = equal_starts(starts)
     if max(units) == 0 and not any(equal_starts([starts[0], *env.prompts("train")])):
@@ -282,7 +283,7 @@ def units_of(env: Environment[StartT], starts: Sequence[StartT]) -> tuple[int, .
 
 
 def summarise(rewards: np.ndarray, units: Sequence[int]) -> Score:
-    """Return the mean over the different prompts and the standard error of that mean.
+    """Return the mean of rewards over the different prompts, and the standard error of that mean.
 
     Answers to one prompt are not independent, whether they are samples of one row or of several
     equal rows. So they are averaged first, and each different prompt counts once. With a single

@@ -33,7 +33,8 @@ class AgentReport:
     """A rank's report about one of its agents after the steps and the evaluation.
 
     `score` is the agent's fitness, None if its update or its evaluation was not finite.
-    `checkpoint` is a path, None if no checkpoint is written. For the last three see `AgentState`.
+    `checkpoint` is a path, None if no checkpoint is written. For `steps`, `dead_steps` and
+    `rank_error` see `AgentState`.
     """
 
     score: Score | None
@@ -47,11 +48,11 @@ class AgentReport:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The message of one rank to the first rank at the exchange of a round.
+    """The message that a rank sends to the first rank after each evaluation of a round.
 
     `reduced` are engine settings that were lowered to save memory, with their current values.
-    `fresh` are evaluations of the archive and of the best agent. `judge_cost` is the cost of judges
-    since the start of the run. For `decodes_by` see `RolloutEngine`.
+    `fresh` are evaluations, on new samples, of the archive and of the best agent. `judge_cost` is
+    the cost of LLM judges since the start of the run. For `decodes_by` see `RolloutEngine`.
     """
 
     agents: Mapping[Slot, AgentReport]
@@ -66,9 +67,9 @@ class RankReport:
 class EvaluationRequest:
     """The decision to evaluate some agents before the round is planned.
 
-    Request 0 is the first, for all agents. Without validation prompts (`prompts` 0), the rewards of
-    training replace an evaluation. With `fresh`, the archive and the best agent are evaluated only
-    to compare the two.
+    `number` 0 is the first request of a round, for all agents. `prompts` is the number of
+    validation prompts; with 0, the rewards of training replace the evaluation. With `fresh`, the
+    archive and the best agent are evaluated on new samples, only to compare the two.
     """
 
     slots: tuple[Slot, ...]
@@ -100,7 +101,7 @@ def next_evaluation(
 ) -> EvaluationRequest | None:
     """Return the request to evaluate undecided agents again; None if the round can be planned.
 
-    All such requests sample at most `evolve.fitness.racing` times the completions of request 0.
+    All such requests together sample at most `evolve.fitness.racing` times request 0's completions.
     """
     if request.fresh or not settings.decides(round):
         return None
@@ -118,7 +119,7 @@ def archive_evaluation(
 ) -> EvaluationRequest | None:
     """Return the request to evaluate the archive and the best agent again; None if not needed.
 
-    It takes new samples, because earlier samples selected the agents, and new prompts if possible.
+    It asks for new samples, on new prompts if possible, because the old ones selected the agents.
     """
     ends = round + 1 >= settings.population.rounds
     if (
@@ -151,7 +152,7 @@ class RoundPlan:
 
     @property
     def paused(self) -> bool:
-        """Whether the run waits before the next round."""
+        """Whether the run waits before the next round, because the user paused it."""
         return self.record.paused_by is not None and not self.record.ends_process
 
 
@@ -162,9 +163,9 @@ class PlanInputs:
     `ranks` are the reports of all ranks, and `standings` the round's agents, whose histories end
     with the score of the round. `past` are the records of the known earlier rounds, `archive` is
     the best agent before this round. `check` raises an error for hyperparameters with which no
-    agent can train, which a user's exploration may return. `task` names the environment, for
-    errors, and `limited` says whether a limit ends training. `seconds` is the time since the start
-    of the round, and `starts` the number of starts that the run has used.
+    agent can train; the exploration of a user may return such. `task` names the environment, for
+    errors, and `limited` says whether a limit ends training after this round. `seconds` is the time
+    since the start of the round, and `starts` the number of starts that the run has used.
     """
 
     settings: RoundSettings
@@ -184,29 +185,29 @@ class PlanInputs:
 
     @cached_property
     def reports(self) -> list[AgentReport]:
-        """The reports of the agents, in the order of the standings."""
+        """The reports about the agents of the round, in the order of `standings`."""
         slots = [standing.slot for standing in self.standings]
         return list(agents_of(self.ranks, slots).values())
 
     @property
     def fresh(self) -> dict[Slot, Evaluation]:
-        """The evaluations on new samples of the archive and of the best agent of the round."""
+        """The evaluations, on new samples, of the archive and of the best agent of the round."""
         return {slot: result for rank in self.ranks for slot, result in rank.fresh.items()}
 
     @property
     def fresh_scores(self) -> dict[Slot, Score]:
-        """The finite scores of `fresh`."""
+        """The scores in `fresh` that are finite, by slot."""
         scores = {slot: result.score for slot, result in self.fresh.items()}
         return {slot: score for slot, score in scores.items() if score.is_finite}
 
     @property
     def scores(self) -> list[Score | None]:
-        """The fitness of each agent in the round."""
+        """The fitness of each agent, in the order of `standings`; None if the agent failed."""
         return [report.score for report in self.reports]
 
     @property
     def evaluation_tokens(self) -> int:
-        """Tokens of all evaluations of the round."""
+        """Number of tokens sampled in all evaluations of the round."""
         evaluations = [*(report.evaluation for report in self.reports), *self.fresh.values()]
         return sum(evaluation.tokens for evaluation in evaluations)
 
@@ -260,7 +261,10 @@ def next_round(inputs: PlanInputs) -> RoundPlan:
 
 
 def _next_generation(inputs: PlanInputs) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return the agents of the next round; without a decision, all agents with a fitness stay."""
+    """Return the agents of the next round, and the decisions about the agents of this round.
+
+    After a round without a decision, all agents with a fitness stay.
+    """
     settings, round = inputs.settings, inputs.round
     standings = _collapsed(inputs, last=False)
     if not settings.decides(round) and any(s.history and not s.collapsed for s in standings):
@@ -297,7 +301,7 @@ def _next_generation(inputs: PlanInputs) -> tuple[Generation, tuple[Decision, ..
 
 
 def _plan_beyond(inputs: PlanInputs) -> tuple[NextAgents | None, str]:
-    """Return the agents with which an extended run would continue, or why none can."""
+    """Return the agents with which an extended run would continue, or None and why it cannot."""
     try:
         generation, decisions = _next_generation(inputs)
     except EvoGrpoError as error:
@@ -349,11 +353,10 @@ def least_reduced(reports: Sequence[RankReport]) -> dict[str, int]:
 def _archived(
     inputs: PlanInputs, generation: Generation, *, last: bool
 ) -> tuple[tuple[int, int] | None, tuple[Score, Score] | None]:
-    """Return the agent in the archive after a round, and the two scores on new samples.
+    """Return the values of `RoundRecord.archived` and `RoundRecord.fresh` for a round.
 
-    After a decision or at the end, the best agent is put into the archive if the archive is empty,
-    or if the agent is not worse on new samples. The agent is identified by the round after which it
-    had these weights, and by the id of its member.
+    After a decision or at the end, the best agent of the round is put into the archive if the
+    archive is empty, or if the agent is not worse than the archived agent on new samples.
     """
     settings, round = inputs.settings, inputs.round
     if not settings.evolve.keeps_archive:
@@ -376,10 +379,10 @@ def _archived(
 
 
 def _with_training(inputs: PlanInputs, standings: Sequence[Standing]) -> list[Standing]:
-    """Return standings whose latest scores are combined with the rewards of training.
+    """Return standings in which each agent's latest score also contains its training rewards.
 
     These are the rewards of the steps since the last decision. The standings stay unchanged if
-    rounds without a decision have an evaluation, or if an agent lacks one of the rewards.
+    rounds without a decision have an evaluation, or if an agent has no reward for one of the steps.
     """
     settings = inputs.settings
     if settings.evolve.fitness.in_between:

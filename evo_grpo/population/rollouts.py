@@ -37,9 +37,9 @@ class Rollout:
     """The rollout of one agent in a step.
 
     `sampled` has the rewards of the environment; `shaped` may have a column of penalties too.
-    `learned` has the groups to learn from: those of `shaped`, unless some were replaced. `weights`
-    (K,) are the weights of the rewards in `shaped` and `learned`. `starts` is the number of starts
-    of the common sequence that the agent has used.
+    `learned` has the groups to learn from: the groups of `shaped`, of which dynamic sampling may
+    have replaced some. `weights` (K,) are the weights of the rewards in `shaped` and `learned`.
+    `starts` is the number of starts that the agent has used of the sequence of all agents.
     """
 
     sampled: Experience
@@ -59,11 +59,12 @@ def play_step(
     stream: Sequence[str | int],
     watch: Stopwatch,
 ) -> Turns[list[Rollout]]:
-    """Sample and score a step of several agents in one generation call per turn.
+    """Sample and score the completions of several agents for one step.
 
-    With `dynamic_sampling_tokens`, further calls replace groups whose rewards are all equal.
-    `starts` has, for agent i, the first P_i entries of one list, which begins at start `first` of
-    the environment's sequence. `watch` receives the seconds of generate and reward.
+    There is one generation call per turn; with `dynamic_sampling_tokens`, further calls replace
+    groups whose rewards are all equal. `starts` has, for agent i, the first P_i entries of one
+    list, which begins at start `first` of the environment's sequence. `watch` receives the seconds
+    of the phases "generate" and "reward".
     """
     experiences = yield from _played(cohort, env, slots, starts, stream=stream, watch=watch)
     counts = [len(agent_starts) for agent_starts in starts]
@@ -110,6 +111,7 @@ class _DynamicBatch:
 
     `begun` is the rollout of the first prompts, `size` is G, `longest` is the maximum number of
     tokens of a completion or episode, and `tokens` is the number that may still be sampled.
+    `places` has the groups, `dead` the positions of dead groups; `filled` counts replaced groups.
     """
 
     begun: Rollout
@@ -127,7 +129,7 @@ class _DynamicBatch:
 
     @property
     def starts(self) -> int:
-        """Number of starts used."""
+        """Number of starts that the agent has used in this step."""
         return self.begun.starts + sum(rollout.starts for rollout in self.further)
 
     def groups_needed(self) -> int:
@@ -206,7 +208,7 @@ def _played(
     stream: Sequence[str | int],
     watch: Stopwatch,
 ) -> Turns[list[Experience]]:
-    """Play from starts to rewards; the wait for environments counts as reward time."""
+    """Play each agent's starts to the end; the wait for environments counts as reward time."""
     sampler = PopulationSampler.in_training(cohort, slots, stream=("sample", *stream))
     reward = partial(watch.phase, "reward")
     with reward():
@@ -228,7 +230,8 @@ def _rollout(
 ) -> Rollout:
     """Return a rollout with the environment's rewards and, if enabled, the overlong penalty.
 
-    `weights` (K,) are the agent's reward weights, `longest` is its limit of completion tokens.
+    `weights` (K,) are the agent's reward weights, `longest` is the agent's limit of tokens for a
+    completion.
     """
     algorithm = cohort.settings.algorithm
     if algorithm.overlong_buffer is None:

@@ -100,7 +100,8 @@ def evaluate_more(
 ) -> dict[Slot, Evaluation]:
     """Evaluate the requested agents that are on this rank; return their evaluations.
 
-    An evaluation is merged with the agent's in `results` if both used the same prompts.
+    A new evaluation is merged with the agent's evaluation in `results` if both used the same
+    prompts. Without prompts in the request, the training rewards are taken as evaluations.
     """
     if not request.prompts:
         evaluations = {slot: stats.measured_in_training(tallies[slot]) for slot in tallies}
@@ -121,7 +122,7 @@ def evaluate_more(
 def evaluate_requested(this: Round, request: EvaluationRequest) -> dict[Slot, Evaluation]:
     """Evaluate the requested agents that are on this rank, on validation prompts.
 
-    A `fresh` request takes the prompts after those of fitness, or the last ones of a small split.
+    A `fresh` request takes the prompts after those of fitness, or in a small split the last ones.
     """
     count, fitness = request.prompts, this.settings.evolve.fitness
     with this.watch.phase("evaluate"):
@@ -133,7 +134,7 @@ def evaluate_requested(this: Round, request: EvaluationRequest) -> dict[Slot, Ev
 
 
 def save(this: Round, request: EvaluationRequest) -> dict[Slot, str | None]:
-    """Pass copies of the requested agents on this rank to the writer, which writes them later."""
+    """Pass copies of this rank's requested agents to the writer; return paths of checkpoints."""
     with this.watch.phase("checkpoint"):
         return {
             slot: this.writer.checkpoint(this.cohort, this.number, slot)
@@ -238,7 +239,7 @@ def plan_round(
 
 
 def wait_while_paused(this: Round, plan: RoundPlan) -> RoundPlan:
-    """Wait while the run is paused; return the plan after the requests made meanwhile.
+    """Wait while the run is paused; return the plan as requests have changed it in that time.
 
     The ranks exchange a message every second, so that a signal ends all of them.
     """
@@ -280,7 +281,7 @@ def set_scores(this: Round, scores: Mapping[Slot, Score | None]) -> None:
 
 
 def _score(tally: stats.Tally, result: Evaluation) -> Score | None:
-    """Return a fitness, None if the agent's update or its evaluation was not finite."""
+    """Return an agent's fitness, None if its update or its evaluation was not finite."""
     return result.score if not tally.failed and result.score.is_finite else None
 
 
@@ -290,7 +291,7 @@ def next_member(cohort: Cohort, record: RoundRecord) -> int:
 
 
 def recorded_generation(cohort: Cohort, slots: Sequence[Slot], record: RoundRecord) -> Generation:
-    """Return the generation after a round of `slots`, as its record describes it."""
+    """Return the generation that follows a recorded round, which `slots` have played."""
     previous = [cohort.agents[slot].member for slot in slots]
     archive = None if cohort.archive is None else cohort.archive.slot
     parents = recorded_parents(record, previous, archive)

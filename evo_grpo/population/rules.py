@@ -15,7 +15,7 @@ from evo_grpo.settings import EvolveConfig, PopulationConfig, RecordConfig
 class RoundSettings:
     """The settings of the rounds of a run.
 
-    `selector` and `explorer` replace the `selection` and `exploration` of `evolve`. With
+    `selector` and `explorer` are used, not the `selection` and `exploration` of `evolve`. With
     `rows_per_step`, the completions of a step are divided equally among the agents, so an agent's
     share grows when others leave; with None, every agent gets `prompts_per_step` prompts or seeds.
     """
@@ -48,18 +48,18 @@ class RoundSettings:
         return always or decides_after(round + 1, self.population.decided)
 
     def validation_prompts(self, round: int) -> int:
-        """Return the number of validation prompts on which a round evaluates agents; 0 for none."""
+        """Return on how many validation prompts agents are evaluated after a round (0-based)."""
         fitness = self.evolve.fitness
         ends = round + 1 >= self.population.rounds
         return fitness.prompts if ends or self.decides(round) else fitness.in_between
 
     def room(self, round: int, agents: int) -> int:
-        """Return how many of `agents` agents can stay in a round; the others leave."""
+        """Return how many of `agents` agents can play a round (0-based); the others leave."""
         places = self.places
         return min(places[min(round, len(places) - 1)], agents)
 
     def rows_of_agent(self, agents: int) -> float:
-        """Return an agent's completions in a step; without `rows_per_step`, its prompts."""
+        """Return an agent's completions per step or, without `rows_per_step`, prompts per step."""
         if self.rows_per_step is None:
             return float(self.prompts_per_step)
         return self.rows_per_step / agents
@@ -67,16 +67,17 @@ class RoundSettings:
     def minibatches(self, agents: int) -> int:
         """Return the number of optimizer steps in a step with `agents` agents.
 
-        When agents leave, each of the rest learns from f times as many rows. The optimizer steps
-        and the rows of each both grow by the square root of f, so that the lr chosen for few rows
-        stays suitable, and more rows not only reduce gradient noise.
+        When agents leave, each remaining agent learns from f times as many rows. The number of
+        optimizer steps, and the rows of each, then both grow by the square root of f. With f times
+        the rows in one optimizer step, the lr, chosen for few rows, would no longer be suitable,
+        and more rows would only reduce gradient noise.
         """
         if self.rows_per_step is None:
             return 1
         return math.ceil(math.sqrt(self.population.size / agents) - 1e-9)
 
     def prompts_of(self, group_sizes: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Return the number of prompts P_i of each agent in each step of a round."""
+        """Return, for each step of a round, the number of prompts P_i of each agent i."""
         steps = self.population.steps_per_round
         if self.rows_per_step is None:
             return [[self.prompts_per_step] * len(group_sizes)] * steps

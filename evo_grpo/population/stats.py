@@ -27,7 +27,7 @@ class Tally:
     """Metrics and counts of one agent in the training steps of a round.
 
     `metrics` has one mapping per step; in `completions`, each turn of an episode counts. `samples`
-    are the trajectories of the first start of the latest step with their rewards. `rewards` has the
+    has the trajectories of the latest step's first start, each with its reward. `rewards` has the
     unweighted value of each reward function for each of these trajectories, None for an abstention.
     """
 
@@ -95,7 +95,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Add the seconds in the context to a phase."""
+        """Return a context that adds the seconds spent in it to the phase `name`."""
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
@@ -108,9 +108,9 @@ def reward_metrics(
 
     `experience` has B = P * G completions or episodes, `totals` (B,) their weighted rewards, NaN
     where every function abstained or the episode was dropped, and `weights` (K,) the weights of the
-    reward functions. Returns reward (mean), zero_variance (share of groups found by
-    `zero_variance_groups`, without those set aside), completion_length (mean tokens sampled), ended
-    (share of completions that sampled the end token), and the metrics of the environment.
+    reward functions. Returns reward (mean), zero_variance (share of groups with equal rewards among
+    the groups that were not set aside), completion_length (mean tokens sampled), ended (share of
+    completions that sampled the end token), and the metrics of the environment.
     """
     table = totals.reshape(-1, group_size)
     is_finite = np.isfinite(table)
@@ -132,7 +132,7 @@ def reward_metrics(
 def completion_rows(
     round: int, tallies: Mapping[Slot, Tally], record: RecordConfig
 ) -> list[dict[str, Any]]:
-    """Return the recorded sample completions of each agent, a mapping per line of completions/."""
+    """Return the sample completions that a round records: a mapping per line of completions/."""
     count, names = record.completions, record.columns
     return [
         {

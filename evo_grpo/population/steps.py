@@ -24,7 +24,7 @@ from evo_grpo.working import working
 
 
 class Limit(Protocol):
-    """Ends training before the last round; requires that every rank has all agents."""
+    """A rule that may end training before the last round; every rank must have all agents."""
 
     def spent(self, tallies: Sequence[Tally]) -> bool:
         """Return whether the latest step is the last, by the tallies of the round so far."""
@@ -70,7 +70,7 @@ class RunWriter:
         """
 
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> str | None:
-        """Save an agent after its evaluation; return the path of its checkpoint, if it has one.
+        """Save an agent after its evaluation; return the checkpoint's path, None without one.
 
         An agent that is evaluated again is saved again, with the same weights.
         """
@@ -85,7 +85,7 @@ class RunWriter:
         """Receive, on the first rank, the files that all ranks have handed over."""
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Write, on the first rank, a finished round with one row per sample completion.
+        """Write a finished round and its sample completions, a row each; on the first rank only.
 
         The write is atomic: the round is recorded completely or not at all.
         """
@@ -97,7 +97,7 @@ class RunWriter:
         """Write, on the first rank, a sentence about an event that belongs to no round."""
 
     def round_over(self) -> None:
-        """Drop the copies of a round; called on every rank after the round is committed."""
+        """Drop copies of agents from memory; called on every rank after a round's `commit`."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def train(this: Training) -> tuple[dict[Slot, Tally], int]:
     """Take the steps of a round with this rank's agents.
 
     Return the agents' tallies, and the number of starts that the run has used. With several ranks,
-    steps are reported after all of them have finished.
+    the metrics of the steps are reported later, when the round is planned.
     """
     cohort, env, settings, slots = this.cohort, this.env, this.settings, this.slots
     limit, past = this.limit, this.past
@@ -138,7 +138,7 @@ def train(this: Training) -> tuple[dict[Slot, Tally], int]:
     finished = Counter[int]()
 
     def steps_of(part: tuple[Slot, ...], steps: Sequence[int], first: int) -> Turns[int]:
-        """Take consecutive steps with a part; return the number of starts of the last step."""
+        """Take consecutive steps with a part; return how many starts the last step has used."""
         used = 0
         for step in steps:
             if part is parts[0]:

@@ -21,9 +21,10 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.types import CompletionGroup
 
 AUTO_SHARE = 0.1
-"""Least ratio of reward seconds to generate and learn seconds at which `auto` chooses turns.
+"""With `overlap: auto`, parts take turns if rewards take at least this share of computing time.
 
-Taking turns costs up to 9% (experiments/bench/overlap.py).
+Computing time is the time of generate and learn. Taking turns costs up to 9%
+(experiments/bench/overlap.py).
 """
 
 P = ParamSpec("P")
@@ -50,9 +51,10 @@ def played(
     sample: Callable[[Ask], list[list[CompletionGroup]]],
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Turns[list[Experience]]:
-    """Run a play to its rewards; `waiting` opens a context while environments work.
+    """Run a play to its end, and return its experiences; the work of environments is `HostWork`.
 
-    If `begin` resets environments such as games, the reset is `HostWork`.
+    `begin` starts the play, which is `HostWork` too if it resets environments such as games.
+    `waiting` opens a context while environments work.
     """
     if hasattr(env, "max_turns"):
         play = yield HostWork(begin, waiting)
@@ -105,7 +107,7 @@ def take_turns(parts: Sequence[Turns[T]], *, overlap: bool) -> list[T]:
 
 @final
 class Overlap:
-    """Decides whether the `parts` of a population take turns; see `engine.overlap`."""
+    """Decides whether parts of a population, `parts` in number, take turns (`engine.overlap`)."""
 
     def __init__(self, setting: bool | Literal["auto"], parts: int) -> None:
         self._setting = setting
@@ -133,9 +135,10 @@ class Overlap:
         return able and (self._setting is True or self._decided is True)
 
     def decide_after(self, seconds: Mapping[str, float], env: Environment[Any]) -> str:
-        """Decide once for setting "auto", by the seconds per phase of a round without overlap.
+        """With setting "auto", decide once whether parts take turns from the next round on.
 
-        Returns a sentence about the decision, "" if none is made.
+        `seconds` has the time of each phase of a round without turns. Returns a sentence about the
+        decision, "" if none is made.
         """
         undecided = self._setting == "auto" and self._decided is None and self._parts > 1
         if not (undecided and self._able(env)):

@@ -1,1 +1,1 @@
-"""Readers show or forward a run: the terminal, the report, trackers, the dashboard."""
+"""Shows runs, or forwards them: the terminal, the report, trackers, the dashboard."""

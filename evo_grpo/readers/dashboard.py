@@ -1,8 +1,8 @@
 """Serves a copy of a run's study in optuna-dashboard, on the loopback address.
 
-optuna-dashboard can rename and delete studies, change trials and write attributes; on the copy,
+optuna-dashboard can rename and delete studies, change trials and write attributes; done to a copy,
 this leaves the run unchanged. The copy is built from the run's log, so that no database password is
-needed and runs without stored trials are shown too.
+needed, and a run that stores no trials can be shown, too.
 """
 
 import logging
@@ -30,7 +30,7 @@ from evo_grpo.record.wording import measured_on
 from evo_grpo.schema.problems import shown_value
 
 FIGURE = "lineage"
-"""Id of the figure in the dashboard."""
+"""Id of the family tree among the figures of the dashboard."""
 HOST = "127.0.0.1"
 SECONDS = 2.0
 """Seconds between two reads of the log of the run."""
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @final
 class StudyCopy:
-    """A study in memory, read from the log of a run, with notes and the family tree."""
+    """An Optuna study in memory, built from the log of a run, with notes and the family tree."""
 
     def __init__(self, run: str | Path) -> None:
         try:
@@ -78,7 +78,7 @@ class StudyCopy:
             self._show()
 
     def _show(self) -> None:
-        """Write the note of the study and the family tree."""
+        """Update the note and the family tree in the study."""
         view = view_of(self._folder)
         if view.rounds:
             # A panel of the dashboard sets the height, and has room below.
@@ -107,7 +107,7 @@ class StudyCopy:
 
 
 def trial_note(agent: AgentRecord, record: RoundRecord) -> str:
-    """Return the note of a trial: its agent, parent, fitness, and the decisions about it."""
+    """Return the note on a trial: its agent in a round, with parent, fitness and decisions."""
     lines = [f"**Agent {agent.agent} in round {record.round + 1}**, member {agent.member}", ""]
     if agent.parent is None:
         lines.append("- of the first population")
@@ -128,7 +128,7 @@ def trial_note(agent: AgentRecord, record: RoundRecord) -> str:
 
 
 def study_note(folder: Path, view: RunView) -> str:
-    """Return the note of the study: the run, its story, and the remark that this is a copy."""
+    """Return the note on the study: the run, its story, and the remark that this is a copy."""
     heading = list[str]()
     if (config := view.settings) is not None:
         population = config.population
@@ -146,7 +146,7 @@ def study_note(folder: Path, view: RunView) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape the characters of a text that mark up Markdown or HTML."""
+    """Escape the characters of a text that have a meaning in Markdown or HTML."""
     return "".join(f"&#{ord(sign)};" if sign in "<>&`*_[]()|\\" else sign for sign in text)
 
 
@@ -170,9 +170,9 @@ class _Quiet(WSGIRequestHandler):
 class _Guarded:
     """A WSGI application that serves only the browser that opened the printed address.
 
-    Web pages can send requests to the port from the user's browser, under another host name or from
-    another origin, and any user of the machine can connect. So a request must name this host, come
-    from this origin, and carry the token of the printed address.
+    Other web pages in the user's browser can send requests to the port, under another host name or
+    from another origin, and any user of the machine can connect. A request must therefore name this
+    host, come from this origin, and have the token of the printed address, or its cookie.
     """
 
     def __init__(self, app: Callable[..., Iterable[bytes]], port: int) -> None:

@@ -34,10 +34,10 @@ from evo_grpo.training.recorded_inputs import read_inputs_of
 NAMES = (OPTUNA, REPORT_READER, *KINDS)
 """Names of the readers: the values of `to`."""
 SECONDS_AFTER_END = 600.0
-"""Seconds without progress, after the end of the run, from which a reader counts as hanging."""
+"""Seconds without progress after which a reader counts as hanging, once the run has ended."""
 ATTEMPTS_AFTER_END = 3
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
-"""Least and greatest number of seconds between two attempts; the wait doubles each time."""
+"""Seconds of the first and of the longest wait between two attempts; the wait doubles each time."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ def follow_all(
 ) -> list[Followed]:
     """Follow a run as `follow` does, and return the errors of readers instead of raising them.
 
-    `warn` is called from several threads: with each new error of a reader, and if one waits for
-    another process.
+    `warn` is called from several threads: with each new error of a reader, and if a reader waits
+    for another process that feeds it.
     """
     folder = expect_run(run)
     for run_folder in (folder, *_compared(folder)):
@@ -175,7 +175,7 @@ def _feedings(
 
 
 def _elsewhere(tracker: TrackerConfig, run: Path) -> str:
-    """Return the target of a tracker, empty if it is inside the run folder."""
+    """Return the target of a tracker, or "" if the target is inside the run folder."""
     if tracker.online or tracker.server is not None:
         return tracker.server or "its service"
     folder = Path(tracker.folder or run).expanduser().resolve()
@@ -192,7 +192,7 @@ def _not_inside(run: Path, what: str, more: str = "") -> ConfigError:
 def _database(
     folder: Path, recorded: str | None, storage: str | None, *, outside: bool
 ) -> str | None:
-    """Return the URL of the database for the trials, None for the file in the run folder."""
+    """Return the URL of the database for trials; None if they are stored in the run folder."""
     if storage is not None:
         RecordConfig(storage=storage)  # raises for an invalid URL or one with a password
         if not is_url(storage):
@@ -211,7 +211,7 @@ def _database(
 
 
 def _compared(folder: Path) -> Iterator[Path]:
-    """Yield the run folders of the populations that a run was compared with."""
+    """Yield the folders of the populations with which `resume --compare` compares a run."""
     for name in COMPARED:
         if is_run(arm := folder / COMPARE / name):
             yield arm
@@ -230,8 +230,8 @@ def _all_hang(folder: Path, feedings: Sequence[_Feeding]) -> bool:
 class _Feeding(threading.Thread):
     """A thread that feeds one reader, and constructs the reader again after an error.
 
-    The arguments are as for `feed`; `label` names the reader in messages, and `option` is the value
-    of `--to` in the command that the messages suggest.
+    The arguments are those of `feed`, and two more: `label` names the reader in messages, and
+    `option` is the value of `--to` in the command that messages suggest.
     """
 
     def __init__(
@@ -301,9 +301,10 @@ class _Feeding(threading.Thread):
 
 
 def _is_final(error: BaseException, trained: bool) -> bool:
-    """Return whether an error ends the reader: any EvoGrpoError except a ConnectionError.
+    """Return whether an error ends a reader for good; after other errors, it is fed again.
 
-    While the run trains, a RunFailedError, such as for a full disk, does not end it either.
+    Any EvoGrpoError ends it, except a ConnectionError and, while the run trains (`trained`), a
+    RunFailedError, such as for a full disk.
     """
     passing = isinstance(error, ConnectionError) or (trained and isinstance(error, RunFailedError))
     return isinstance(error, EvoGrpoError) and not passing

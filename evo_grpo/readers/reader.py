@@ -1,8 +1,8 @@
 """Feeds readers with the entries of a run's log, and saves their cursors.
 
 The log is the queue between a run and its readers. A reader that hangs, fails or is killed does not
-affect the run, and continues from its cursor later. The cursor is saved after each flush that
-stored all entries, and when the reader is closed.
+affect the run, and continues from its cursor later. A cursor is the position in the log up to which
+a reader has read. It is saved after each flush that stored all entries, and when the reader closes.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ from evo_grpo.record.plain import open_plain
 SECONDS_BETWEEN_SAVES = 1.0
 """Least time between two saves of the cursor while steps are read."""
 SECONDS_BEFORE_WARNING = 10.0
-"""How long `feed` waits for another process before it warns."""
+"""How long `feed` waits for another process that feeds the reader, before a warning."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,12 +74,12 @@ def feed(
     on_progress: Callable[[Cursor, str], None] = lambda cursor, id: None,
     warn: Callable[[str], None] = _log.warning,
 ) -> Cursor:
-    """Pass the entries of a log to a reader, from its cursor on, and return the new cursor.
+    """Pass the entries of a run's log to a reader, from its cursor on; return the new cursor.
 
     Args:
         run: The run folder.
         name: Name of the reader; its cursor is in `readers/<name>.json` of the folder.
-        make: Constructs the reader from its saved id, "" at first; called at the first entry.
+        make: Constructs the reader from its saved id ("" if none); called at the first new entry.
         follow: Wait for new entries until the run has ended.
         from_start: Begin at the start of the log, not at the cursor.
         on_progress: Called with the cursor and the id of the reader, at first and after each entry.
@@ -124,7 +124,7 @@ def id_of(run: Path, name: str) -> str:
 
 
 def _read(run: Path, name: str) -> tuple[Cursor, str]:
-    """Return the cursor and the id of a reader."""
+    """Return the saved cursor and id of a reader; the start of the log and "" if there are none."""
     description, file = "the cursor and the id of a reader", run / READERS / f"{name}.json"
     saved = read_result(file, _POSITION, description, f"follow {run}")
     return (START, "") if saved is None else (saved[1].cursor, saved[1].id)
@@ -135,7 +135,7 @@ class ReaderFile:
     """The file with the cursor and the id of a reader, locked by one process at a time."""
 
     def __init__(self, run: Path, name: str, warn: Callable[[str], None] = _log.warning) -> None:
-        """Wait for the lock, then read the file."""
+        """Wait until no other process has the lock, then read the file."""
         self._file = run / READERS / f"{name}.json"
         self._locked = self._file.with_suffix(".lock")
         with writing(self._locked, f"follow --to {name.partition('-')[0]}"):
@@ -151,7 +151,7 @@ class ReaderFile:
             raise
 
     def save(self, cursor: Cursor, id: str, *, may_wait: bool = False) -> None:
-        """Write the cursor and the id; with `may_wait`, at most every `SECONDS_BETWEEN_SAVES`."""
+        """Write cursor and id; with `may_wait`, not twice within `SECONDS_BETWEEN_SAVES`."""
         is_due = time.monotonic() >= self._saved_at + SECONDS_BETWEEN_SAVES
         if (cursor, id) == (self.cursor, self.id) or (may_wait and not is_due):
             return

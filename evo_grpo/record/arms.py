@@ -1,7 +1,8 @@
-"""Compares a run with trainings beside it ("arms"), by their scores on the same test prompts.
+"""Compares a run with other trainings, by their mean rewards on the same test prompts.
 
-`run --compare` writes its result to compare.json, `replay` to replay.json. `Arms` is the part of
-either file that the terminal and the report show.
+An "arm" is the run, or all trainings of one kind that the run is compared with. `run --compare`
+writes its result to compare.json, `replay` to replay.json. `Arms` is the part of either file that
+the terminal and the report show.
 """
 
 import math
@@ -25,11 +26,11 @@ from evo_grpo.record.wording import count
 from evo_grpo.types import Number, Score
 
 EVOLVED = "evolved"
-"""Name of the run among the arms of its comparison."""
+"""Name of the arm that is the run itself, in compare.json."""
 WINNER = "winner"
-"""Name of the run's winner among the arms of a replay."""
+"""Name of the arm that is the run's winner, in replay.json."""
 EQUAL_TOKENS = 0.03
-"""Tokens that differ by at most this share of the run's tokens count as equal."""
+"""Numbers of tokens count as equal if they differ by at most this share of the run's tokens."""
 
 _NO_SCORE = Score(math.nan, math.nan, 0)
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -48,13 +49,14 @@ class Difference:
     """Difference of the mean rewards of two arms, on the test prompts that both answered.
 
     Attributes:
-        error: Standard error of the difference, paired over the prompts; includes the spread
-            between the trainings of an arm if it has several. NaN with fewer than two prompts.
-        low, high: The 95% interval.
+        first, second: Names of the arms; `difference` is the first arm's mean minus the second's.
+        error: Standard error of the difference, paired over the prompts. It includes the spread
+            between the trainings of an arm that has several. NaN with fewer than two prompts.
+        low, high: The 95% interval of the difference.
         p: Two-sided p-value over the prompts (`evo_grpo.evolve.claims.chance`).
         prompts: Number of prompts that both arms answered.
-        trainings: Trainings of the arm with more of them. With one training per arm, `low`, `high`
-            and `p` cover the choice of test prompts, but not the randomness of training.
+        trainings: Number of trainings of the arm that has more. If both have a single training,
+            `low`, `high` and `p` cover the choice of test prompts, not the randomness of training.
     """
 
     first: str
@@ -71,7 +73,10 @@ class Difference:
     def between(
         cls, first: str, firsts: Sequence[Score], second: str, seconds: Sequence[Score]
     ) -> Self:
-        """Compare two arms on the same prompts, by the scores of their trainings or of a winner."""
+        """Compare two arms; `firsts` and `seconds` have the scores of the trainings of each arm.
+
+        All scores are on the same prompts. A winner, as an arm, has one score.
+        """
         first_score, second_score = pooled(firsts), pooled(seconds)
         gap = compare(first_score, second_score)
         groups = [[s.mean for s in scores] for scores in (firsts, seconds) if len(scores) > 1]
@@ -95,7 +100,7 @@ class Difference:
 
     @property
     def sign(self) -> int:
-        """Return 1 if the first arm is significantly ahead, -1 if it is behind, else 0."""
+        """Return 1 if the first arm is significantly ahead, -1 if significantly behind, else 0."""
         # Trainings with the same values differ by more than the prompts explain, and the exact
         # test is the stricter one if a few prompts all have the same difference.
         if self.trainings < 2 or not (self.low > 0 or self.high < 0):
@@ -105,10 +110,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Arm:
-    """Trainings of one kind, or the run that these are compared with.
+    """One side of a comparison: all trainings of one kind, or the run, or the run's winner.
 
-    `tokens` counts the tokens sampled per training, without the test; `tests` has the score of each
-    training on the test prompts.
+    `tokens` is the number of tokens that one training sampled, without the test; `tests` has the
+    score of each training on the test prompts.
     """
 
     name: str
@@ -117,21 +122,21 @@ class Arm:
 
     @property
     def test(self) -> Score:
-        """Mean over the trainings; NaN if a training ended without a reward."""
+        """Test score, averaged over the trainings; NaN if a training has no test rewards."""
         return pooled(self.tests)
 
     @property
     def spread(self) -> float:
-        """Standard deviation between the trainings; NaN for one training."""
+        """Standard deviation of the mean test reward between trainings; NaN for one training."""
         means = [score.mean for score in self.tests]
         return float(np.std(means, ddof=1)) if len(means) > 1 else math.nan
 
 
 @dataclass(frozen=True)
 class Arms:
-    """The result of a comparison or a replay as the terminal and the report show it.
+    """What the terminal and the report show of a comparison or of a replay.
 
-    The run or its winner is the last arm; `agents` is the size of the run's population.
+    The last arm is the run, or its winner in a replay. `agents` is the size of the population.
     """
 
     arms: tuple[Arm, ...]
@@ -151,7 +156,7 @@ def arm_label(name: str, agents: int) -> str:
 
 
 def pooled(scores: Sequence[Score]) -> Score:
-    """Return the mean of several scores on the same prompts, NaN if one of them has no reward."""
+    """Return the mean of scores on the same prompts; NaN if a score has no rewards by prompt."""
     if len(scores) == 1:
         return scores[0]
     if not all(score.per_prompt for score in scores) or (
@@ -168,12 +173,12 @@ def pooled(scores: Sequence[Score]) -> Score:
 
 
 def summary_score(summary: Mapping[str, Any] | None, key: str = "best") -> Score:
-    """Return the test score of "best" or "base" in summary.json, NaN if there is no summary."""
+    """Return the test score of `key`, "best" or "base", in summary.json; NaN without a summary."""
     return _NO_SCORE if summary is None else score_of(summary[key])
 
 
 def caveat(repeats: int) -> str:
-    """Return a sentence on which uncertainty the intervals cover."""
+    """Return a sentence on which randomness the intervals cover, for `repeats` trainings a kind."""
     if repeats == 1:
         return (
             "One training of each kind: the intervals of 95% cover the test prompts but not the "
@@ -215,7 +220,7 @@ def read_comparison(run: str | Path, file: Path | None = None) -> dict[str, Any]
 
 
 def tokens_by_purpose(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -> dict[str, int]:
-    """Return the tokens of a run for training and for evaluation, the test excluded."""
+    """Return how many tokens a run sampled in training and in evaluation, without the test."""
     return {
         "training": sum(agent.tokens for record in rounds for agent in record.agents),
         "evaluation": sum(r.evaluation_tokens for r in rounds) + summary["final_tokens"],
@@ -223,7 +228,7 @@ def tokens_by_purpose(rounds: Sequence[RoundRecord], summary: Mapping[str, Any])
 
 
 def tokens_to_train(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -> int:
-    """Return an arm's training tokens: the run's tokens minus those of the arm's one evaluation."""
+    """Return a run's tokens minus those of one evaluation: what an arm may sample in training."""
     evaluated = next((record for record in rounds if not record.between), rounds[0])
     tokens_per_agent = evaluated.evaluation_tokens / len(evaluated.agents)
     to_evaluate = round(tokens_per_agent * len(rounds[0].agents))
@@ -233,7 +238,10 @@ def tokens_to_train(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -
 def comparison(
     agents: int, ends: Mapping[str, tuple[Sequence[RoundRecord], Mapping[str, Any]]]
 ) -> dict[str, Any]:
-    """Return the content of compare.json from rounds and summary of each arm, the run last."""
+    """Return the content of compare.json.
+
+    `ends` maps the name of each arm to its rounds and its summary.json; the run comes last.
+    """
     tests = {name: [summary_score(summary)] for name, (_, summary) in ends.items()}
     return {
         "agents": agents,
@@ -256,7 +264,7 @@ def comparison(
 
 
 def comparison_arms(result: Mapping[str, Any]) -> Arms:
-    """Return the content of compare.json as the terminal and the report show it."""
+    """Convert the content of compare.json to what the terminal and the report show of it."""
     compared = _COMPARISON.validate_python(result)
     arms = tuple(
         Arm(arm.name, sum(arm.tokens.values()), (score_of(vars(arm.test)),))

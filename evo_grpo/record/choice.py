@@ -1,4 +1,4 @@
-"""Choose an agent of a run as it was after a round: the winner, or one that the caller names."""
+"""Chooses an agent of a run as it was after a round: the winner, or one that the caller names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from evo_grpo.schema.problems import nearest
 from evo_grpo.schema.validation import is_number
 
 SHOWN = 24
-"""Number of latest checkpoints that an error lists."""
+"""Greatest number of checkpoints that an error about a missing checkpoint lists, latest first."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ChosenAgent:
 
     @property
     def loss(self) -> str:
-        """The text of `RunView.loss` if the agent is the winner, else an empty string."""
+        """`RunView.loss`, how far the winner is behind the base, if the agent is the winner."""
         return self.view.loss if self.is_winner else ""
 
     @property
@@ -65,7 +65,7 @@ def choose_of(
     best_ever: bool = False,
     prefer: Mapping[str, float] | None = None,
 ) -> ChosenAgent:
-    """Find an agent with a checkpoint in a run; the winner if no agent is named.
+    """Choose an agent of a run: the one that the arguments name, or the winner if they name none.
 
     The winner of a finished run is the winner of the final comparison: the best agent of the last
     round, the best of all rounds, or the mean of two survivors. Before the end the winner is the
@@ -78,9 +78,10 @@ def choose_of(
         member: Id of a member, which is one life of an agent.
         round: 0-based round after which the agent is taken; None takes the agent's last round.
         best_ever: Take the agent with the greatest fitness of all rounds.
-        prefer: Weights of the objectives in [0, 1], of a sum of at most 1; the other objectives
-            share the rest equally. Takes the agent of the front with the greatest weighted sum,
-            with each objective normalised on the front: the best agent in it has 1, the worst 0.
+        prefer: Objective -> weight in [0, 1]; the weights sum to at most 1, and objectives without
+            a weight share the rest equally. Each objective is scaled so that the worst agent of the
+            front has 0 and the best has 1. The agent of the front with the greatest weighted sum
+            is taken.
 
     Raises:
         CheckpointError: No round is finished, no agent has a fitness, the checkpoint was removed,
@@ -123,9 +124,9 @@ def choose_of(
 
 
 def _with_known_finalists(view: RunView) -> RunView:
-    """Return a view, without its summary if that names a member that the rounds do not have.
+    """Return a view, without its summary if the summary names a member that no round has.
 
-    Such a summary is damaged, but does not concern an agent that the caller names.
+    Such a summary is damaged, but an agent that the caller names can be chosen without it.
     """
     try:
         _ = view.winner, view.rivals
@@ -137,7 +138,7 @@ def _with_known_finalists(view: RunView) -> RunView:
 def _preferred(view: RunView, weights: Mapping[str, float]) -> AgentRecord:
     """Return the agent of a run's front with the greatest weighted sum; see `choose_of`.
 
-    Agents with equal sums are ordered by fitness.
+    Of agents with equal sums, the one with the greatest fitness is returned.
     """
     settings = view.settings
     names = [] if settings is None else [o.name for o in settings.evolve.fitness.objectives]
@@ -157,7 +158,7 @@ def _preferred(view: RunView, weights: Mapping[str, float]) -> AgentRecord:
 
 
 def _wrong_weights(names: Sequence[str], weights: Mapping[str, float]) -> str:
-    """Return the text of an error about weights of objectives; "" if they are valid."""
+    """Return the text of an error about weights of objectives; "" if the weights are valid."""
     if not names:
         return (
             "a run with evolve.fitness.objectives, got one with one goal; leave prefer out, and "
@@ -180,7 +181,7 @@ def _wrong_weights(names: Sequence[str], weights: Mapping[str, float]) -> str:
 
 
 def _winner_files(view: RunView, winner: SelectedAgent) -> dict[str, str]:
-    """Return the SHA-256 of the winner's files."""
+    """Return the SHA-256 of each file of the winner, by its path within the checkpoint."""
     if view.summary is not None:
         return winner_files(view.rounds, view.summary["best"], view.summary["files"])
     return view.rounds[winner.record.round].files_of(winner.checkpoint)
@@ -189,7 +190,10 @@ def _winner_files(view: RunView, winner: SelectedAgent) -> dict[str, str]:
 def _named(
     rounds: Sequence[RoundRecord], agent: int | None, member: int | None, round: int | None
 ) -> AgentRecord | None:
-    """Return the record of the named agent, or of a round's best agent if only a round is named."""
+    """Return the record of an agent or member in `round`, or its latest record without `round`.
+
+    If only `round` is named, return the record of the best agent of that round.
+    """
     if round is not None and not 0 <= round < len(rounds):
         raise ConfigError(
             f"round: expected one of the finished rounds, 1 to {len(rounds)}, got {round + 1}"
@@ -208,7 +212,7 @@ def _named(
 
 
 def _with_existing_checkpoint(choice: ChosenAgent) -> ChosenAgent:
-    """Return a choice with the checkpoint that exists: the recorded one or checkpoints/best."""
+    """Return a choice whose checkpoint exists: the recorded one, else its copy checkpoints/best."""
     folder, record = choice.run, choice.agent.record
     if choice.checkpoint and (folder / choice.checkpoint).is_dir():
         return choice
@@ -222,7 +226,7 @@ def _with_existing_checkpoint(choice: ChosenAgent) -> ChosenAgent:
 
 
 def _checkpoints_there(folder: Path, rounds: Sequence[RoundRecord]) -> str:
-    """Return the latest existing checkpoints of a run as text; rounds count from 1."""
+    """Return a text that lists a run's latest checkpoints that still exist; rounds count from 1."""
     existing = [
         f"agent {agent.agent} of round {record.round + 1}"
         for record in reversed(rounds)

@@ -18,16 +18,16 @@ ALWAYS = ("lr", "beta", "clip_coef", "clip_low", "clip_high", "group_size")
 
 
 def hyperparameters(rounds: Sequence[RoundRecord]) -> list[str]:
-    """Return the hyperparameters with a column in the tables of a run.
+    """Return the names of the hyperparameters that have a column in the tables of a run.
 
-    Those in every table come first, then others that mutate or were set by the user.
+    The columns of every table come first, then hyperparameters that mutate or that the user set.
     """
     moving = {name for record in rounds for name in record.mutable} | set(steered(rounds))
     return [*ALWAYS, *in_order(moving - set(ALWAYS))]
 
 
 def steered(rounds: Sequence[RoundRecord]) -> list[str]:
-    """Return the hyperparameters that the user set in a run, in the order of the schema."""
+    """Return the names of the hyperparameters that the user set, in the order of the schema."""
     names = {
         name
         for record in rounds
@@ -45,15 +45,16 @@ def dtypes(names: Sequence[str]) -> dict[str, str]:
 
 
 def values(hparams: Hparams, names: Sequence[str]) -> dict[str, Value | None]:
-    """Return hyperparameters by name, and the bounds of the ratio as clip_low and clip_high.
+    """Return the values of an agent's hyperparameters, for each name in `names`.
 
-    The bounds are also set for a scalar clip_coef. For a pair, clip_coef is NaN.
+    clip_low and clip_high are the bounds of the probability ratio, also if clip_coef is a scalar.
+    If clip_coef is a pair of bounds, its own value is NaN.
     """
     return {name: hparams.get(name) for name in names}
 
 
 def objectives(rounds: Sequence[RoundRecord]) -> dict[str, str]:
-    """Return the objectives of a run other than fitness: name -> column in tables."""
+    """Return the table column of each objective of a run beside fitness, by name."""
     scores = (agent.score for record in rounds for agent in record.agents)
     score = next((score for score in scores if score is not None), None)
     return {} if score is None else {goal.name: objective(goal.name) for goal in score.further}
@@ -80,7 +81,7 @@ def was_evaluated(agent: AgentRecord) -> bool:
 
 
 def frame(rows: Sequence[Mapping[str, object]], types: Mapping[str, str]) -> pd.DataFrame:
-    """Return rows as a pandas frame with the columns and dtypes of `types`; None is missing."""
+    """Return rows as a pandas frame, with the columns and dtypes in `types`; None means missing."""
     # pandas takes longer to import than everything else that the command line needs.
     import pandas as pd
 

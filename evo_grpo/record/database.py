@@ -1,4 +1,4 @@
-"""Opens Optuna studies and their storages: the file of a run folder, databases of several runs.
+"""Opens Optuna studies, and storages: in memory, for the file of a run, or a database at a URL.
 
 This module loads slowly; import it only in functions that open a study.
 """
@@ -42,9 +42,9 @@ _POSTGRESQL = {
     "client_encoding": "utf8",  # for servers that were set up without a locale
 }
 SQLITE_SECONDS = 30
-"""How long SQLite waits for another process that writes to the same file."""
+"""Seconds that SQLite waits for another process that writes to the same file."""
 _ATTEMPTS = 5
-"""Attempts to create the tables, if several runs start with an empty database at once."""
+"""Greatest number of attempts to create tables; an attempt fails if another run creates them."""
 #: Exceptions of a storage that cannot be used. Optuna raises AssertionError and RuntimeError for
 #: tables of another version, and for a lock of its journal that cannot be removed.
 REFUSED = (StorageInternalError, SQLAlchemyError, RuntimeError, AssertionError)
@@ -56,7 +56,7 @@ class DatabaseError(EvoGrpoError, ConnectionError):
 
 @final
 class _Journal(BaseJournalBackend):
-    """Optuna's journal in memory, as the lines of its file."""
+    """A backend of Optuna's `JournalStorage` that keeps the lines of the journal in memory."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -69,7 +69,7 @@ class _Journal(BaseJournalBackend):
 
 
 def in_memory(*, sqlite: bool) -> tuple[BaseStorage, Callable[[], bytes]]:
-    """Return a journal or SQLite database in memory, and a function that returns its content."""
+    """Return a storage in memory, SQLite or a journal, and a function that returns its bytes."""
     if not sqlite:
         journal = _Journal()
         return JournalStorage(journal), lambda: "".join(journal.lines).encode()
@@ -79,7 +79,7 @@ def in_memory(*, sqlite: bool) -> tuple[BaseStorage, Callable[[], bytes]]:
 
 
 def check_url(url: str) -> None:
-    """Check that a database can be used, and create missing tables, but no study.
+    """Check that a database can be used, and create its tables if they are missing, but no study.
 
     Raises:
         EngineUnavailable: The driver of the database is not installed.
@@ -99,7 +99,7 @@ def check_url(url: str) -> None:
 
 
 def connect(url: str) -> RDBStorage:
-    """Open a database, to be closed by `disconnect`; raises the errors of `check_url`."""
+    """Open a database, which `disconnect` closes; raises the errors of `check_url`."""
     # First without a pool: a storage whose constructor fails leaves its pooled connections open.
     check_url(url)
     with unreachable():
@@ -114,7 +114,7 @@ def disconnect(storage: RDBStorage) -> None:
 
 @contextmanager
 def unreachable() -> Generator[None]:
-    """Convert exceptions of a database or its driver into exceptions of this library."""
+    """Turn errors of a database into DatabaseError, and a missing driver into EngineUnavailable."""
     try:
         yield
     except EvoGrpoError:
@@ -126,7 +126,7 @@ def unreachable() -> Generator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Return the message of a database on one line, without the SQL statement."""
+    """Return what a database says in an exception, on one line and without the SQL statement."""
     if isinstance(error, KeyError):  # as Optuna raises it for an unknown study
         return "the study was deleted"
     messages: list[object] = []
@@ -155,7 +155,7 @@ def open_study(
     attributes: Mapping[str, Any] | None = None,
     further: Sequence[ObjectiveConfig] = (),
 ) -> optuna.Study:
-    """Return the study of a run in a storage, created if missing, with these user attributes.
+    """Return a study, created if it is missing, with `attributes` as its user attributes.
 
     `further` are the objectives beside fitness, each with its direction.
     """

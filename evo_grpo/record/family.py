@@ -17,15 +17,17 @@ from evo_grpo.types import Mutation, Slot
 
 @dataclass(frozen=True)
 class FamilyMember:
-    """A member of a family tree, with its offspring, ordered by id.
+    """A member of a family tree.
 
     Attributes:
-        agent: The number of its agent; None for the mean of two members.
-        parent, second_parent: Member ids; both None in the first population; a mean has both.
-        born: First round (0-based); for a mean, the number of finished rounds.
-        fitness: Mean evaluation reward in each round from `born` on, None if the agent failed; for
-            a mean, the mean reward in the final comparison.
+        agent: Number of the agent whose life the member is; None for the mean of two members.
+        parent, second_parent: Ids of the parents. Both are None in the first population; only a
+            mean has a second parent.
+        born: The member's first round (0-based); for a mean, the number of finished rounds.
+        fitness: Fitness in each round from `born` on, None for a round in which the agent failed;
+            for a mean, one entry: its mean reward in the final comparison.
         alive: Whether the member plays the last round.
+        children: The members that were copied from this one, ordered by id.
     """
 
     id: int
@@ -41,7 +43,7 @@ class FamilyMember:
 
 
 def tree(rounds: Sequence[RoundRecord]) -> tuple[FamilyMember, ...]:
-    """Return the first population, each member with its offspring in the finished rounds."""
+    """Build the family tree of each member of the first population, from the finished rounds."""
     lives: dict[int, list[AgentRecord]] = defaultdict(list)
     for record in rounds:
         for agent in record.agents:
@@ -108,13 +110,13 @@ def order(agent: AgentRecord) -> tuple[float, ...]:
 
 
 def best_agent(record: RoundRecord) -> AgentRecord | None:
-    """Return the agent with the greatest fitness of a round (ties: lowest number), or None."""
+    """Return the agent of a round with the greatest finite fitness, if any; ties: lowest number."""
     candidates = [agent for agent in record.agents if math.isfinite(fitness(agent))]
     return min(candidates, key=order, default=None)
 
 
 def leading_agent(record: RoundRecord) -> AgentRecord | None:
-    """Return the best agent of a round among those that continue; a collapsed agent does not."""
+    """Return the best of the agents that train on after a round; see `playing_on`."""
     if not record.members:
         return best_agent(record)
     playing = playing_on(record)
@@ -124,21 +126,21 @@ def leading_agent(record: RoundRecord) -> AgentRecord | None:
 
 
 def playing_on(record: RoundRecord) -> set[Slot]:
-    """Return the slots of the agents that train on after a round; a collapsed agent does not."""
+    """Return the slots of the agents that train on after a round, without collapsed agents."""
     collapsed = {decision.agent for decision in record.decisions if decision.kind == "collapsed"}
     return {member.agent for member in record.members} - collapsed
 
 
 def archived_agent(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
-    """Return the agent in the archive of a run that has one; None before the first decision."""
+    """Return the archived agent of a run that keeps an archive; None before the first decision."""
     return None if all(record.between for record in rounds) else best_ever(rounds)
 
 
 def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
-    """Return the agent in the archive, as of the round after which its weights were archived.
+    """Return the record of the agent in the archive, from the round in which it was archived.
 
-    Without an archive, return the agent with the greatest fitness after a decision (the first of
-    equal ones), or None if no agent has a finite fitness.
+    Without an archive, return the record with the greatest fitness in a round with a decision, the
+    earliest of equal ones; None if no fitness is finite.
     """
     if rounds and rounds[-1].archived is not None:
         number, member = rounds[-1].archived
@@ -153,10 +155,10 @@ def front(rounds: Sequence[RoundRecord]) -> tuple[AgentRecord, ...]:
     """Return the Pareto front of a run, ordered by fitness: agents that no other agent dominates.
 
     An agent dominates another if its means are better in one objective and worse in none. The front
-    has at most as many agents as the first round. The best agent of each objective is kept first,
-    then those with the greatest crowding distance (`evolve.goals`); of equal agents the earliest.
-    With one objective the front is empty. Rounds without a decision count only before the first
-    decision.
+    has at most as many agents as the first round. If more qualify, the best agent of each objective
+    is kept, then the agents with the greatest crowding distance (`evolve.goals`). Of agents with
+    equal means only the earliest is kept. With one objective the front is empty. Once a round had a
+    decision, rounds without a decision are ignored.
     """
     agents: list[AgentRecord] = []
     for record in [finished for finished in rounds if not finished.between] or rounds:
@@ -177,7 +179,7 @@ def _means(agent: AgentRecord) -> tuple[float, ...]:
 
 
 def founders(rounds: Sequence[RoundRecord]) -> dict[int, int]:
-    """Return each member's ancestor in the first population, by member id."""
+    """Return, for each member id, the id of its ancestor in the first population."""
     founder_ids: dict[int, int] = {}
     for record in rounds:
         for agent in record.agents:
@@ -188,12 +190,12 @@ def founders(rounds: Sequence[RoundRecord]) -> dict[int, int]:
 
 
 def founder_of(rounds: Sequence[RoundRecord], member: int) -> int:
-    """Return the ancestor of a member in the first population."""
+    """Return the id of a member's ancestor in the first population."""
     return founders(rounds).get(member, member)
 
 
 def next_member_id(rounds: Sequence[RoundRecord]) -> int:
-    """Return the first member id that is neither used nor assigned to the next round."""
+    """Return a free member id: one above all ids that are used or assigned to the next round."""
     ids = [agent.member for record in rounds for agent in record.agents]
     ids += [member.id for record in rounds for member in record.members]
     ids += [record.next_member - 1 for record in rounds]

@@ -1,8 +1,8 @@
 """Crash-safe file operations: atomic writes, appended lines with checksums, folder locks.
 
-Only synced data survives a power cut: the contents of a file are synced with the file, its name
-with its folder. So the files of a round are written first, then their folders up to the run folder
-are synced (`sync_into`), then the line that names the files is written; only then old files are
+Only synced data survives a power cut. To sync a file saves its contents; to sync a folder saves the
+names in it. Therefore a round first writes its files, then syncs them and their folders up to the
+run folder (`sync_into`), then writes the line that names the files. Only then are old files
 removed. `create_folder` syncs the parent of each new folder.
 """
 
@@ -49,8 +49,8 @@ _HEAD = 64
 def many_objects() -> Generator[None]:
     """Pause Python's garbage collector; creating many objects then takes half the time.
 
-    Objects created during the pause trigger no collection later, so every few calls this function
-    collects the objects of ended runs itself.
+    Objects that are created during a pause never cause a collection, not even later. Therefore
+    every 16th call collects garbage itself, such as the objects of runs that have ended.
     """
     was_enabled = gc.isenabled()
     if was_enabled and next(_calls) % _SEARCH_EVERY == 0:
@@ -70,8 +70,8 @@ def many_objects() -> Generator[None]:
 def writing(path: Path, command: str = "resume") -> Generator[None]:
     """Turn an OSError of a write (disk full, no permission) into a RunFailedError.
 
-    The message names `command`, to be called once the cause is removed. Raises RunDirError if this
-    process is a fork of the process that locked the folder.
+    The message names the command `evo-grpo <command> RUN`, to call once the cause is removed. Also
+    raises the errors of `FolderLock.check`.
     """
     for lock in list(_held):
         lock.check(path)
@@ -88,7 +88,7 @@ def writing(path: Path, command: str = "resume") -> Generator[None]:
 
 @contextmanager
 def reading(path: Path, command: str = "resume RUN") -> Generator[None]:
-    """Turn an OSError of a read into a RunFailedError, which names `command` unless it is empty."""
+    """Turn an OSError of a read into a RunFailedError, which names `command` unless that is ""."""
     try:
         yield
     except OSError as error:
@@ -192,7 +192,7 @@ def sync_names(folder: Path) -> None:
 
 
 def create_one(folder: Path) -> None:
-    """Create a missing folder on disk, but not its parents: a deleted run must stay deleted."""
+    """Create a missing folder on disk, but no parents, because a deleted run must stay deleted."""
     if not folder.exists():
         folder.mkdir(exist_ok=True)
         sync_names(folder.parent)
@@ -205,7 +205,7 @@ def create_folder(folder: Path) -> None:
 
 
 def sync_into(top: Path, folder: Path) -> None:
-    """Wait until a folder, its contents and its path below `top` are on disk, if it exists."""
+    """Wait until a folder, its contents and its parents up to `top` are on disk, if it exists."""
     with writing(folder):
         if folder.exists():
             sync_tree(folder)
@@ -214,7 +214,7 @@ def sync_into(top: Path, folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until a folder and all its contents are on disk, if it exists."""
+    """Wait until a folder and all its contents are on disk; a missing folder is ignored."""
     for path in (*folder.rglob("*"), folder):
         if path.exists() and not path.is_symlink():
             sync(path)
@@ -250,7 +250,7 @@ def load_json(data: bytes) -> Any:  # noqa: ANN401 -- any JSON value
 
 
 def seal(data: Mapping[str, Any], indent: int | None = None) -> str:
-    """Return a mapping as JSON, by default in one line; the last key is a checksum of the rest."""
+    """Return a mapping as JSON, by default in one line; its last value is the rest's checksum."""
     before = to_line({**data, _CHECKSUM: ""}, indent=indent).rpartition('"')[0]
     digest = hashlib.sha256(before.encode("utf-8", errors="replace")).hexdigest()
     return f'{before}{digest}"}}\n'
@@ -279,7 +279,7 @@ def unseal(line: bytes) -> dict[str, Any]:
 
 
 def unsealed_head(line: bytes) -> Mapping[str, Any]:
-    """Check the checksum of a line that `seal` wrote; return at least its first keys."""
+    """Check a line that `seal` wrote; return at least its first entries, or raise ValueError."""
     if _is_as_written(line):
         return from_json(line[:_HEAD], allow_partial=True)
     return unseal(line)
@@ -307,7 +307,7 @@ def is_truncated(line: bytes) -> bool:
 
 
 def plain_value(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
-    """Return a value as strict JSON values; numbers that are not finite become None."""
+    """Convert a value to values that JSON has; numbers that are not finite become None."""
     if isinstance(value, Hparams):
         value = value.to_dict()
     if isinstance(value, Mapping):
@@ -357,10 +357,10 @@ class FolderLock:
         )
 
     def write_round(self, *numbers: int) -> None:
-        """Write the id of this process into the lock file, and the round that is played, if any.
+        """Write the id of this process and `numbers` into the lock file, a line each.
 
-        A request is carried out after that round. The line never gets shorter: later rounds have at
-        least as many digits.
+        `numbers` has the round (0-based) that is being played, if any, for processes that write
+        requests. The text never gets shorter, because later rounds have at least as many digits.
         """
         if self._descriptor is not None:
             lines = "".join(f"{number}\n" for number in (os.getpid(), *numbers))
@@ -368,7 +368,10 @@ class FolderLock:
                 os.pwrite(self._descriptor, lines.encode(), 0)
 
     def check(self, path: Path) -> None:
-        """Refuse a write by a fork of the process that locked the folder, or to another folder."""
+        """Refuse a write to a path in the folder by a fork of the process that locked the folder.
+
+        Also refuse the write if the folder was deleted, moved or replaced.
+        """
         folder = self._path.parent
         if not path.absolute().is_relative_to(folder):
             return

@@ -1,4 +1,4 @@
-"""Recognise run folders, and read their settings and rounds, without the lock of the run."""
+"""Recognises run folders, and reads their settings and rounds, without locking them."""
 
 import fcntl
 import json
@@ -39,7 +39,7 @@ def is_run(path: str | Path) -> bool:
 
 
 def run_containing(path: Path) -> Path | None:
-    """Return the run folder that contains a path, or the target of its links, else None."""
+    """Return the run folder in which a path lies, as written or with links resolved, or None."""
     paths = path.absolute(), path.resolve()
     folders = [folder for place in paths for folder in (place, *place.parents)]
     return next((folder for folder in folders if is_run(folder)), None)
@@ -102,9 +102,9 @@ def config_text(folder: Path) -> str:
 
 
 def read_config(folder: Path, *, past: bool = False) -> RunConfig:
-    """Return the settings of a run; with `past`, drop settings that enabled removed features.
+    """Return the settings of a run; with `past`, without settings of removed features.
 
-    ConfigError if the settings name a program, or a model with code, inside a run folder.
+    ConfigError if the settings name a program, or a model with code, that lies in a run folder.
     """
     file = folder / names.CONFIG
     config = from_written(config_text(folder), str(file), past=past)
@@ -128,7 +128,8 @@ def read_config(folder: Path, *, past: bool = False) -> RunConfig:
 def adapter_of(model: ModelConfig) -> RankAlpha:
     """Return the rank and alpha with which the adapters of a run begin.
 
-    Both are read from `model.adapter`, unless `model.lora` is also set or the file is unreadable.
+    They are read from the adapter in `model.adapter`. If there is none, if it cannot be read, or if
+    `model.lora` is also set, they come from `model.lora`.
     """
     configured = model.lora.rank_alpha
     if model.adapter is None or model.lora != LoraSettings():
@@ -141,7 +142,7 @@ def adapter_of(model: ModelConfig) -> RankAlpha:
 
 
 def read_settings(folder: Path) -> Mapping[str, Any]:
-    """Return the settings of a run unvalidated, for any version; CheckpointError if damaged."""
+    """Return a run's settings, of any version, without validation; CheckpointError if damaged."""
     text, file = config_text(folder), folder / names.CONFIG
     with files.expecting(file, _SETTINGS):
         settings = parse(text, str(file), WrittenOutLoader)
@@ -163,7 +164,7 @@ def beside(config: object) -> Path | None:
 
 
 def code_folder(path: str | Path | None) -> Path | None:
-    """Return the folder of --code; ConfigError if it is no folder or lies in a run folder."""
+    """Return the folder that --code names; ConfigError if it is no folder or is in a run folder."""
     if path is None:
         return None
     folder = Path(path).expanduser().absolute()
@@ -187,16 +188,16 @@ def with_objects(text: str, objects: Iterable[str]) -> str:
 
 
 def listed_objects(folder: Path) -> list[str]:
-    """Return a description, which begins with the keyword, of each Python object of a run."""
+    """Return a description of each Python object that a run needs; it begins with a keyword."""
     first_line = config_text(folder).partition("\n")[0]
     line = first_line.removeprefix(names.RECORDED_IN_PYTHON)
     return [] if line == first_line else line.strip().split(", ")
 
 
 def recorded_objects(folder: Path) -> dict[str, str]:
-    """Return the objects of `Population.train`: keyword ("env", "model", ...) -> description.
+    """Return the descriptions of a run's Python objects, by keyword ("env", "model", ...).
 
-    "agents" stands for agents that had trained before.
+    The keyword "agents" stands for agents that had trained before the run.
     """
     return {description.partition(" ")[0]: description for description in listed_objects(folder)}
 
@@ -289,7 +290,7 @@ def round_name(round: int) -> str:
 
 
 def round_entries(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Yield round and path of each entry of a folder that is named after a round."""
+    """Yield, for each entry of `folder` that is named after a round, the round and the path."""
     for path in sorted(folder.iterdir()) if plain.is_folder(folder) else ():
         if match := _ROUND.fullmatch(path.name):
             yield int(match[1]), path

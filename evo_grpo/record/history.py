@@ -1,4 +1,4 @@
-"""Reads the history of a run's agents, and start values from earlier runs."""
+"""Reads the history of a run's agents, and the hyperparameters that old runs give to a new run."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def read_metrics(run: str | Path) -> pd.DataFrame:
 
 
 def row_of(where: Path | str, line: bytes) -> dict[str, Any]:
-    """Return a line of metrics, or raise CheckpointError, which names its file and line."""
+    """Parse a line of metrics; raise CheckpointError, which names `where`, for a damaged line."""
     with expecting(where, "the metrics of a step and an agent"):
         row = load_json(line)
         if not isinstance(row, dict) or not _is_row(cast("dict[str, Any]", row)):
@@ -170,10 +170,10 @@ SETTING = "population.init.from"
 def resolved_start(
     init: Start, first: Hparams, hp_config: HyperparameterConfig, size: int, seed: int
 ) -> Start:
-    """Return `population.init`, with the hyperparameters of a run's agents in place of its folder.
+    """Replace run folders in `init`, a `population.init`, by hyperparameters of the runs' agents.
 
     The best agent of each run comes first, then the second of each, as on the leaderboards. `first`
-    has the hyperparameters of this run's first agent, `hp_config` this run's ranges.
+    has the hyperparameters of the new run's first agent, `hp_config` the new run's ranges.
     """
     if not isinstance(init, Mapping):
         return init
@@ -191,7 +191,7 @@ def resolved_start(
 
 
 def _settings(run: Path, first: Hparams, hp_config: HyperparameterConfig) -> Iterator[Hparams]:
-    """Yield the hyperparameters of an earlier run's agents, best first, within `hp_config`."""
+    """Yield the hyperparameters of an old run's agents, best first, within the new run's ranges."""
     try:
         rounds = read_rounds(run)
     except RunNotFoundError as error:

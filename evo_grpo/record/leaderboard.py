@@ -50,13 +50,13 @@ def from_records(
 
         - rank (from 1), agent (missing for a mean), member, parent (missing in the first
           population; for a mean, the better parent), round (0-based, the agent's last one)
-        - left: the round after which the agent left, missing if it did not
+        - left: the round after which the agent left the population, missing if it did not leave
         - fitness and fitness_se: the score on the validation prompts of `round`; fitness_se is NaN
           from a single sample. In an unfinished run, after a round without a decision, fitness
           may be the mean training reward of the round. For a mean, fitness is `final`
         - only in a run with several objectives: objective_NAME and objective_NAME_se, the score in
-          each further objective on the same prompts; front, whether the agent, as it was then, is
-          on the front of the run (`record.family.front`)
+          each further objective on the same prompts; front, whether the agent, as it was after
+          `round`, is on the front of the run (`record.family.front`)
         - tie: whether the first row is not significantly ahead of this row (`ties`); for a
           finalist, in the final comparison. Missing for the first row, and for agents that were
           scored on other prompts
@@ -65,8 +65,9 @@ def from_records(
         - test and test_se: the score of the winner on the test prompts; missing for all others
         - lr, beta, clip_coef (NaN if it is a pair of bounds), clip_low and clip_high (the bounds,
           also those of a scalar), group_size, then other hyperparameters that mutate in this run. A
-          mean has the values of its better parent, except the larger rank with its alpha, and no
-          name of a set of layers if the parents' sets differ
+          mean has the values of its better parent, with two exceptions: its rank and alpha are
+          those of the parent with the larger rank, and lora.target_modules is missing if the
+          parents' values differ
         - tokens (sampled in training) and wall_seconds: sums over all rounds of the agent; 0 for a
           mean
         - checkpoint, relative to the run folder
@@ -96,7 +97,7 @@ def from_records(
 def leaderboard_rows(
     rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the leaderboard of `from_records` as plain values, None for missing ones and NaN."""
+    """Return the rows of the leaderboard of `from_records`; None stands for missing and for NaN."""
     if not rounds:
         return []
     latest: dict[int, AgentRecord] = {}
@@ -157,7 +158,7 @@ def leaderboard_rows(
 
 
 def order_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a sentence on the order of a leaderboard whose fitness does not descend, else ""."""
+    """Return a sentence on the order of a leaderboard's rows; "" if they descend in fitness."""
     ranked = [row["fitness"] for row in rows if row["fitness"] is not None]
     if ranked == sorted(ranked, reverse=True):
         return ""
@@ -170,7 +171,7 @@ def order_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def fitness_text(rounds: Sequence[RoundRecord]) -> str:
-    """Return a sentence on the source of fitness if that is not an evaluation, else ""."""
+    """Return a sentence if fitness in the last round is a mean training reward, else ""."""
     agents = rounds[-1].agents if rounds else ()
     if not any(agent.score is not None and agent.score.steps for agent in agents):
         return ""
@@ -207,7 +208,7 @@ def _score(name: str, score: Score | None) -> dict[str, float | None]:
 
 
 def _goals(agent: AgentRecord, goals: Mapping[str, str]) -> dict[str, float | None]:
-    """Return the further objectives of an agent by column, with their standard errors."""
+    """Return, by column, an agent's means and standard errors in the objectives beside fitness."""
     scores = {} if agent.score is None else {goal.name: goal for goal in agent.score.further}
     cells: dict[str, float | None] = {}
     for name, column in goals.items():
@@ -231,10 +232,10 @@ def ties(
 ) -> dict[tuple[int, int], bool]:
     """Return, by (agent, round), whether the winner is not significantly ahead of the agent.
 
-    Only agents of the winner's round with a finite fitness are included; none if the winner is a
-    mean. The level is `TIE_LEVEL`, corrected for all pairs of agents because the winner was chosen
-    as the best. If the winner's round was chosen too, the level is also corrected for the number of
-    rounds.
+    Only agents of the winner's round with a finite fitness are included. The result is empty if the
+    winner is a mean. The level of significance is `TIE_LEVEL`, corrected for all pairs of agents
+    because the winner was chosen as the best of them. If the winner is the best of all rounds, the
+    level is also corrected for the number of rounds.
     """
     if winner is None or winner.fitness is None:
         return {}

@@ -1,4 +1,4 @@
-"""Converts a run to Optuna trials: one per (agent, round), with the number of its parent trial."""
+"""Converts a run to Optuna trials: one per agent and round, each with its parent trial's number."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Lineage:
 
     The parameters are lr, beta, clip_coef, group_size and all other hyperparameters that may
     mutate, a clip pair as clip_low and clip_high. The values are the fitness and the further
-    objectives. A failed agent has state FAIL and no value. After a round without a decision the
-    state is PRUNED, so that a fitness from few prompts is never Optuna's best. The intermediate
-    values are the mean training rewards by the number of the step in the run. The user attributes
-    are:
+    objectives. The trial of a failed agent has state FAIL and no value. In a round without a
+    decision, other trials have state PRUNED, so that a fitness from few prompts is never Optuna's
+    best. The intermediate values are the mean training rewards of the GRPO steps; their keys are
+    the numbers of the steps in the run, from 0. The user attributes are:
 
-    - those of the agent's record: agent, round, member, parent (a member id), seed, hparams,
-      reason, adapter_sha256, checkpoint; fitness_se, and NAME_se of each further objective
+    - from the agent's record: agent, round, member, parent (a member id), seed, hparams, reason,
+      adapter_sha256, checkpoint; fitness_se, and NAME_se of each further objective
     - parent_trial: the number of the parent trial, None in the first round. If the member
       played the previous round, this is its trial of that round, else the parent's trial.
     - op, mutated {name: [old, new]}: the change since the parent trial, as in `types.Mutation`;
@@ -78,7 +78,10 @@ class Lineage:
         )
 
     def record_mean(self, summary: Mapping[str, Any], last: RoundRecord) -> None:
-        """Add the trial of the mean of two survivors if it won a run that ended with `last`."""
+        """Add the trial of the mean of two survivors if that mean won the run.
+
+        `summary` is the content of summary.json; `last` is the record of the run's last round.
+        """
         best = summary["best"]
         scores = [entry["validation"] for entry in summary["candidates"] if entry["kind"] == "mean"]
         self._update()
@@ -134,9 +137,10 @@ class Lineage:
 
 @dataclass(frozen=True)
 class Space:
-    """Gives the distributions of trial parameters, equal in all trials of a run where possible.
+    """The search space of a study: gives each parameter of a trial its distribution.
 
-    Optuna's importances leave out a parameter with several distributions.
+    A parameter has the same distribution in all trials of a run where possible, because Optuna's
+    importances leave out a parameter with several distributions.
 
     Attributes:
         mutable: The hyperparameters that may mutate, with their bounds.
@@ -147,7 +151,7 @@ class Space:
     first: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
     def begun_with(self, record: RoundRecord) -> Space:
-        """Return the space of a run whose first round is `record`."""
+        """Return a space with the values of the first round of a run, which is `record`."""
         values: defaultdict[str, list[float]] = defaultdict(list)
         for agent in record.agents:
             for name, value in _values(agent.hparams, self.mutable).items():
@@ -156,7 +160,7 @@ class Space:
         return Space(self.mutable, {name: (min(v), max(v)) for name, v in values.items()})
 
     def parameters(self, hparams: Hparams) -> tuple[dict[str, Value], dict[str, BaseDistribution]]:
-        """Return the parameters of a trial except None values, and their distributions."""
+        """Return the values and the distributions of the parameters of a trial that have both."""
         values = _values(hparams, self.mutable)
         distributions = {
             name: distribution
@@ -206,7 +210,7 @@ class Space:
 
 
 def _values(hparams: Hparams, mutable: HyperparameterConfig) -> dict[str, Value]:
-    """Return the parameters of a trial, a clip pair as clip_low and clip_high."""
+    """Return the parameters of a trial by name, with clip_low and clip_high for a clip pair."""
     values: dict[str, Value] = {}
     for name in dict.fromkeys((*_ALWAYS, *mutable.names())):
         if name == "clip_coef" and (
@@ -271,7 +275,7 @@ def _mean_trial(
     last: RoundRecord,
     space: Space,
 ) -> FrozenTrial:
-    """Return the trial of the mean of two survivors; `parent`: last trial of the first survivor."""
+    """Return the trial of the mean of two survivors; `parent`: the better survivor's last trial."""
     first_id, second_id = best["parents"]
     hparams = next(agent for agent in last.agents if agent.member == first_id).hparams
     attributes = {
@@ -310,7 +314,7 @@ def _finished(
     *,
     between: bool = False,
 ) -> FrozenTrial:
-    """Return a finished trial: FAIL if `values` is None, PRUNED for a round without a decision.
+    """Return a finished trial, with state FAIL if `values` is None, else PRUNED if `between`.
 
     `times` are start and end in seconds since 1970; if one is None, both are the current time.
     """

@@ -34,7 +34,7 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class RunStarted:
-    """A run was created."""
+    """The first entry of every log: the folder and the settings of the run."""
 
     run: Path
     config: RunConfig
@@ -42,7 +42,7 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepDone:
-    """The agents took a GRPO step, the `number`th of the run; `round` and `step` are 0-based.
+    """A GRPO step of all agents, the `number`th of the run; `round` and `step` are 0-based.
 
     `agents` has metrics by slot and name, as in `evo_grpo.record.vocabulary`; None if not finite.
     """
@@ -55,7 +55,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class RoundDone:
-    """A finished round, which is read again if a request changes its plan.
+    """A finished round; it is read again if a request changes the plan that it recorded.
 
     `number` counts the GRPO steps of the run up to the end of the round.
     """
@@ -66,7 +66,7 @@ class RoundDone:
 
 @dataclass(frozen=True)
 class NoteWritten:
-    """An event that belongs to no round: `text` is a sentence, `time` are seconds since 1970."""
+    """An event that belongs to no round: `text` is a sentence, `time` is in seconds since 1970."""
 
     time: float
     text: str
@@ -74,7 +74,7 @@ class NoteWritten:
 
 @dataclass(frozen=True)
 class RunFinished:
-    """A run ended after `number` GRPO steps."""
+    """The end of a run after `number` GRPO steps, with the content of summary.json."""
 
     number: int
     summary: Mapping[str, Any]
@@ -89,12 +89,13 @@ class Cursor:
     """The position of a reader in the log of a run.
 
     Attributes:
+        started: Whether the first entry, `RunStarted`, was read.
         rounds: Number of finished rounds that were read.
-        place: Byte offset of the last of these rounds in rounds.jsonl.
-        last: Digest of the last of these rounds; it changes if a request changes the plan.
-        steps: Bytes read of the metrics of the next round.
-        notes: Bytes read of notes.jsonl.
-        summary: Digest of the summary that was read, else empty.
+        place: Byte offset, in rounds.jsonl, of the last round that was read.
+        last: Digest of the last round that was read; it changes if a request changes the plan.
+        steps: Number of bytes that were read of the metrics file of the next round.
+        notes: Number of bytes that were read of notes.jsonl.
+        summary: Digest of the summary that was read; "" if none was.
     """
 
     started: bool = False
@@ -169,10 +170,10 @@ def _new(begin: RunStarted, at: Cursor, *, rounds: bool = True) -> Iterator[tupl
 
 
 def _rounds(folder: Path, at: Cursor) -> tuple[Cursor, list[tuple[int, RoundRecord]]]:
-    """Return the last round that was read and all later rounds, each with its byte offset.
+    """Return a cursor to go on from, and a list: the last round that was read, then later rounds.
 
-    If a power cut removed the last round from the log, the cursor is moved back, and the round is
-    read again after it has been played again.
+    Each round comes with its byte offset. If a power cut removed rounds that had been read, the
+    cursor is moved back, so that they are read again after they have been played again.
     """
     path = folder / ROUNDS
     last_read = max(0, at.rounds - 1)
@@ -189,7 +190,7 @@ def _rounds(folder: Path, at: Cursor) -> tuple[Cursor, list[tuple[int, RoundReco
 
 
 def _placed(path: Path, *, start: int = 0, first: int = 0) -> list[tuple[int, RoundRecord]]:
-    """Return the rounds of rounds.jsonl from byte `start`, each with its byte offset."""
+    """Return the rounds from round `first`, which begins at byte `start`, with byte offsets."""
     parsed = parse_rounds(path, start=start, first=first)
     return list(zip(parsed.places, parsed.records, strict=True))
 
@@ -197,9 +198,9 @@ def _placed(path: Path, *, start: int = 0, first: int = 0) -> list[tuple[int, Ro
 def _steps(
     folder: Path, at: Cursor, per_round: int, *, whole: bool
 ) -> Iterator[tuple[Cursor, StepDone]]:
-    """Yield the steps of the current round that were not read yet.
+    """Yield the steps of round `at.rounds` that were not read yet, each with the cursor after it.
 
-    Until the round is complete, its last step is left out, because rows of it may follow.
+    Unless `whole`, the last step in the file is left out, because more rows of it may follow.
     """
     path = folder / METRICS / f"{round_name(at.rounds)}.jsonl"
     step, agents, place = -1, dict[Slot, Mapping[str, float | None]](), at.steps
@@ -235,7 +236,7 @@ def _lines(path: Path, start: int) -> Iterator[tuple[bytes, int]]:
 
 
 def _read(path: Path, start: int) -> bytes:
-    """Return the bytes of a file from `start`; none if it is missing."""
+    """Return the bytes of a file from byte `start` on; b"" if the file is missing."""
     with suppress(FileNotFoundError), opened_plain(path, MAX_LOG_BYTES) as file:
         file.seek(start)
         return file.read()

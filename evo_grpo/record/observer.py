@@ -86,7 +86,7 @@ def check_observer(observer: object) -> None:
 
 
 class ObserverList(Observer):
-    """Calls several observers in order."""
+    """An observer that passes each call on to several observers, in their order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         for name in _METHODS:

@@ -23,11 +23,11 @@ from evo_grpo.record.names import CHECKPOINTS
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 MAX_JSON_BYTES = 1 << 26
-"""Largest JSON document: 64 MiB, hundreds of times the size of those that a run writes."""
+"""Greatest size of a JSON document: 64 MiB. Documents of a run are hundreds of times smaller."""
 MAX_WEIGHT_BYTES = 1 << 34
-"""Largest file of an adapter or of an embedded base: 16 GiB."""
+"""Greatest size of a file of an adapter, or of a base that is saved with it: 16 GiB."""
 MAX_LOG_BYTES = 1 << 30
-"""Largest file that grows with the rounds of a run: 1 GiB."""
+"""Greatest size of a file that grows with the rounds of a run: 1 GiB."""
 
 
 def open_plain(path: Path, flags: int) -> int:
@@ -62,9 +62,9 @@ def open_plain(path: Path, flags: int) -> int:
 
 
 def read_plain(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
-    """Return the contents of a regular file, never through a link, of at most `most` bytes.
+    """Return the contents of a regular file of at most `most` bytes, never through a link.
 
-    Raises RunDirError if the path is anything else, and the OSErrors of `open`.
+    Raises RunDirError if the path is no such file, and the OSErrors of `open`.
     """
     with opened_plain(path, most) as file:
         # Use the present size, even if the file grows: `read(most)` would allocate `most` bytes.
@@ -80,7 +80,7 @@ def opened_plain(path: Path, most: int) -> Generator[BinaryIO]:
 
 
 def refuse_oversized(path: Path, most: int = MAX_LOG_BYTES) -> None:
-    """Refuse a file above a size, before another library reads it as a whole."""
+    """Raise RunDirError for a file of more than `most` bytes; a missing file is accepted."""
     with suppress(FileNotFoundError, NotADirectoryError):
         size = path.lstat().st_size
         if size > most:
@@ -146,13 +146,13 @@ def _check_checkpoint(path: str) -> str:
 
 
 RelativePath = Annotated[str, AfterValidator(check_relative)]
-"""A path below the run folder."""
+"""A path relative to the run folder, which must not lead out of it."""
 CheckpointPath = Annotated[str, AfterValidator(_check_checkpoint)]
-"""A path below checkpoints/, which tables show unchanged."""
+"""A path below checkpoints/, relative to the run folder; tables show it without escaping it."""
 
 
 def inside(folder: Path, recorded: str) -> Path:
-    """Return the path of a recorded file, or raise RunDirError if one of its parts is a link."""
+    """Return the path of a recorded file; RunDirError if it leaves `folder` or passes a link."""
     try:
         parts = PurePosixPath(check_relative(recorded)).parts
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The records of a run: frozen values that are stored as JSON; no torch, no pandas."""
+"""The records of a run: frozen values that are stored as JSON. Imports no torch and no pandas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _built = lru_cache(maxsize=4096, typed=True)(Hparams)
 
 
 def _shared(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
-    """Return one shared object for equal hyperparameters, because building them is slow."""
+    """Build Hparams from a mapping; equal mappings share one object, because building is slow."""
     try:
         return _built(**value)
     except (TypeError, ConfigError):  # a clip pair or weights have no hash, or a value is invalid
@@ -39,7 +39,7 @@ def _shared(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
 
 
 SharedHparams = Annotated[Hparams, BeforeValidator(_shared)]
-"""Hyperparameters of an agent; most agents keep those of the round before."""
+"""Hyperparameters of an agent. When records are read, agents with equal values share an object."""
 
 #: Version of the format of rounds.jsonl.
 FORMAT = 4
@@ -86,7 +86,7 @@ class AgentRecord:
 
 @dataclass(frozen=True)
 class NextAgents:
-    """Members and hyperparameters of the next round, sorted by slot, and the decisions on them."""
+    """Members and hyperparameters of the next round, sorted by slot, and decisions about agents."""
 
     members: tuple[Member, ...]
     hparams: tuple[SharedHparams, ...]
@@ -104,12 +104,12 @@ class RoundRecord:
             sorted by slot. Agents of this round that are missing here leave the population.
         mutable: Names of the hyperparameters that may mutate in this run.
         decisions: Decisions about the agents after the round, with reasons.
-        starts: Training prompts, or episode seeds, used since the start of the run.
+        starts: Number of training prompts, or episode seeds, used since the start of the run.
         evaluation_tokens: Tokens sampled to evaluate the agents after the round.
         files: SHA-256 of each file of the round, by its path in the run folder.
         reduced: Engine settings that were lowered because the device ran out of memory, with their
             current values; with several processes, the smallest values.
-        decodes_by: The implementation that sampled; another implementation rounds differently.
+        decodes_by: Names of the implementations that sampled; each has other rounding errors.
         started, ended: Times in seconds since 1970 (UTC); None if unknown.
         steering: Requests of the user between this round and the next round, in order, with their
             outcomes. `members`, `next_hparams` and `decisions` include the outcomes.
@@ -149,7 +149,7 @@ class RoundRecord:
 
     @property
     def is_end(self) -> bool:
-        """Whether a rule ended the run after this round."""
+        """Whether a rule of population.stop ended the run after this round."""
         return bool(self.stopped) and not self.went_on
 
     @property
@@ -223,16 +223,16 @@ class Amendment:
         return cls(record.round, **changed)
 
     def applied(self, record: RoundRecord) -> RoundRecord:
-        """Return the record of the round with this amendment applied."""
+        """Return a copy of the round's record to which this amendment is applied."""
         changed = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         return replace(record, **changed)
 
 
 def outline(record: RoundRecord) -> RoundRecord:
-    """Return a record without most metrics, rewards by prompt, decisions and digests.
+    """Return a copy of a record without decisions, digests, rewards by prompt and most metrics.
 
-    A long run keeps outlines of all rounds but the last one in memory. The metric that the rules of
-    population.stop read is kept.
+    Of all rounds but the last, a run keeps only outlines in memory. The metric zero_variance is
+    kept, because the rules of population.stop read it.
     """
     agents = tuple(
         replace(
@@ -251,7 +251,7 @@ def _without_prompts(score: Score) -> Score:
 
 
 def to_json(record: RoundRecord | Amendment) -> dict[str, Any]:
-    """Return a line of rounds.jsonl as plain JSON values."""
+    """Return a round or an amendment as plain JSON values, as in its line of rounds.jsonl."""
     return {"format": FORMAT, **plain_value(asdict(record))}
 
 
@@ -266,7 +266,7 @@ def check_format(data: Mapping[str, Any], where: str) -> None:
 
 
 def round_from_json(data: Mapping[str, Any] | bytes) -> RoundRecord:
-    """Build a RoundRecord from the output of `to_json` or its line, or raise ValueError."""
+    """Build a RoundRecord from the mapping of `to_json` or from its JSON, or raise ValueError."""
     record = validated(_ROUND, data)
     plan = () if record.plan is None else record.plan.members
     _check_changes((*record.agents, *record.members, *plan))
@@ -274,7 +274,7 @@ def round_from_json(data: Mapping[str, Any] | bytes) -> RoundRecord:
 
 
 def amendment_from_json(data: Mapping[str, Any] | bytes) -> Amendment:
-    """Build an Amendment from the output of `to_json` or its line, or raise ValueError."""
+    """Build an Amendment from the mapping of `to_json` or from its JSON, or raise ValueError."""
     amendment = validated(_AMENDMENT, data)
     _check_changes(amendment.members)
     return amendment

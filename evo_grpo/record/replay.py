@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMAT = 1
-"""Version of replay.json."""
+"""Version of the format of replay.json."""
 Outcome = Literal["ahead", "behind", "same", "failed", "unclear"]
 _OUTCOMES: Mapping[Outcome, str] = {
     "ahead": "the schedule beat its last values held constant",
@@ -46,10 +46,11 @@ _OUTCOMES: Mapping[Outcome, str] = {
 
 @dataclass(frozen=True)
 class ScheduledRound:
-    """One round (0-based) of the winner's line of ancestors.
+    """One round (0-based) of the training of a winner, by the winner itself or an ancestor.
 
-    `rows` is the number of completions, or episodes, that the member sampled in training;
-    `run_rows` is the number that all agents of the round sampled.
+    `rows` is the number of completions, or episodes, that `member` sampled in training, and
+    `tokens` is their number of tokens. `run_rows` is the number of completions or episodes that all
+    agents sampled in the round.
     """
 
     round: int
@@ -87,22 +88,22 @@ class Schedule:
 
     @property
     def rows(self) -> int:
-        """Number of completions in all rounds of the line."""
+        """Number of completions that the winner and its ancestors sampled in all rounds."""
         return sum(scheduled.rows for scheduled in self.rounds)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in all rounds of the line."""
+        """Number of tokens that the winner and its ancestors sampled in all rounds."""
         return sum(scheduled.tokens for scheduled in self.rounds)
 
     @property
     def last(self) -> Hparams:
-        """The hyperparameters of the last round."""
+        """The hyperparameters of the last round of the schedule."""
         return self.rounds[-1].hparams
 
     @property
     def moves(self) -> bool:
-        """Whether a hyperparameter changes from one round to another."""
+        """Whether a hyperparameter changes between rounds of the schedule."""
         return any(scheduled.hparams != self.last for scheduled in self.rounds)
 
     def prompts_per_step(self, scheduled: ScheduledRound) -> float:
@@ -110,7 +111,7 @@ class Schedule:
         return scheduled.rows / self.steps / scheduled.hparams.group_size
 
     def hyperparameters(self) -> tuple[str, ...]:
-        """Return the names of the hyperparameters that a table shows, in order."""
+        """Return the hyperparameters that a table of the schedule shows, in order of columns."""
         further = [name for name in self.mutable if name not in columns.ALWAYS]
         return ("lr", "beta", "clip_coef", "group_size", *further)
 
@@ -141,7 +142,7 @@ class Schedule:
         return columns.frame(rows, types)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able mapping."""
+        """Return the schedule as plain JSON values."""
         rounds = [
             {**asdict(scheduled), "prompts_per_step": self.prompts_per_step(scheduled)}
             for scheduled in self.rounds
@@ -172,7 +173,8 @@ class Training:
 class ReplayArm(Arm):
     """The result of the trainings of one kind, each of which sampled `rows` completions.
 
-    `failed_steps` counts the skipped steps of all trainings, whose gradients were not finite.
+    `prompts` is as in `Training`. `failed_steps` counts the optimizer steps of all trainings that
+    were skipped because a gradient was not finite.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -206,7 +208,7 @@ class Replay:
         return next(replayed for replayed in self.trained if replayed.name == name)
 
     def difference(self, first: str, second: str) -> Difference:
-        """Return a difference by the names of its two arms."""
+        """Return the difference between two arms, which are named as in `differences`."""
         return next(d for d in self.differences if (d.first, d.second) == (first, second))
 
     @property
@@ -232,11 +234,11 @@ class Replay:
         return f"With the tokens of the whole run, {_OUTCOMES[self.outcome]}{numbers}."
 
     def caveat(self) -> str:
-        """Return a sentence on which uncertainty the intervals cover."""
+        """Return a sentence that says which randomness the intervals cover."""
         return caveat(self.repeats)
 
     def arms(self) -> Arms:
-        """Return the result as the terminal and the report show it."""
+        """Return the part of the result that the terminal and the report show."""
         winner = Arm(WINNER, self.schedule.tokens, (self.winner,))
         return Arms((*self.trained, winner), self.differences, (self.verdict, self.caveat()))
 
@@ -244,8 +246,8 @@ class Replay:
         """Return the results as a typed frame: one row per kind of training, then the winner.
 
         The columns are training, rows, tokens, failed_steps (missing for the winner), test, test_se
-        (over the prompts), spread (standard deviation between the repeats), prompts, and the
-        difference to the winner: ahead, ahead_se, p.
+        (over the prompts), spread (standard deviation between the repeats), prompts (of the test),
+        and the difference to the winner: ahead, ahead_se, p.
         """
         types = {
             "training": "string",
@@ -323,7 +325,7 @@ def read_schedule(run: str | Path) -> Schedule:
 def winner_schedule(
     rounds: Sequence[RoundRecord], winner: Mapping[str, Any], steps: int
 ) -> Schedule:
-    """Return the schedule of `winner`, "best" of summary.json, with `steps` steps a round."""
+    """Return the schedule of `winner`, "best" of summary.json; `steps` is GRPO steps per round."""
     all_rows = {record.round: sum(map(_rows, record.agents)) for record in rounds}
     mutable = [name for record in rounds for name in record.mutable] + columns.steered(rounds)
     return Schedule(
@@ -353,10 +355,10 @@ def trainings(schedule: Schedule) -> tuple[Training, Training]:
     """Plan the trainings of a replay: schedule-run, and constant-run with the last values.
 
     Both have the steps and rounds of the schedule. In each round, schedule-run samples as many rows
-    as all agents of that round together; rows of rounds without an agent of the winner's line are
-    distributed over the other rounds. constant-run samples the same total, with equal numbers of
-    prompts per step up to rounding. Each training samples as many rows as the run, give or take one
-    group, and at least one prompt per step.
+    as all agents of the run sampled in that round. If the schedule lacks rounds of the run, their
+    rows are distributed over the rounds that it has. constant-run samples the same total, with
+    equal numbers of prompts per step up to rounding. Each training samples as many rows as the run,
+    give or take one group, and at least one prompt per step.
     """
     rounds, steps = schedule.rounds, schedule.steps
     scale = schedule.run_rows / sum(scheduled.run_rows for scheduled in rounds)
@@ -414,7 +416,10 @@ def _equal_prompts(first: Sequence[Sequence[int]], second: Sequence[Sequence[int
 def _prompts(
     rows: Sequence[float], hparams: Sequence[Hparams], steps: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the number of prompts by round and step; the rounding remainder carries over."""
+    """Return the number of prompts by round and step for `rows`, the number of rows by round.
+
+    The remainder of the rounding is carried over to the next round.
+    """
     remainder = 0.0
     prompts: list[tuple[int, ...]] = []
     for round_rows, values in zip(rows, hparams, strict=True):
@@ -426,7 +431,7 @@ def _prompts(
 
 
 def _evenly(groups: int, steps: int) -> tuple[int, ...]:
-    """Divide groups evenly over steps, at least one per step."""
+    """Return the number of groups of each step, as equal as possible and at least 1."""
     groups = max(groups, steps)
     return tuple((i + 1) * groups // steps - i * groups // steps for i in range(steps))
 

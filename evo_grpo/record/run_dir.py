@@ -54,7 +54,7 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     Attributes:
         lock: Lock of the folder; the lock file has the number of the round that is played.
-        earlier_requests: Ids of the requests to the run when this process locked the folder.
+        earlier_requests: Ids of the requests that were pending when this process locked the folder.
     """
 
     def __init__(self, path: Path, lock: files.FolderLock) -> None:
@@ -129,7 +129,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.close()
 
     def rounds(self) -> list[RoundRecord]:
-        """Return the finished rounds; all but the last are outlines, except right after `open`."""
+        """Return the finished rounds; each becomes an `outline` when the next is appended."""
         return list(self._rounds)
 
     def append_round(self, record: RoundRecord) -> None:
@@ -141,21 +141,24 @@ class RunDir(AbstractContextManager["RunDir"]):
         self._rounds.append(record)
 
     def amend_round(self, record: RoundRecord) -> None:
-        """Append a change to the last round: requests, or the plan applied by an extension."""
+        """Append to rounds.jsonl what changed in the last round, whose new record is `record`.
+
+        Requests change the record, and so does an extension, which applies its plan.
+        """
         assert record.round == len(self._rounds) - 1, "only the last round can be changed"
         amendment = Amendment.of(record)
         files.append(self.path / names.ROUNDS, files.seal(to_json(amendment)))
         self._rounds[-1] = amendment.applied(self._rounds[-1])
 
     def append_step(self, round: int, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the metrics of a step at once, a row per agent; step 0 replaces an old file."""
+        """Append the metrics of a step, a row per agent; before step 0, remove the round's file."""
         file = self._metrics(round)
         if step == 0:
             files.remove(file)
         files.append(file, files.to_lines(rows), durable=False)
 
     def finish_metrics(self, round: int) -> dict[str, str]:
-        """Sync the metrics of a round to disk; return their SHA-256 by relative path, if any."""
+        """Sync the metrics file of a round, if any, and return its SHA-256 by its relative path."""
         file = self._metrics(round)
         with files.writing(file):
             digest = sha256_of(file)
@@ -195,7 +198,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.amend_round(self._rounds[-1].extended())
 
     def drop_unfinished(self) -> None:
-        """Remove the files of unfinished rounds; restore the last finished round before."""
+        """Remove the files of unfinished rounds, once the last finished round has been restored."""
         files.append(self.path / names.ROUNDS, "")
         for name in names.OF_ROUNDS:
             for number, entry in round_entries(self.path / name):
@@ -208,7 +211,7 @@ class RunDir(AbstractContextManager["RunDir"]):
                     files.remove(entry)
 
     def keep_best(self) -> None:
-        """Copy the checkpoint of the best agent to checkpoints/best, unless it is already there."""
+        """Copy the best agent's checkpoint to checkpoints/best, unless that is up to date."""
         best = best_ever(self._rounds)
         if best is None or best.checkpoint is None:
             return
@@ -294,7 +297,7 @@ def refuse_taken(folder: Path, *, force: bool = False) -> None:
 
 
 def _left_by_setup(path: Path) -> bool:
-    """Return whether a run that was killed during its set-up left this path."""
+    """Return whether a path may be the remains of a run that was killed during its set-up."""
     return (
         path.name == names.LOCK
         or files.is_temporary(path)
@@ -321,7 +324,7 @@ def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
 
 
 def clear_run(folder: Path) -> None:
-    """Remove the files of a run and nothing else; after a kill, a new run may use the folder."""
+    """Remove the files of a run and no others; after a kill, a new run may still use the folder."""
     for path in list(_parts(folder)):
         files.remove(path)
     for name in names.COMPARED:
@@ -336,7 +339,7 @@ def clear_run(folder: Path) -> None:
 
 
 def _parts(folder: Path) -> Iterator[Path]:
-    """Yield the paths of a run, except the files that mark it as a run and compared arms."""
+    """Yield the paths of a run; leave out its two marker files and the folders of compared runs."""
     yield from (folder / name for name in names.PARTS)
     yield from (path for path in folder.iterdir() if names.EARLIER.fullmatch(path.name))
     for name in names.OF_ROUNDS:

@@ -29,7 +29,7 @@ from evo_grpo.settings import RunConfig
 from evo_grpo.types import Member, Request, RequestOutcome, Slot
 
 FORMAT = 1
-"""Version of a request."""
+"""Version of the format of a request."""
 _SCHEMA = TypeAdapter(Request)
 
 
@@ -37,7 +37,7 @@ _SCHEMA = TypeAdapter(Request)
 class PendingRequests:
     """The pending requests of a run, oldest first.
 
-    `unread` maps the name of each truncated or unrecognised file, or link, to an error.
+    `unread` maps the name of each file that is no valid request, or is a link, to an error message.
     """
 
     requests: tuple[Request, ...]
@@ -99,7 +99,7 @@ def carried_out(rounds: Iterable[RoundRecord]) -> set[str]:
 
 
 def remove_requests(folder: Path, ids: Collection[str]) -> None:
-    """Remove requests; missing ones are ignored."""
+    """Remove the files of requests from a run folder; ids without a file are ignored."""
     place = folder / STEERING
     if not is_folder(place):
         return
@@ -127,7 +127,8 @@ class RunState:
         finished: Whether the run has a summary.
         waiting: Pending requests, in order.
         unread: A message for each file in steering/ that is not a valid request.
-        became: Outcomes of earlier requests, each with the round (0-based) before the request.
+        became: The outcome of each request that was carried out or refused, with the round
+            (0-based) after which this happened.
     """
 
     folder: Path
@@ -147,7 +148,7 @@ class RunState:
 
     @property
     def between(self) -> bool:
-        """Whether no round is being played or about to start."""
+        """Whether the run stands still: no round is being played, and none is about to start."""
         ops = (request.op for request in self.waiting)
         return not self.trains or (self.paused and "continue" not in ops)
 
@@ -265,7 +266,7 @@ def _over(run: RunState) -> str:
 
 
 def _process_problem(run: RunState, op: str) -> str:
-    """Return why a request to a training process cannot be carried out; empty if it can."""
+    """Return why a request of `ON_RUN`, such as a pause, cannot be carried out; "" if it can."""
     folder = run.folder
     ops = [request.op for request in run.waiting if request.op in ON_RUN]
     last_op = ops[-1] if ops else ""
@@ -293,7 +294,7 @@ def _process_problem(run: RunState, op: str) -> str:
 
 
 def _agents_problem(run: RunState, request: Request) -> str:
-    """Return why a request cannot follow the pending requests; empty if it can."""
+    """Return why a request of `ON_AGENTS` would be refused after the pending requests, or ""."""
     plan, boundary = _next_plan(run, request.after)
     for earlier in run.waiting:
         if earlier.op in ON_AGENTS:

@@ -101,7 +101,7 @@ def _lower_bound_reaches(score: Score | RewardScore, least: float) -> bool:
 
 
 def _reaches(score: Score, least: Mapping[str, float]) -> bool:
-    """Return whether the interval of each reward in `least` begins at its value or above."""
+    """Return whether the 95% interval of each reward begins at or above the reward's `least`."""
     scores = {reward_score.name: reward_score for reward_score in score.rewards}
     return all(
         name in scores and _lower_bound_reaches(scores[name], value)
@@ -110,7 +110,7 @@ def _reaches(score: Score, least: Mapping[str, float]) -> bool:
 
 
 def _without_signal(rounds: Sequence[RoundTotals]) -> int:
-    """Return the number of rounds since the rewards of a group last differed."""
+    """Return the number of latest rounds in a row in which no group had different rewards."""
     return next((n for n, played in enumerate(reversed(rounds)) if played.signal), len(rounds))
 
 
@@ -121,7 +121,7 @@ def _since_best(rounds: Sequence[RoundTotals]) -> int:
 
 
 def why_it_ended(summary: Mapping[str, Any]) -> str:
-    """Return the rules that ended a run, in words; empty if none did."""
+    """Return a clause that says which rules of population.stop ended a run; "" if none did."""
     rules: Mapping[str, Any] = summary.get("stopped", {})
     words = [_WORDS[name].format(_number(value)) for name, value in rules.items() if name in _WORDS]
     if not words:
@@ -130,7 +130,7 @@ def why_it_ended(summary: Mapping[str, Any]) -> str:
 
 
 def rules_in_words(stop: StopConfig) -> str:
-    """Return the rules that are set, in words; empty if none is."""
+    """Return the rules of population.stop that are set, in words; "" if none is set."""
     rules = {rule: n for rule in _WORDS if (n := getattr(stop, rule)) not in (None, {})}
     words = [_WORDS[rule].format(_number(n)) for rule, n in rules.items()]
     return ", or ".join(words) + (" (minutes are not repeatable)" if "minutes" in rules else "")

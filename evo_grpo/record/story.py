@@ -16,18 +16,19 @@ from evo_grpo.schema.problems import short_name
 from evo_grpo.types import Score
 
 VALUES_SHOWN = 5
-"""A schedule shows all values of a hyperparameter if there are at most this many."""
+"""Greatest number of values of a hyperparameter that a "schedule" sentence shows in full."""
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """One sentence of the story of a run; names in it come from files: escape it.
+    """One sentence of the story of a run. Escape `text` for HTML: it has names from files.
 
     `kind` is "ended" (a rule ended the run early), "result" (the winner's test score), "rewards"
-    (that score by reward function), "passes" (pass@k), "leader" (the best agent before the end),
-    "winner" (the winner's ancestors), "schedule" (how its hyperparameters changed), "choice" (the
-    final comparison), "validation" (the score that selected it), "share" (its line's training
-    tokens), "judge" (its cost), "guess" (scores without evolution) or "missing" (a missing fact).
+    (the test score by reward function), "passes" (pass@k), "leader" (the best agent before the
+    end), "winner" (the winner's ancestors), "schedule" (how the winner's hyperparameters changed),
+    "choice" (the final comparison), "validation" (the score that selected the winner), "share" (the
+    share of training tokens of the winner and its ancestors), "judge" (tokens and cost of the LLM
+    judge), "guess" (test scores without evolution) or "missing" (a fact that the run lacks).
     """
 
     kind: str
@@ -45,7 +46,7 @@ def tell_story(
 ) -> tuple[Sentence, ...]:
     """Return the story of a run; the arguments are the fields of a `RunView`.
 
-    `summary` is None if no agent was scored on test prompts, `planned` if it is not known.
+    `summary` is None if no agent was scored on test prompts; `planned` is None if not known.
     """
     if winner is not None and summary is not None:
         return tuple(_finished(rounds, winner, rivals, summary, comparison))
@@ -183,7 +184,7 @@ def _result(summary: Mapping[str, Any]) -> Sentence:
 
 
 def _by_reward(summary: Mapping[str, Any]) -> list[str]:
-    """Return the change of each of several rewards from base to winner, as text."""
+    """Return a text per reward function, if there are several: its means for base and winner."""
     base, best = (summary[name].get("rewards", {}) for name in ("base", "best"))
     return [
         f"{name} {wording.with_error(base[name]['mean'], base[name]['se'])} → "
@@ -248,7 +249,7 @@ def _founder(rounds: Sequence[RoundRecord], member: int) -> int:
 def _schedules(
     lines: Sequence[Sequence[AgentRecord]], mutable: Sequence[str]
 ) -> Iterator[Sentence]:
-    """Yield a sentence on the changes of hyperparameters in each line of the winner's ancestors."""
+    """Yield sentences on how hyperparameters changed along each line of the winner's ancestors."""
     for line in lines:
         whose = "Its" if len(lines) == 1 else f"Agent {line[-1].agent}'s"
         yield Sentence("schedule", f"{whose} {_moves(line, mutable)}.")
@@ -264,7 +265,7 @@ def _schedules(
 
 
 def _moves(line: Sequence[AgentRecord], mutable: Sequence[str]) -> str:
-    """Return which hyperparameters changed along a line of ancestors and which did not, as text."""
+    """Return a text: which hyperparameters changed along a line of ancestors, and which did not."""
     changed = (name for agent in line for name in agent.mutation.changes)
     moved: list[str] = []
     unchanged: list[str] = []

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from optuna.storages import RDBStorage
 
 OPTUNA = "optuna"
-"""Name of the reader; its cursor is in `readers/optuna.json`."""
+"""Name of the reader of the log that writes the study; its cursor is in `readers/optuna.json`."""
 SHARE = 10
-"""Least pause after a write of the file, as a multiple of the time that the write took."""
+"""Least pause after the file was written, as a multiple of the time that the write took."""
 _NAME_CHARACTERS = 400
-"""Characters of the run's name in the study's name, of which Optuna keeps at most 512."""
+"""Greatest number of characters of a run's name in the study's name; Optuna's limit is 512."""
 
 
 @final
@@ -37,7 +37,7 @@ class StudyReader:
     """Writes the trials of a run; a reader of its log (see `evo_grpo.readers.reader.Reader`).
 
     Each object reads the log from the start; after an error, construct a new object. The file in a
-    run folder is rewritten as a whole; to a database, at `url`, missing trials are added. `id` is
+    run folder is rewritten as a whole; in a database, at `url`, missing trials are added. `id` is
     the saved name of the study, which may be longer than the result of `study_name`.
     """
 
@@ -98,7 +98,7 @@ class StudyReader:
         self._behind = self._url is None
 
     def flush(self) -> bool:
-        """Write the file, unless it was written moments ago; do nothing for a database."""
+        """Write the file, unless it was written moments ago; return whether it is up to date."""
         if self._behind and time.monotonic() >= self._next:
             self._write()
         return not self._behind
@@ -153,7 +153,7 @@ class StudyReader:
 
 
 def study_is_written(run: Path) -> bool:
-    """Return whether the study of a run that has ended was written after its summary."""
+    """Return whether the study file of a finished run was written after summary.json."""
     files = [run / name for name in (JOURNAL, STUDY) if (run / name).is_file()]
     end = (run / SUMMARY).stat().st_mtime_ns
     return any(file.stat().st_mtime_ns >= end for file in files)
@@ -190,7 +190,7 @@ def check_storage(url: str | None) -> None:
 
 
 def study_name(run: str, id: str) -> str:
-    """Return the name of a run's study in a database; `id` is empty for early versions."""
+    """Return the name of a run's study in a database; runs of early versions have the id ""."""
     name = run[:_NAME_CHARACTERS]
     return f"{name}-{id}" if id else name
 

@@ -1,4 +1,4 @@
-"""The winner of a run, and summary.json, which is written last and marks the run as finished."""
+"""Finds the winner of a run, and reads summary.json, whose presence marks the run as finished."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -124,8 +124,8 @@ _SCHEMA = TypeAdapter(_Summary)
 def read_summary(folder: str | Path, name: str = SUMMARY) -> dict[str, Any] | None:
     """Return the content of summary.json, or None before the end of the run.
 
-    `_Summary` has the keys, which `training.judge` and `training.writer` write. `name` is the file
-    of an earlier end of a run that was extended.
+    `_Summary` lists the keys; `training.judge` and `training.writer` write them. With `name`, read
+    a summary that the run had before it was extended.
     """
     content = "the summary of the run"
     result = read_result(Path(folder) / name, _SCHEMA, content, f"resume {folder}")
@@ -158,7 +158,7 @@ def gain_interval(summary: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def gain_sign(summary: Mapping[str, Any]) -> int:
-    """Return 1 if the winner is significantly ahead of the base model, -1 if behind, else 0."""
+    """Return the sign of the winner's gain over the base model: 1, -1, or 0 if not significant."""
     return claims([score_of(summary[name]) for name in ("best", "base")], 0, TEST_LEVEL)[1]
 
 
@@ -201,12 +201,12 @@ class SelectedAgent:
 
     @property
     def record(self) -> AgentRecord:
-        """The agent's record in the round of the choice; for a mean, the better parent's record."""
+        """The latest record in the agent's line; for a mean, the better parent's latest record."""
         return self.lines[0][-1]
 
     @property
     def fitness(self) -> Score | None:
-        """The score in `record`, on validation prompts; None if the agent failed or is a mean."""
+        """The validation score in the agent's `record`; None if the agent failed or is a mean."""
         return None if self.agent is None else self.record.score
 
     @property
@@ -223,10 +223,11 @@ class SelectedAgent:
 def winner_of(
     rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None
 ) -> SelectedAgent | None:
-    """Return the winner of a run; before the end, the best agent of the last round that continues.
+    """Return the winner of a run; before the end, the agent that would win now.
 
-    With several objectives, the winner is the agent of the front with the greatest fitness. None if
-    no round is finished, or no agent of an unfinished run has a finite fitness.
+    Before the end, this is the best of the agents that train on after the last round, or, with
+    several objectives, the agent of the front with the greatest fitness. None if no round is
+    finished, or no agent of an unfinished run has a finite fitness.
     """
     if not rounds:
         return None
@@ -274,7 +275,7 @@ def _finalist(rounds: Sequence[RoundRecord], finalist: Mapping[str, Any]) -> Sel
 
 
 def select(kind: str, rounds: Sequence[RoundRecord], record: AgentRecord) -> SelectedAgent:
-    """Return an agent as it was after the round of a record."""
+    """Return the agent of a record, as it was after the record's round, with its ancestors."""
     line = ancestry(rounds[: record.round + 1], record.member)
     checkpoint = record.checkpoint or ""
     return SelectedAgent(kind, record.agent, record.member, checkpoint, [line], len(rounds))
@@ -285,8 +286,8 @@ def winning_lines(
 ) -> list[list[AgentRecord]]:
     """Return the records of a winner ("best" of summary.json) and of its ancestors.
 
-    A mean has two lists, the better parent's first; any other winner has one. The list of an
-    archived agent ends in its best round.
+    A mean has two lists, the better parent's first; any other winner has one. The list of an agent
+    from the archive ends in the round after which it was archived.
     """
     if best["kind"] == "mean":
         return [ancestry(rounds, parent) for parent in best["parents"]]

@@ -15,7 +15,7 @@ FEW_ENDED = 0.5
 MOSTLY_EQUAL = 0.9
 """Share of groups with equal rewards above which a round teaches little."""
 GOOD = 0.95
-"""If rewards are equal, with at least this mean, a task of rewards 0 and 1 counts as solved."""
+"""Least mean reward at which a task counts as solved if the rewards of each group are equal."""
 LOW_ENTROPY = 0.05
 """Share of the first round's entropy below which completions hardly vary."""
 
@@ -104,7 +104,7 @@ def find_trouble(
 
 
 def _failed(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield a problem for each failed agent, with the rounds in which it failed."""
+    """Yield a problem for each agent that failed; its text names the rounds of the failures."""
     failures: dict[int, list[AgentRecord]] = {}
     for record in rounds:
         for agent in record.agents:
@@ -175,9 +175,9 @@ def _discarded_data(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
 
 
 def _beyond_bounds(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield the first round in which a metric of an agent exceeded its bound.
+    """Yield a problem for the first round in which a metric of an agent exceeded its bound.
 
-    The KL divergence of a collapsed agent is reported by `_collapsed`.
+    The KL divergence of a collapsed agent is left out, because `_collapsed` reports it.
     """
     decisions = (decision for record in rounds for decision in record.decisions)
     reported = {
@@ -233,7 +233,7 @@ def _memory(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
 
 
 def _at_bounds(last: AgentRecord, space: HyperparameterConfig) -> Iterator[Trouble]:
-    """Yield the values of an agent that are at a bound of their range."""
+    """Yield a problem for each hyperparameter of an agent that is at a bound of its range."""
     for name in space.names():
         value, ends = last.hparams.named().get(name), space[name]
         if isinstance(value, str | bool) or ends.min == ends.max:

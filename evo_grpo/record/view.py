@@ -46,7 +46,7 @@ from evo_grpo.types import Mutation, Score
 
 
 class HasRounds(Protocol):
-    """An object that has played rounds in memory: a `Population`."""
+    """A protocol of objects that have played rounds in memory, such as `Population`."""
 
     @property
     def rounds(self) -> Sequence[RoundRecord]:
@@ -56,7 +56,7 @@ class HasRounds(Protocol):
 
 @dataclass(frozen=True)
 class RunView:
-    """The facts of a run that displays show; while it trains, those of its finished rounds.
+    """The facts of a run that displays show; while the run trains, facts of its finished rounds.
 
     Attributes:
         name: The name of the run folder, or "population" for rounds in memory.
@@ -77,7 +77,7 @@ class RunView:
 
     @cached_property
     def planned(self) -> int:
-        """Rounds of the whole run; the finished rounds if the settings are not known."""
+        """Number of rounds of the whole run; if settings are missing, of the finished rounds."""
         population = self.config.get("population")
         planned = population.get("rounds") if isinstance(population, dict) else None
         return planned if isinstance(planned, int) else len(self.rounds)
@@ -114,7 +114,7 @@ class RunView:
 
     @cached_property
     def loss(self) -> str:
-        """The gain over the base model on test prompts if it is significantly below 0, else ""."""
+        """The winner's gain over the base model as text, if significantly below 0; else ""."""
         summary = self.summary
         if summary is None or gain_sign(summary) >= 0:
             return ""
@@ -130,12 +130,15 @@ class RunView:
 
     @cached_property
     def order(self) -> str:
-        """A note if the leaderboard is not sorted by fitness, or fitness is a training reward."""
+        """A note on the leaderboard, or "".
+
+        There is a note if the rows are not sorted by fitness, or if fitness is a training reward.
+        """
         return f"{order_text(self.leaderboard)} {fitness_text(self.rounds)}".strip()
 
     @cached_property
     def family(self) -> tuple[FamilyMember, ...]:
-        """The first population, each member with its offspring; then a mean that won."""
+        """The family tree of each member of the first population; last, the mean if a mean won."""
         return (*tree(self.rounds), *self._mean())
 
     def _mean(self) -> Iterator[FamilyMember]:
@@ -156,12 +159,12 @@ class RunView:
 
     @cached_property
     def founders(self) -> dict[int, int]:
-        """The member of the first population that each member descends from."""
+        """For each member id, the id of the ancestor in the first population."""
         return founders(self.rounds)
 
     @cached_property
     def story(self) -> tuple[Sentence, ...]:
-        """The story of the run."""
+        """The run in sentences: its winner, its result and what is missing (`tell_story`)."""
         return tell_story(
             self.rounds,
             self.winner,
@@ -197,7 +200,7 @@ class RunView:
 
     @property
     def tokens(self) -> int:
-        """Tokens sampled in training, in all rounds."""
+        """Number of tokens that all agents sampled in training, in all rounds."""
         return sum(agent.tokens for agent in self.played)
 
     @property
@@ -207,7 +210,7 @@ class RunView:
 
     @cached_property
     def steps_per_round(self) -> int:
-        """Steps of the longest round so far, at least 1."""
+        """Number of GRPO steps of the longest round so far, at least 1."""
         return max((1, *(len(agent.step_rewards) for agent in self.played)))
 
     @cached_property
@@ -217,7 +220,10 @@ class RunView:
         return tuple(dict.fromkeys([*mutating, *columns.steered(self.rounds)]))
 
     def family_document(self) -> dict[str, Any]:
-        """Return the family tree as plain values for JSON, and "best" of summary.json or None."""
+        """Return the family trees as plain JSON values: all members, ordered by id.
+
+        "rounds" is the number of finished rounds, "best" is the entry of summary.json or None.
+        """
 
         def flat(member: FamilyMember) -> list[FamilyMember]:
             return [member, *(below for child in member.children for below in flat(child))]

@@ -1,4 +1,4 @@
-"""Names the metrics of a run; files, trackers, reports and pages all use these names."""
+"""Lists the metrics of a run, by the names that files, trackers, reports and pages all use."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,8 @@ class Metric:
         name: The name; `<...>` is replaced by a name from the run.
         per: Whether there is one value per GRPO step of an agent ("step"), per round of an agent
             ("round") or per round of the population ("population").
-        over: How the round's value is computed from its steps; "none" if the round has no value.
+        over: How the value of a round is computed from the values of its steps; "none" if rounds
+            have no value.
     """
 
     name: str
@@ -31,11 +32,11 @@ VALIDATION = "validation/"
 LOGGED = "logged/"
 """Prefix of a metric that a reward function in TRL's style logged with `log_metric`."""
 HYPERPARAMETER = "hyperparameters/"
-"""Prefix of the metric of a hyperparameter."""
+"""Prefix of the metrics that have an agent's value of a hyperparameter."""
 OBJECTIVE = "objective_"
 """Prefix of an objective beside fitness, in metrics and in columns of tables."""
 SECONDS = "seconds/"
-"""Prefix of the metric of a phase of a round."""
+"""Prefix of the metrics that have the wall time of a phase of a round."""
 
 
 def _of_step(name: str, meaning: str, unit: str = "", over: Summed = "mean") -> Metric:
@@ -114,7 +115,7 @@ OF_STEPS = (
     _of_step("dropped", "Episodes dropped because the environment raised.", "episodes", "sum"),
     _of_step("empty_steps", "1 for a step without an episode.", "steps", "sum"),
 )
-"""Metrics of an agent, per step."""
+"""Metrics that have one value per GRPO step of an agent."""
 
 OF_ROUNDS = (
     _of_round("fitness", "Mean reward on the validation prompts, of an evaluation."),
@@ -142,7 +143,7 @@ OF_ROUNDS = (
     _of_round("member", "Member id of the agent."),
     _of_round("parent", "Member it was copied from; left out in the first population."),
 )
-"""Metrics of an agent, per round."""
+"""Metrics that have one value per round of an agent."""
 
 OF_POPULATION = (
     _of_population("fitness/best", "Greatest fitness of the round."),
@@ -155,7 +156,7 @@ OF_POPULATION = (
     _of_population("test/best", "Test reward of the winner, once the run is over."),
     _of_population("test/base", "Test reward of the base, once the run is over."),
 )
-"""Metrics of the population, per round and at the end of a run."""
+"""Metrics that have one value per round of the population, or one at the end of a run."""
 
 VOCABULARY = (*OF_STEPS, *OF_ROUNDS, *OF_POPULATION)
 
@@ -173,7 +174,7 @@ def metric(name: str) -> Metric | None:
 
 
 def over_steps(name: str) -> Summed:
-    """Return how the round's value of a metric is computed from its steps; "mean" if unknown."""
+    """Return how a metric's value of a round is computed from its steps; "mean" if unknown."""
     entry = metric(name)
     return "mean" if entry is None else entry.over
 

@@ -14,7 +14,7 @@ def count(amount: int, noun: str) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number with some digits after the point, "-" for None and NaN."""
+    """Return a number with `digits` digits after the point, "-" for None and NaN."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.{digits}f}"
@@ -48,7 +48,7 @@ def listed(parts: Sequence[object]) -> str:
 
 
 def combined(names: Iterable[str]) -> list[str]:
-    """Return names of hyperparameters once each, clip_coef in place of clip_low and clip_high."""
+    """Return each name once, with clip_coef in place of clip_low and clip_high."""
     return list(dict.fromkeys("clip_coef" if n.startswith("clip_") else n for n in names))
 
 
@@ -67,7 +67,7 @@ def changes_text(changes: Mapping[str, tuple[Value, Value]], arrow: str = " -> "
 
 
 def in_words(seconds: float) -> str:
-    """Return a duration: 26 s, 14 min, 2.9 h."""
+    """Return a number of seconds as text: 26 s, 14 min, 2.9 h."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = seconds / 60

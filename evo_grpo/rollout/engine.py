@@ -37,10 +37,11 @@ class RolloutRequest:
     keys: Sequence[int] | None = None
 
     def check(self, context: int, vocabulary: int) -> None:
-        """Check that a model of `vocabulary` embeddings can sample in `context` tokens.
+        """Check the request for a model with `vocabulary` embeddings and `context` tokens at most.
 
-        Raises ShapeError if a prompt has no tokens, or less than one sample or token is requested;
-        PromptTooLongError if a prompt leaves no room; ModelError for a token without an embedding.
+        Raises ShapeError if a prompt has no tokens, or if less than one sample or token is
+        requested; PromptTooLongError if a prompt leaves no room for a completion; ModelError for a
+        token without an embedding.
         """
         if self.samples < 1 or self.sampling.max_output_tokens < 1:
             raise ShapeError(
@@ -67,7 +68,7 @@ class RolloutRequest:
                 )
 
     def part(self, places: Sequence[int]) -> RolloutRequest:
-        """Return a request for the prompts at positions `places`, whose draws do not change."""
+        """Return the request for the prompts at `places` alone; their draws do not change."""
         keys = places if self.keys is None else [self.keys[place] for place in places]
         return replace(self, prompts=[self.prompts[place] for place in places], keys=keys)
 
@@ -95,8 +96,9 @@ class RolloutEngine:
             weights, within the rounding of its dtype and without LoRA dropout. False for an engine
             with other kernels, another precision or a copy of the weights: the learner then
             corrects for the difference; see `LossConfig.sampler_correction`.
-        decodes_by: The implementations that rollouts have used: "kernels", joined "layers" or the
-            base's "modules" of the native engine, or "vllm". Each round records and clears them.
+        decodes_by: Names of the implementations that rollouts have used: in the native engine,
+            "kernels", "layers" (joined layers) or "modules" (those of the base); otherwise "vllm".
+            Each round records and clears the names.
     """
 
     exact: bool
@@ -109,7 +111,8 @@ class RolloutEngine:
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample the completions of all requests; raises the errors of `RolloutRequest.check`.
 
-        Returns, per request, one group of `samples` completions per prompt, both in order.
+        Returns a list per request, with one group of `samples` completions per prompt, in the order
+        of the requests and their prompts.
         """
         raise NotImplementedError
 
@@ -145,7 +148,7 @@ def engine_class(engine: EngineConfig) -> type[RolloutEngine]:
 
 
 def make_engine(slots: AdapterSlots, settings: AgentSettings) -> RolloutEngine:
-    """Make the selected engine; an `EngineFactory`."""
+    """Make the engine that `settings` select; this function is an `EngineFactory`."""
     factory: EngineFactory = resolve_name(settings.engine.rollout_settings.implementation)
     return factory(slots, settings)
 

@@ -2,7 +2,7 @@
 
 The generator is counter-based (SplitMix64, Steele, Lea and Flood 2014) instead of stateful. The
 draw of a row depends only on its key and step, so an agent's samples do not change with the number
-of other agents in the batch, nor when rows leave it.
+of other agents in the batch, nor when rows leave the batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Sampling:
         temperature: Divides the logits, >= 0. At 0, decoding is greedy: after penalty and forbidden
             tokens, the likeliest token is taken, the first of several equal ones.
         top_p: Nucleus mass kept, in (0, 1]; 1 keeps all.
-        top_k: Tokens kept; 0 keeps all.
+        top_k: Number of likeliest tokens kept; 0 keeps all.
         min_p: Least probability relative to the likeliest token, in [0, 1).
         repetition_penalty: Divides positive and multiplies negative logits of tokens seen in prompt
             and completion (Keskar et al. 2019, arXiv:1909.05858); 1 does nothing.
@@ -48,7 +48,7 @@ class Sampling:
     def of(
         cls, hparams: Hparams, *, max_output_tokens: int, min_output_tokens: int = 0
     ) -> Sampling:
-        """Return the sampling settings of an agent in training."""
+        """Return the settings for sampling in training, from an agent's hyperparameters."""
         return cls(
             temperature=hparams.temperature,
             top_p=hparams.top_p,
@@ -64,11 +64,11 @@ class Sampling:
 class RowSampling:
     """The sampling settings of each row, as tensors; None for a setting that no row uses.
 
-    temperature (1 for greedy rows), top_p, top_k (V for rows that keep all), min_p and penalty are
-    (B, 1), fp32 or int64. `greedy` (B,) bool is True for greedy rows; `limit` and `minimum` (B,)
-    int64 are the maximum and minimum lengths of completions. The other attributes are on the host:
-    whether any row `draws`, the `least` minimum, a lower bound `shortest` of all limits, and
-    whether all rows have the same minimum (`alike`).
+    temperature (1 for greedy rows), top_p, min_p and penalty are (B, 1) fp32, top_k is (B, 1) int64
+    (V for rows that keep all). `greedy` (B,) bool is True for greedy rows; `limit` and `minimum`
+    (B,) int64 are the maximum and minimum lengths of completions. The other attributes are on the
+    host: `draws`, whether a row is not greedy; `least`, the least minimum; `shortest`, a lower
+    bound of all limits; and `alike`, whether all rows have the same minimum.
     """
 
     temperature: Tensor
@@ -92,7 +92,7 @@ class RowSampling:
         vocabulary: int,
         device: torch.device,
     ) -> RowSampling:
-        """Expand the settings of each agent to its number of rows, `counts`."""
+        """Repeat the settings of each agent for its number of rows, which is in `counts`."""
         repeats = torch.tensor(list(counts))
 
         def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -127,7 +127,7 @@ class RowSampling:
         return all(v is None for v in (self.top_p, self.top_k, self.min_p, self.penalty))
 
     def select(self, rows: Tensor) -> RowSampling:
-        """Return the settings of the rows at some positions."""
+        """Return the settings of the rows at positions `rows`."""
         return self._mapped(lambda value: value.index_select(0, rows))
 
     def part(self, rows: slice) -> RowSampling:
@@ -160,8 +160,9 @@ def sample_tokens(
             before min_output_tokens).
 
     Returns:
-        (B,) int64 tokens and (B,) fp32 log-probs in nats under softmax(logits / temperature), at
-        temperature 1 for greedy rows, before penalty and filters, as the loss differentiates it.
+        (B,) int64 tokens, and their (B,) fp32 log-probs in nats under softmax(logits /
+        temperature), with temperature 1 for greedy rows. This is the policy that the loss
+        differentiates: penalty and filters are left out.
     """
     scaled = logits.div_(rows.temperature)
     logprobs = torch.log_softmax(scaled, dim=-1)
@@ -205,7 +206,8 @@ def _drawn(probs: Tensor, draws: Tensor) -> Tensor:
 def _place(weights: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices (B, 1) that draws (B,) in [0, 1) select by weights (B, n) of any sum.
 
-    Also returns where in the interval of its index each draw lies, (B,) in [0, 1).
+    Every index has an interval as long as its weight. Also returns the position (B,), in [0, 1), of
+    each draw within the interval of its index.
     """
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]
@@ -251,14 +253,15 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def key_tensor(keys: Sequence[int], device: torch.device) -> Tensor:
-    """Return row keys in [0, 2**63) as (B,) int64."""
+    """Return the keys of rows, in [0, 2**63), as a tensor (B,) int64."""
     return torch.tensor(list(keys), dtype=torch.int64, device=device)
 
 
 def uniform(keys: Tensor, first: int, steps: int) -> Tensor:
-    """Return draws (steps, B) float64 in [0, 1) of rows with keys (B,), from token `first` on.
+    """Return draws (steps, B) float64 in [0, 1) for rows with `keys` (B,).
 
-    Draws are multiples of 2**-53; each depends only on its row's key and the token's index.
+    Draw i is for the token with index `first` + i of a completion. Draws are multiples of 2**-53;
+    each depends only on its row's key and the token's index.
     """
     moves = [_signed((step + 1) * _GAMMA % (1 << 64)) for step in range(first, first + steps)]
     z = keys + torch.tensor(moves, dtype=torch.int64, device=keys.device)[:, None]

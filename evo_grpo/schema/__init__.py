@@ -1,1 +1,1 @@
-"""Declares settings, and an agent's hyperparameters with their ranges; no torch."""
+"""Declares settings, and the hyperparameters of agents with their ranges, without torch."""

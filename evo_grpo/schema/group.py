@@ -1,6 +1,7 @@
 """Declares groups of settings. A setting is declared once: type, bounds, default and meaning.
 
-Errors, signatures, mutation ranges, checkpoints, docs and the JSON Schema are derived from it.
+Errors, signatures, mutation ranges, checkpoints, docs and the JSON Schema are derived from this
+declaration.
 """
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
@@ -103,7 +104,7 @@ def _plain_values(settings: dict[str, object]) -> dict[str, object]:
 
 
 def wrong_keys(value: object, path: Path) -> Iterator[Problem]:
-    """Yield a problem for each key, at any depth, that is no string: some make pydantic fail."""
+    """Yield a problem for each key, at any depth, that is no string: pydantic may fail on it."""
     if isinstance(value, Mapping):
         for key, inner in cast("Mapping[Any, object]", value).items():
             if isinstance(key, str):
@@ -142,7 +143,7 @@ def setting(
 
 
 def contradictions(group: object, *rows: tuple[str, object, str, str]) -> Iterator[Problem]:
-    """Yield a problem for each row (dotted key, is wrong, expectation, remedy) marked as wrong."""
+    """Yield a problem for each row (dotted key, wrong, expected, remedy) whose `wrong` is true."""
     for key, wrong, expected, remedy in rows:
         if wrong:
             value = shown(attrgetter(key)(group))
@@ -150,7 +151,7 @@ def contradictions(group: object, *rows: tuple[str, object, str, str]) -> Iterat
 
 
 def computable(least: float, most: float = math.inf) -> AfterValidator:
-    """Return a validator that rejects numbers > 0 outside [least, most], the limits of float32."""
+    """Return a validator of numbers > 0: float32 can compute only with those in [least, most]."""
     bounds = f">= {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
     expected = f"a number {bounds}, which float32 can compute with"
 
@@ -178,7 +179,7 @@ def mutable_fields(group: type[Group]) -> list[str]:
 
 
 def one_or_several(value: object) -> object:
-    """Accept a string or a list of strings; one message covers both branches of the union."""
+    """Accept a string or a list of strings; the message for any other value names both."""
     items = cast("list[object]", list(value)) if isinstance(value, list | tuple) else [value]
     if not items or not all(isinstance(item, str) and item for item in items):
         raise ValueError("a string, or a list of at least one string")
@@ -188,7 +189,7 @@ def one_or_several(value: object) -> object:
 
 
 def only(good: Callable[[Any], object], expected: str) -> BeforeValidator:
-    """Return a validator of values that `good` accepts, with one message; tuples become lists."""
+    """Return a validator that refuses values unless `good(value)`; it turns tuples into lists."""
 
     def check(value: object) -> object:
         value = list(cast("tuple[object, ...]", value)) if isinstance(value, tuple) else value
@@ -202,7 +203,7 @@ def only(good: Callable[[Any], object], expected: str) -> BeforeValidator:
 def pair(
     good: Callable[[float, float], bool], expected: str, *, or_none: bool = False
 ) -> BeforeValidator:
-    """Return a validator of a list or tuple of two numbers for which `good` holds."""
+    """Return a validator of a list or tuple of two numbers (a, b) for which `good(a, b)` holds."""
 
     def check(value: object) -> object:
         items = cast("list[Any]", list(value)) if isinstance(value, list | tuple) else []

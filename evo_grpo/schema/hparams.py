@@ -21,14 +21,14 @@ RatioLevel = Literal["token", "sequence"]
 
 
 class LossUse(NamedTuple):
-    """The effect of shared settings on a loss.
+    """How the settings that all losses share act on one loss.
 
     Attributes:
         bounds: The ends of the clip range that have an effect; with "both", so has `delta`.
         level: The ratio in the paper of the loss: one per "token" or one per "sequence".
         fixed_level: Whether the loss has a ratio that `importance_sampling_level` does not change.
-        at_token: The loss that this loss would equal with one ratio per token, a level that is
-            then refused; empty if the level is allowed.
+        at_token: The loss that this loss would equal with one ratio per token; the level "token" is
+            then refused. Empty if the level "token" is allowed.
         by_longest: Whether the loss divides by `max_completion_length`.
     """
 
@@ -108,7 +108,7 @@ def clip_coefficient(value: object) -> object:
 
 
 def _no_limit(value: object) -> object:
-    """Return None for infinity, because neither clips a gradient."""
+    """Return None in place of infinity, because neither of them clips a gradient."""
     return None if value == math.inf else value
 
 
@@ -125,7 +125,7 @@ Decay = Annotated[float, computable(0.0, LARGEST_DECAY)]
 
 
 class RankAlpha(NamedTuple):
-    """Rank and alpha of an adapter."""
+    """LoRA rank and alpha of an adapter."""
 
     r: int
     alpha: float
@@ -233,7 +233,7 @@ class AgentFields(Group):
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """The absolute ratio bounds (low, high)."""
+        """The bounds (low, high) of the probability ratio, such as (0.8, 1.2)."""
         return clip_bounds(self.clip_coef)
 
 
@@ -308,7 +308,7 @@ class Hparams(AgentFields):
         return self.adam_beta1, self.adam_beta2
 
     def __hash__(self) -> int:
-        """Return the hash of the values; a mapping itself has no hash."""
+        """Return the hash of the values; `reward_weights` enters it as sorted items."""
         weights = tuple(sorted(self.reward_weights.items()))
         return hash((weights, *(value for name, value in self if name != "reward_weights")))
 
@@ -332,9 +332,9 @@ class Hparams(AgentFields):
     def get(self, name: str) -> Value | None:
         """Return the value of a hyperparameter as a number, or as a name.
 
-        `clip_low` and `clip_high` are the ends of the clip range; the clip_coef of a pair is NaN.
-        `reward_weights.<name>` is the weight of a reward function. None means no limit for
-        max_grad_norm, all rows for batch_size, and for others the setting of the run.
+        `clip_low` and `clip_high` are the ends of the clip range; a clip_coef that is a pair is
+        NaN. `reward_weights.<name>` is the weight of a reward function. The value None means no
+        limit for max_grad_norm, all rows for batch_size, and the run's setting for all others.
         """
         if name.startswith(REWARD_WEIGHT):
             return self.reward_weights.get(name.removeprefix(REWARD_WEIGHT))
@@ -344,7 +344,7 @@ class Hparams(AgentFields):
         return math.nan if isinstance(value, tuple) else value
 
     def with_weights(self, weights: Mapping[str, float]) -> "Hparams":
-        """Return a copy in which reward functions without a weight get these weights."""
+        """Return a copy in which `weights` are added for reward functions that have no weight."""
         if weights.keys() <= self.reward_weights.keys():
             return self
         return self.replace(reward_weights=dict(weights) | self.reward_weights)
@@ -364,7 +364,7 @@ class Hparams(AgentFields):
             raise Problems(*renamed) from None
 
     def with_scale(self, space: Collection[str], adapter: RankAlpha) -> "Hparams":
-        """Return a copy with the rank and the alpha of `adapter`, if their names are in `space`."""
+        """Return a copy with the rank and alpha of `adapter`, each only if `space` has its name."""
         searched = {
             _field(f"{LORA}{name}"): value
             for name, value in adapter._asdict().items()
@@ -377,7 +377,8 @@ def of_mean(parents: Sequence[Hparams]) -> Hparams:
     """Return the hyperparameters of the mean of agents; `parents` has the better agent first.
 
     The values are the better agent's, but rank and alpha are those of the parent with the largest
-    rank, and different sets of layers become None, `model.lora.target_modules`.
+    rank. If the sets of layers differ, the mean has None, which stands for
+    `model.lora.target_modules`.
     """
     widest = max(parents, key=lambda hparams: hparams.lora_r or 0)
     layers = {hparams.lora_target_modules for hparams in parents}
@@ -396,7 +397,7 @@ def _field(name: str) -> str:
 
 
 def clip_bounds(clip_coef: ClipCoef) -> tuple[float, float]:
-    """Return the absolute ratio bounds (low, high) of a clip_coef."""
+    """Return the bounds (low, high) of the probability ratio that a clip_coef stands for."""
     if isinstance(clip_coef, tuple):
         return clip_coef
     return 1 - clip_coef, 1 + clip_coef

@@ -124,7 +124,7 @@ def group_at(root: type[BaseModel], path: Path) -> type[BaseModel] | None:
 
 
 def unknown_key(root: type[BaseModel], group: type[BaseModel] | None, path: Path) -> str:
-    """Return the message for an unknown key, with a similar key, or its paths in other groups."""
+    """Return the message for an unknown key, with a similar key or other groups with the key."""
     names = list(group.model_fields) if group is not None else []
     key = str(path[-1])
     elsewhere = dict.fromkeys(p for p in leaves(root) if p[-1] == key)

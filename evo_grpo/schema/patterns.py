@@ -12,7 +12,7 @@ LONGEST = 10_000
 
 
 def module_patterns(lora: Any) -> dict[str, str]:  # noqa: ANN401 -- LoraSettings, or PEFT's LoraConfig
-    """Return, by setting, the patterns that PEFT matches with full names of modules; no lists."""
+    """Return the regular expressions for modules in LoRA settings, by setting; lists left out."""
     patterns = {
         name: value
         for name in ("target_modules", "exclude_modules")
@@ -30,7 +30,7 @@ def ending(key: str) -> str:
 
 
 def matches(layer: str, targets: str | Collection[str]) -> bool:
-    """Return whether a layer's full name is among `target_modules`, as PEFT reads them.
+    """Return whether `targets`, a value of `target_modules`, select the layer with this full name.
 
     A string is `all-linear`, or a regular expression of full names; a list has ends of names.
     """
@@ -42,7 +42,7 @@ def matches(layer: str, targets: str | Collection[str]) -> bool:
 
 
 def union(sets: Sequence[str | list[str]]) -> str | list[str]:
-    """Return `target_modules` that match every layer that any of several sets matches."""
+    """Return the `target_modules` that match a layer if one of several sets matches the layer."""
     if ALL in sets:
         return ALL
     lists = [targets for targets in sets if not isinstance(targets, str)]

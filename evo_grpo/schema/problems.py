@@ -75,7 +75,7 @@ class Problems(ConfigError):
 
     @classmethod
     def one(cls, text: str, *path: str | int) -> Problems:
-        """Return the error with one problem."""
+        """Return an error that has one problem, with this text and path."""
         return cls(Problem(path, text))
 
 
@@ -108,7 +108,7 @@ def dotted(path: Path) -> str:
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """Return the choice nearest to a name, or None; prefer transposed to replaced letters."""
+    """Return the choice nearest to a name, or None; one with the same letters is preferred."""
     import difflib  # only needed for messages
 
     close = difflib.get_close_matches(name, list(choices), n=3)
@@ -116,7 +116,7 @@ def nearest(name: str, choices: Iterable[str]) -> str | None:
 
 
 def unknown_name(name: str, names: Collection[str], setting: str) -> str:
-    """Return the message for a name that is missing in a mapping of the settings."""
+    """Return the message for a name that the mapping `setting`, with the keys `names`, lacks."""
     near = nearest(name, names)
     hint = f"did you mean {near!r}?" if near else "add it there, or name another one"
     return f"expected one of {setting}: {', '.join(names) or 'none'}, got {name!r}; {hint}"
@@ -128,7 +128,7 @@ SMALL = 0.01
 
 
 def short_name(name: str) -> str:
-    """Return the name of a hyperparameter in columns and mutations."""
+    """Return the short name of a hyperparameter, for columns and mutations."""
     return SHORT_NAMES.get(name, name)
 
 
@@ -156,7 +156,7 @@ def shown_value(value: object, digits: int = 3) -> str:
 
 
 def validated(schema: TypeAdapter[T], data: Mapping[str, Any] | bytes) -> T:
-    """Build the value that a schema describes from JSON data, or from their text.
+    """Build a value from JSON data, or from their text, as a schema describes it.
 
     Lists are accepted for tuples, and numbers may be NaN.
 

@@ -52,7 +52,7 @@ def _type_name(value: object) -> object:
 
 
 def _choices(value: object) -> object:
-    """Accept unequal numbers, which are sorted, unequal strings, or true and false."""
+    """Accept a list of distinct names, of distinct numbers (then sorted), or of true and false."""
     if value is None:
         return None
     if isinstance(value, list | tuple) and value:
@@ -80,13 +80,14 @@ _Start = pair(
 class RLParameter(Group):
     """Range and step of one hyperparameter that may mutate, or the values it may have.
 
-    In a range, a mutation multiplies by `shrink_factor` or `grow_factor`. The direction is drawn so
-    that the expected step in log space is zero (with 0.8 and 1.2 it grows with probability 0.55): a
-    fair coin would drift down, by a third in twenty mutations. A value of 0 moves to a hundredth of
-    the range. Integers are rounded and move by at least 1.
+    In a range, a mutation multiplies the value by `shrink_factor` or `grow_factor`. The factor is
+    drawn so that the expected step in log space is zero (with 0.8 and 1.2, the value grows with
+    probability 0.55). If both were equally likely, values would drift down, by a third in twenty
+    mutations. A value of 0 moves to a hundredth of the range. Integers are rounded and move by at
+    least 1.
 
     With `choices`, a mutation takes the next smaller or greater number, any other name, or the
-    other one of true and false, each with the same probability.
+    opposite of true or false, each with the same probability.
     """
 
     model_config = ConfigDict(
@@ -135,7 +136,7 @@ class RLParameter(Group):
         return self
 
     def _problems(self, ends: tuple[float, float]) -> Iterator[Problem]:
-        """Yield the problems of the range, or of choices, whose extreme numbers are `ends`."""
+        """Yield the problems of the range or choices; `ends` are the least and greatest choice."""
         given_ends = [name for name in ("min", "max") if name in self.model_fields_set]
         if self.choices is not None:
             for name, end in zip(("min", "max"), ends, strict=True):
@@ -202,19 +203,19 @@ class RLParameter(Group):
 
     @property
     def grow_probability(self) -> float:
-        """Probability of growing that makes the expected log step zero."""
+        """Probability of `grow_factor` with which the expected step in log space is zero."""
         down, up = -math.log(self.shrink_factor), math.log(self.grow_factor)
         return down / (down + up)
 
     def clip(self, value: float) -> float:
-        """Return the value clamped to [min, max], rounded for an integer, or the nearest choice."""
+        """Return the nearest choice or, in a range, the clamped value; integers are rounded."""
         if self.choices is not None:
             return min(_numbers(self.choices), key=lambda choice: abs(choice - value))
         inside = min(max(value, self.min), self.max)
         return round(inside) if self.dtype == "int" else float(inside)
 
     def step(self, value: Value, draw: float) -> Value:
-        """Return the mutated value, a different one if possible; `draw` is uniform in [0, 1)."""
+        """Return `value` mutated, and different if possible; `draw` is uniform in [0, 1)."""
         if self.choices is not None:
             candidates = _beside(value, self.choices)
             return candidates[int(draw * len(candidates))] if candidates else value
@@ -289,7 +290,7 @@ class HyperparameterConfig:
         self.parameters = ranges
 
     def names(self) -> list[str]:
-        """Return the names in the order of the arguments."""
+        """Return the names of the hyperparameters, in the order of the arguments."""
         return list(self.parameters)
 
     def mutating(self) -> "HyperparameterConfig":
@@ -318,7 +319,7 @@ class HyperparameterConfig:
 
 
 def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ranges by name; the names of a group's settings are dotted, such as `lora.r`."""
+    """Return ranges by name; those in a group of settings get dotted names, such as `lora.r`."""
     flat: dict[str, Any] = {}
     for name, value in parameters.items():
         ranges: dict[str, Any] = {name: value}
@@ -332,13 +333,13 @@ def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_ranges(lr: float) -> dict[str, RLParameter]:
-    """Return the default ranges: of lr alone, within a factor of ten either way."""
+    """Return the default ranges: for lr alone, from a tenth of `lr` to ten times `lr`."""
     # The range is smaller near the smallest and the largest lr that is allowed.
     return {"lr": RLParameter(max(lr / DECADE, LEAST_LR), min(lr * DECADE, MOST_LR))}
 
 
 def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
-    """Return a checked range, with the type of its hyperparameter."""
+    """Check the range given for a hyperparameter; return it with the hyperparameter's type."""
     if not is_mutable(name):
         near, name_here = nearest(name, MUTABLE), other_name(name, MUTABLE)
         hint = f" Did you mean {near!r}?" if near else ""

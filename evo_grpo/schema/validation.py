@@ -64,7 +64,7 @@ def shown(value: object, most: int = SHOWN_CHARACTERS) -> str:
 
 
 def unwritable(value: str | int) -> str | None:
-    """Return what is expected in place of a value that no file can hold; None for any other."""
+    """Return what is expected in place of a value that no file can hold; None for other values."""
     if isinstance(value, int):
         return (
             None

@@ -1,4 +1,4 @@
-"""The schema of population.yaml and of the Python classes: frozen groups of settings; no torch."""
+"""The schema of population.yaml and of the Python classes: frozen groups of settings, no torch."""
 
 from evo_grpo.settings.algorithm import AlgorithmConfig, LossConfig, LRSchedule
 from evo_grpo.settings.cross_checks import DoubtfulSetting

@@ -43,7 +43,7 @@ _LONGEST_STOP = 256
 
 
 def _stops(value: object) -> object:
-    """Accept a list of strings and token ids, or one of them."""
+    """Accept stop strings and token ids, as a list or a single one, and return a list."""
     items = list(cast("list[object]", value)) if isinstance(value, list | tuple) else [value]
     for item in items:
         usable = 0 < len(item) <= _LONGEST_STOP if isinstance(item, str) else type(item) is int
@@ -142,10 +142,10 @@ class LossConfig(LossFields):
         return self
 
     def of_agent(self, hparams: Hparams) -> Self:
-        """Return the settings with the loss, ratio level and longest completion of an agent.
+        """Return a copy with an agent's own loss type, ratio level and longest completion.
 
         Raises:
-            Problems: The agent's loss and ratio level contradict each other.
+            Problems: The agent's loss type and ratio level contradict each other.
         """
         changes = {
             name: value for name in OF_AGENTS if (value := getattr(hparams, name)) is not None
@@ -163,7 +163,7 @@ class LossConfig(LossFields):
 
 
 def level_problems(loss_type: LossType, level: RatioLevel | None) -> Iterator[Problem]:
-    """Yield a contradiction between a loss type and an importance sampling level."""
+    """Yield a problem if the importance sampling level `level` contradicts the loss type."""
     if level == "token" and (other := LOSS_USES[loss_type].at_token):
         text = (
             f"expected 'sequence' with {loss_type=}, got 'token'; {loss_type} with one ratio per "
@@ -185,7 +185,7 @@ class LRSchedule(Group):
 
 
 class AlgorithmConfig(LossFields, AgentFields):
-    """The initial settings of every agent; those in `evolve.hyperparameters` change later."""
+    """The initial settings of every agent; evolution changes those in `evolve.hyperparameters`."""
 
     kind: Literal["grpo", "gspo", "cispo"] = setting("grpo", "The algorithm.")
     # Hparams has a value that null stands for, so the type is wider here.
@@ -283,13 +283,13 @@ class AlgorithmConfig(LossFields, AgentFields):
     )
 
     def longest_output(self, space: HyperparameterConfig) -> int | None:
-        """Return the greatest limit of an agent on a completion; None if the task sets it."""
+        """Return the largest `max_output_tokens` of any agent; None if the task sets the limit."""
         if "max_output_tokens" in space.names():
             return int(space["max_output_tokens"].max)
         return self.max_output_tokens
 
     def shortest_output(self, space: HyperparameterConfig) -> int | None:
-        """Return the smallest limit on the tokens of a completion that an agent may have."""
+        """Return the smallest `max_output_tokens` of any agent; None if the task sets the limit."""
         if "max_output_tokens" in space.names():
             return int(space["max_output_tokens"].min)
         return self.max_output_tokens
@@ -314,10 +314,10 @@ class AlgorithmConfig(LossFields, AgentFields):
     ) -> Hparams:
         """Return the hyperparameters that the first agent begins with.
 
-        They include each searched setting of the run, such as the loss, with the value of this
-        group if the value is one of the choices or not the default. Otherwise `with_first_choices`
-        fills in the setting later. A `max_output_tokens` of null becomes the largest of the range.
-        A searched rank or alpha is read from `adapter`, the adapter of the run; None if unknown.
+        They include searched settings of the run, such as the loss, with the values of this group.
+        A default that is not among the choices is left out; `with_first_choices` fills in that
+        setting later. A `max_output_tokens` of null becomes the largest of the range. `adapter` has
+        the initial rank and alpha, if these are searched; None if they are not known.
         """
         hparams, schedule = self.hparams(), self.lr_schedule
         if adapter is not None:

@@ -28,7 +28,7 @@ from evo_grpo.settings.rewards import JudgeReward
 
 
 class DoubtfulSetting(UserWarning):
-    """A warning of a setting that is valid but probably not meant, alone or beside others."""
+    """A warning of a setting, or combination of settings, that is valid but probably not meant."""
 
 
 MOST_AGENTS = 10_000
@@ -157,9 +157,9 @@ def agent_problems(
         algorithm: The group `algorithm`.
         engine: The group `engine`.
         ranges: Ranges of hyperparameters.
-        model: The group `model`; None if the base was given as a module.
+        model: The group `model`; None if the base is a transformers module.
         own_lora: Whether Python may supply another adapter than `model.lora`.
-        above: The path of `ranges`.
+        above: The path of `ranges` in the settings.
     """
     yield from below(_engine(engine), "engine")
     space = HyperparameterConfig(**(ranges or {}))
@@ -177,7 +177,7 @@ def agent_problems(
 
 
 def _engine(engine: EngineConfig) -> Iterator[Problem]:
-    """Yield settings of the engine that cannot be combined, with their paths in the group."""
+    """Yield a problem for each setting of the engine that another of these excludes."""
     parts, offload = engine.parts(), engine.offload_adapters
     if engine.zero is None:
         expected = f"false with fewer than {LEAST_PARTS} parts of the population ({parts})"
@@ -202,7 +202,7 @@ def _engine(engine: EngineConfig) -> Iterator[Problem]:
 
 
 def divides_quantized(engine: EngineConfig) -> str:
-    """Return the problem of a quantised base divided among processes; empty if it is not both."""
+    """Return the problem of a base that is both quantised and divided among processes, or ""."""
     if engine.quantization is None or not (engine.base == "sharded" or engine.zero == 3):
         return ""
     how = "base: sharded" if engine.base == "sharded" else "zero: 3"
@@ -248,7 +248,7 @@ def _counts(population: PopulationConfig, evolve: EvolveConfig) -> Iterator[Prob
 def _lengths(
     algorithm: AlgorithmConfig, space: HyperparameterConfig, above: Path
 ) -> Iterator[Problem]:
-    """Yield contradictions among lengths of completions, at the limits that agents may have."""
+    """Yield contradictions between the `max_output_tokens` of any agent and other lengths."""
     least, longest = algorithm.shortest_output(space), algorithm.longest_output(space)
     searched, context = "max_output_tokens" in space.names(), algorithm.max_model_len
     expected = f"at most {'the least ' * searched}max_output_tokens ({least})"

@@ -149,7 +149,7 @@ class EngineConfig(Group):
     )
 
     def parts(self, processes: int = 1) -> int:
-        """Return the number of parts of a population whose run is started in some processes."""
+        """Return the number of parts of the population in a run on `processes` processes."""
         return self.shards or processes * (2 if self.overlap else 1)
 
     @property
@@ -181,7 +181,7 @@ class EngineConfig(Group):
         return self.engines[self.rollout]
 
     def with_default_rollout(self, **changes: Any) -> Self:
-        """Return a copy that selects the default rollout engine and drops all engines' settings."""
+        """Return a copy with `changes`, the default rollout engine and default engine settings."""
         fields = type(self).model_fields
         defaults = {name: fields[name].default for name in ("rollout", *ENGINES) if name in fields}
         return self.replace(**defaults, **changes)

@@ -18,7 +18,7 @@ from evo_grpo.settings.rewards import Message, ModelReward, Reward, Rewards
 
 
 def _are_examples(value: object) -> bool:
-    """Return whether a value is a number of rows, or the rows themselves."""
+    """Return whether a value of `few_shot.rows` is a number of rows, or the rows themselves."""
     if isinstance(value, list):
         rows = cast("list[object]", value)
         return bool(rows) and all(isinstance(row, Mapping) for row in rows)
@@ -61,7 +61,7 @@ def without_rows(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ThinkingTags(Group):
-    """The tags around what a model writes before its answer. `{}` has the defaults."""
+    """The tags around what a model writes before its answer. `{}` takes the defaults."""
 
     start: str = setting("<think>", "Text that begins the thinking part.", min_length=1)
     end: str = setting("</think>", "Text that ends the thinking part.", min_length=1)
@@ -93,7 +93,7 @@ PROMPTS = "env.prompts"
 
 
 def prompt_problems(space: HyperparameterConfig, known: Sequence[str]) -> Iterator[Problem]:
-    """Yield a problem for each searched prompt that is not declared; paths are in the ranges."""
+    """Yield a problem for each searched prompt not in `known`; paths begin at the ranges."""
     searched = space["prompt"].choices or () if "prompt" in space.names() else ()
     for name in searched:
         if name not in known:
@@ -280,12 +280,12 @@ class EnvConfig(Group):
     @model_validator(mode="before")
     @classmethod
     def _splits(cls, values: object) -> object:
-        """Replace a `DatasetDict` given as train by its splits."""
+        """Replace a `DatasetDict` under `train` by its splits."""
         return by_splits(cast("dict[str, Any]", values)) if isinstance(values, dict) else values
 
     @property
     def rewards(self) -> list[Reward]:
-        """The entries of `reward`; none if that is null."""
+        """The entries of `reward`, as a list; empty if `reward` is null."""
         if self.reward is None:
             return []
         return list(self.reward) if isinstance(self.reward, list) else [self.reward]

@@ -1,4 +1,4 @@
-"""Fills in what depends on the length of a run: its decisions, agents and evaluations."""
+"""Fills in settings that depend on the length of a run: decisions, agents and evaluations."""
 
 from typing import NamedTuple
 
@@ -16,16 +16,17 @@ _SAMPLED_BY = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Evaluations(NamedTuple):
-    """Upper bounds of the evaluations of a run.
+    """Upper bounds on the evaluations that a run makes.
 
     Attributes:
-        places: Number of agents of each round.
-        decisions: Finished rounds after which all agents answer all validation prompts: rounds with
-            a decision, and the last round.
+        places: Number of agents in each round.
+        decisions: Numbers of finished rounds after which all agents answer all validation prompts:
+            rounds with a decision, and the last round.
         whole: Number of evaluations on all validation prompts after each round, including racing
             and the archive.
         between: Number of agents that answer `fitness.between` prompts after each round.
-        finalists: Candidates of the final comparison: best of the last round, archive, mean.
+        finalists: Number of candidates in the final comparison: the best of the last round, the
+            archive, and a mean.
     """
 
     places: tuple[int, ...]
@@ -36,7 +37,7 @@ class Evaluations(NamedTuple):
 
 
 def count_evaluations(population: PopulationConfig, evolve: EvolveConfig) -> Evaluations:
-    """Return upper bounds of the evaluations of a run."""
+    """Return upper bounds on the evaluations that a run makes."""
     by_round = population.places(selects=evolve.selects)
     places = tuple(by_round[min(n, len(by_round) - 1)] for n in range(population.rounds))
     always = evolve.decides_always
@@ -64,7 +65,7 @@ def count_evaluations(population: PopulationConfig, evolve: EvolveConfig) -> Eva
 
 
 def _affordable(population: PopulationConfig, evolve: EvolveConfig, rows: float) -> FitnessConfig:
-    """Return the fitness settings with as many prompts as `rows` evaluated completions allow."""
+    """Return the fitness settings with as many prompts as `rows` evaluated completions pay for."""
     fitness, counts = evolve.fitness, count_evaluations(population, evolve)
     samples = fitness.per_prompt(fitness.samples)
     rows_per_prompt = sum(counts.whole) * samples + counts.finalists * fitness.per_prompt(
@@ -93,9 +94,9 @@ def settled(
 ) -> tuple[PopulationConfig, EvolveConfig]:
     """Return settings with the decisions, the agents of each round and the evaluations filled in.
 
-    If `population.stop.tokens` may end a run early, decisions and `evolve.fitness.share` refer to
-    the rounds that are certain to be played. `tokens` is the most tokens that a round trains on;
-    None if they are not known.
+    If `population.stop.tokens` may end a run early, decisions and prompts are computed for the
+    rounds that are certain to be played. `tokens` is the most tokens that a round trains on; None
+    if they are not known.
     """
     rounds, limit = population.rounds, population.stop.tokens
     if limit is not None and tokens:

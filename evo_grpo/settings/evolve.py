@@ -151,12 +151,12 @@ class FitnessConfig(Group):
 
     @property
     def in_between(self) -> int:
-        """Validation prompts of a round without decisions; `RunConfig.settled` fills in null."""
+        """Number of validation prompts after a round without a decision; 8 if `between` is null."""
         return min(self.prompts, BETWEEN if self.between is None else self.between)
 
     @property
     def further(self) -> list[ObjectiveConfig]:
-        """The objectives beside fitness, which is the first."""
+        """The objectives after the first one, which is fitness."""
         return self.objectives[1:]
 
     def per_prompt(self, samples: int) -> int:
@@ -165,7 +165,7 @@ class FitnessConfig(Group):
 
     @property
     def second_looks(self) -> float:
-        """The value of `racing`; 0 if evaluations are greedy and a second one would be equal."""
+        """The value of `racing`; 0 for greedy evaluations, because a second one would be equal."""
         return self.racing if self.temperature else 0.0
 
 
@@ -230,7 +230,7 @@ class EvolveConfig(Group):
 
     @property
     def decides_always(self) -> bool:
-        """Whether to decide after every round, because scheduled values may begin at any round."""
+        """Whether a run decides after every round, because a schedule may act in any round."""
         return bool(getattr(self.exploration, "scheduled", False))
 
 

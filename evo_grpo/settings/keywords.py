@@ -1,4 +1,4 @@
-"""Names settings by flat keywords: the last part of the YAML path, unique within a call."""
+"""Maps flat keywords to settings; a keyword is the last part of a YAML path, unique in a call."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -83,7 +83,7 @@ def unknown_keyword(call: str, name: str, known: Mapping[str, object]) -> Config
 
 
 def _flat(path: Path) -> Path:
-    """Return a path in `AgentSettings` with a keyword in place of the parts that it stands for."""
+    """Return a path in `AgentSettings` with its first parts replaced by their keyword."""
     for name, prefix in AGENT_KEYWORDS.items():
         if path[: len(prefix)] == prefix:
             return (name, *path[len(prefix) :])

@@ -19,7 +19,7 @@ class UsualLR(NamedTuple):
     """The usual lr of a kind of model.
 
     Attributes:
-        models: The kind in words.
+        models: The kind of model, in words.
         lr: The default lr.
         low: Minimum of the default range.
         high: Maximum of the default range.
@@ -46,10 +46,11 @@ def with_default_lr(
     ranges: Mapping[str, RLParameter] | None,
     model: ModelConfig | None,
 ) -> tuple[AlgorithmConfig, Mapping[str, RLParameter] | None]:
-    """If lr is null, replace it, and ranges of null, by the usual values for the model.
+    """Return `algorithm` and `ranges`, with the usual values for the model if lr is null.
 
-    If lr is not null, ranges of null stay null and mean a factor of ten around lr. A run folder
-    records its lr, so that a resume does not change it.
+    If lr is null, the usual values replace lr, and ranges of null. Otherwise ranges of null stay
+    null, and mean a factor of ten around lr. A run folder records its lr, so that a resume does not
+    change it.
     """
     if algorithm.lr is not None:
         return algorithm, ranges
@@ -67,7 +68,7 @@ def unusual_lr(
     begin: Iterable[Hparams],
     ranges: Mapping[str, RLParameter] | None,
 ) -> str | None:
-    """Return a sentence about the first lr of the settings that is far from usual; None if none is.
+    """Return a sentence on the first lr in the settings that is far from the usual lr, or None.
 
     Args:
         model: The model; None stands for a transformers module.

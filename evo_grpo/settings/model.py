@@ -49,7 +49,7 @@ def _alphas(value: object) -> object:
 
 
 def _by_name(value: object, good: Callable[[Any], bool], expected: str) -> object:
-    """Accept a mapping of regular expressions, which match the end of layer names, to numbers."""
+    """Accept a mapping of numbers whose keys are regular expressions for the end of layer names."""
     patterns = group.plain(value)
     problems: list[Problem] = []
     entries = cast("Mapping[str, object]", patterns) if isinstance(patterns, Mapping) else {}
@@ -79,7 +79,7 @@ Scale = Annotated[float | None, group.computable(LEAST, MOST)]
 
 
 class LoraSettings(group.Group):
-    """The adapter that each agent trains; the settings have PEFT's names where PEFT has them."""
+    """The adapter that each agent trains; settings that PEFT has too have PEFT's names."""
 
     r: int = group.setting(8, "Rank of the two matrices.", ge=1)
     alpha: Scale = group.setting(
@@ -110,7 +110,7 @@ class LoraSettings(group.Group):
 
     @property
     def rank_alpha(self) -> RankAlpha:
-        """The rank, and the alpha or its default."""
+        """The rank and the alpha, which is twice the rank by default."""
         return RankAlpha(self.r, 2.0 * self.r if self.alpha is None else self.alpha)
 
     @property
@@ -119,12 +119,12 @@ class LoraSettings(group.Group):
         return self.replace(target_sets={}) == LoraSettings()
 
     def searched_sets(self, space: HyperparameterConfig) -> list[str]:
-        """Return the names of the sets of layers that are searched."""
+        """Return the names of the `target_sets` that are searched."""
         name = f"{LORA}target_modules"
         return [str(value) for value in space[name].choices or ()] if name in space.names() else []
 
     def largest(self, space: HyperparameterConfig) -> Self:
-        """Return these settings with the largest rank and all layers that are searched."""
+        """Return these settings with the largest rank and all layers that an agent may have."""
         name = f"{LORA}r"
         rank = int(space[name].max) if name in space.names() else self.r
         own = self.replace(r=rank) if rank > self.r else self
@@ -166,9 +166,9 @@ def adapter_problems(
     """Yield contradictions between a search over adapters and the settings of adapters.
 
     Args:
-        model: The group `model`; None if the base was given as a module.
+        model: The group `model`; None if the base is a transformers module.
         space: The hyperparameters that are searched.
-        above: The path of the ranges.
+        above: The path of the ranges in the settings.
     """
     if model is None or not searched(space):
         return
@@ -180,7 +180,7 @@ def adapter_problems(
 def _set_problems(
     lora: LoraSettings, space: HyperparameterConfig, above: Path
 ) -> Iterator[Problem]:
-    """Yield problems: undeclared sets of layers in the search, and `target_modules` beside it."""
+    """Yield problems of a search over sets of layers: unknown sets, or `target_modules` given."""
     names, at = lora.searched_sets(space), f"{LORA}target_modules"
     for name in names:
         if name not in lora.target_sets:
@@ -194,7 +194,7 @@ def _set_problems(
 def missing_layers(
     targets: str | Sequence[str], layers: Collection[str], model: str, excluded: str | Sequence[str]
 ) -> str:
-    """Return why a set of layers is refused: one is unknown, or all are excluded; empty if not.
+    """Return why a set of layers is refused: a layer is unknown, or all are excluded; else "".
 
     Args:
         targets: The set, in the form of `target_modules`.
@@ -226,7 +226,7 @@ def pattern_problems(
     lora: Any,  # noqa: ANN401 -- LoraSettings, or PEFT's LoraConfig
     above: Path,
 ) -> Iterator[tuple[str, str]]:
-    """Yield (setting, sentence) for each pattern of ranks or alphas beside a search of adapters."""
+    """Yield (setting, sentence) for each pattern of ranks or alphas if adapters are searched."""
     for searching in searched(space)[:1]:
         for name in ("rank_pattern", "alpha_pattern"):
             if pattern := dict(getattr(lora, name) or {}):
@@ -237,14 +237,14 @@ def pattern_problems(
 def begins_outside(
     space: HyperparameterConfig, adapter: RankAlpha, above: Path
 ) -> Iterator[tuple[str, str]]:
-    """Yield (setting, sentence) if the run's `r` or `alpha` is outside of its searched range."""
+    """Yield (setting, sentence) if the run's `r` or `alpha` is outside the range of its search."""
     for value in outside(Hparams().with_scale(space.names(), adapter), space):
         if value.name.startswith(LORA):
             yield value.name.removeprefix(LORA), value.told(dotted((*above, value.name)))
 
 
 def too_wide(space: HyperparameterConfig, layer: str, width: int) -> str:
-    """Return why a rank in the range is too large for the narrowest layer; empty if none is."""
+    """Return why ranks in the range are too large for `layer`, the narrowest one, or ""."""
     name = f"{LORA}r"
     text = above_width(space[name].max, layer, width) if name in space.names() else ""
     remedy = "lower max" if text and space[name].choices is None else "remove it"
@@ -252,7 +252,7 @@ def too_wide(space: HyperparameterConfig, layer: str, width: int) -> str:
 
 
 def above_width(rank: float, layer: str, width: int) -> str:
-    """Return why a rank is too large for the narrowest layer, without a remedy; empty if it is not.
+    """Return why a rank is too large for the narrowest layer, without a remedy, or "".
 
     `layer` is the narrowest layer with an adapter, `width` the smaller of its inputs and outputs.
     """

@@ -1,4 +1,4 @@
-"""Values that replace the name of a file or function: Python objects, datasets of the Hub."""
+"""Values that settings may have in place of names: Python objects, datasets of the Hub."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -122,7 +122,7 @@ def _source(value: object) -> object:
 
 
 def _is_plain(value: dict[object, object]) -> bool:
-    """Return whether a mapping has settings of a dataset, rather than splits or columns."""
+    """Return whether a mapping has settings of a Hub dataset, rather than splits or columns."""
     return "path" in value or all(isinstance(item, str) for item in value.values())
 
 
@@ -136,10 +136,10 @@ Source = Annotated[str | HubDataset | PythonObject | None, BeforeValidator(_sour
 
 
 def by_splits(sources: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return sources in which a `DatasetDict` as `train` is replaced by its splits.
+    """Return sources in which a `DatasetDict` under `train` is replaced by its splits.
 
-    Any mapping with the key train counts as one. Its validation and test splits replace sources of
-    None.
+    Any mapping with the key "train" counts as a `DatasetDict`. Its validation and test splits are
+    used where `sources` has None.
     """
     train = sources.get("train")
     train = train.value if isinstance(train, PythonObject) else train

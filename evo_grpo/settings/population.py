@@ -18,7 +18,7 @@ FROM = "from"
 
 
 def _start(value: object) -> object:
-    """Accept a name, a list of mappings, or `{from: RUN}`; one run becomes a list of one."""
+    """Accept a value of `init`; in `{from: RUN}`, a single run becomes a list of one."""
     if isinstance(value, Mapping) and list(cast("Mapping[object, object]", value)) == [FROM]:
         runs = cast("Mapping[str, object]", value)[FROM]
         several = list(cast("list[object]", runs)) if isinstance(runs, list | tuple) else [runs]
@@ -170,7 +170,7 @@ class PopulationConfig(Group):
 
     @property
     def decided(self) -> list[int]:
-        """The finished rounds after which the run decides, ascending."""
+        """Numbers of the finished rounds after which the run decides, ascending."""
         if isinstance(self.decisions, list):
             return self.decisions
         finished = set(self._halving)
@@ -183,7 +183,8 @@ class PopulationConfig(Group):
     def places(self, *, selects: bool) -> tuple[int, ...]:
         """Return the number of agents of each round; the last number holds for all later rounds.
 
-        If `sizes` is null, agents leave at decisions if the selection `selects`; else all stay.
+        If `sizes` is null, agents leave at decisions, unless `selects` is false: the selection then
+        removes no agent.
         """
         keeps = self.sizes is None and not selects
         halving = self._halving
@@ -193,7 +194,7 @@ class PopulationConfig(Group):
 
     @property
     def _halving(self) -> list[int]:
-        """Finished rounds at which `sizes: null` may halve the agents, and the last decision."""
+        """Finished rounds after which a run decides and, with `sizes: null`, may halve agents."""
         if isinstance(self.decisions, list):
             return self.decisions
         if self.decisions == "every":

@@ -35,7 +35,7 @@ _SQLITE = re.compile(r"sqlite:///(?!:|file:)[^?#{}]+")
 
 
 def check_storage(value: object) -> object:
-    """Validate a value of `record.storage`; messages do not show a password in a URL."""
+    """Validate a value of `record.storage`; errors do not show a URL that may have a password."""
     text = value if isinstance(value, str) else ""
     server, sqlite = _SERVER.fullmatch(text), _SQLITE.fullmatch(text)
     query = parse_qsl((server and server["query"]) or "", keep_blank_values=True)
@@ -60,7 +60,7 @@ def check_driver(storage: str | None) -> None:
 
 
 def missing_driver(reason: str) -> EngineUnavailable:
-    """Return the error for a driver that cannot be imported."""
+    """Return the error for a PostgreSQL driver that cannot be imported."""
     return EngineUnavailable(
         f"record.storage: a PostgreSQL server needs the package psycopg ({reason}): pip install "
         '"evo-grpo[postgres]"'
@@ -119,9 +119,10 @@ class RecordConfig(Group):
 
     @property
     def readers(self) -> list[str]:
-        """Names of the readers that follow the run; optuna is one if there are trackers or a URL.
+        """Names of the readers that follow the run: its trackers, and maybe optuna.
 
-        Without readers, the run itself writes the trials into its folder at its end.
+        With the setting `optuna`, optuna follows the run if there are trackers or `storage` is a
+        URL. Without readers, the run itself writes the trials into its folder at its end.
         """
         trials = ["optuna"] if self.optuna and (self.trackers or is_url(self.storage)) else []
         return [*(tracker.kind for tracker in self.trackers), *trials]

@@ -36,7 +36,7 @@ Bounds = Annotated[
 
 
 def _variable(value: object) -> object:
-    """Refuse a value that names no environment variable, without showing it: it may be the key."""
+    """Refuse a value that names no environment variable; do not show it, as it may be the key."""
     if value is None or (isinstance(value, str) and _VARIABLE.fullmatch(value)):
         return value
     raise Problems.one(
@@ -52,8 +52,8 @@ VariableName = Annotated[str, BeforeValidator(_variable)]
 class ModelReward(Group):
     """A reward model: a sequence classifier of transformers, on the device of the run.
 
-    Its templates have the columns of the row, `{prompt}` (the text that the agent was given) and
-    `{completion}`.
+    Its templates may contain the columns of the row, `{prompt}` (the text that the agent was given)
+    and `{completion}`.
     """
 
     kind: Literal["model"] = setting("model", "A reward model.")
@@ -117,8 +117,8 @@ class ModelReward(Group):
 class JudgeReward(Group):
     """A judge: a language model behind an OpenAI-compatible API that scores each completion.
 
-    Its templates have the columns of the row, `{prompt}` (the text that the agent was given) and
-    `{completion}`. The reward is the score, scaled so that `range` becomes 0 to 1.
+    Its templates may contain the columns of the row, `{prompt}` (the text that the agent was given)
+    and `{completion}`. The reward is the score, scaled so that `range` becomes 0 to 1.
     """
 
     kind: Literal["judge"] = setting("judge", "A judge.")
@@ -200,7 +200,7 @@ class JudgeReward(Group):
 
 
 def _wrong_url(url: str) -> Iterator[Problem]:
-    """Yield the problem of the base URL of an API; a secret in it would be recorded."""
+    """Yield a problem if an API's base URL is malformed, or has a secret: it would be recorded."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -222,7 +222,7 @@ Reward = str | PythonObject | ModelReward | JudgeReward
 
 
 def _rewards(value: object) -> object:
-    """Accept names, mappings with a kind, and lists of them; one error message for all."""
+    """Accept functions, their names, mappings with a kind, and lists of these."""
     if value is None:
         return None
     if isinstance(value, list | tuple):

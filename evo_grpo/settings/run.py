@@ -140,12 +140,12 @@ class RunConfig(Group):
 
     @property
     def largest_lora(self) -> LoraSettings:
-        """The settings of the adapters, with the largest rank and all layers of any agent."""
+        """The settings of adapters, with the largest rank and all layers that an agent may have."""
         return self.model.lora.largest(self.search_space())
 
     @property
     def most_processes(self) -> int:
-        """Maximum number of processes such that each has agents in every round."""
+        """Greatest number of processes with which every process has agents in every round."""
         places = self.population.places(selects=self.evolve.selects)
         return min(self.engine.shards or 1, *places[: self.population.rounds])
 
@@ -154,10 +154,10 @@ class RunConfig(Group):
         return self.algorithm.first_hparams(self.search_space(), self.model.lora.rank_alpha)
 
     def settled(self, output_tokens: int) -> Self:
-        """Return settings with values in place of nulls that depend on the length of the run.
+        """Return settings with values in place of nulls whose meaning depends on the run's length.
 
         A run records the settings, so that they stay the same if the run is extended.
-        `output_tokens` is the longest completion in tokens, if the settings name none.
+        `output_tokens` is the longest completion in tokens if the settings do not limit it.
         """
         population, algorithm = self.population, self.algorithm
         output_tokens = algorithm.longest_output(self.search_space()) or output_tokens
@@ -196,7 +196,7 @@ def doubts_of_run(config: RunConfig) -> list[str]:
 
 
 def _unsearched(config: RunConfig) -> Iterator[str]:
-    """Yield a sentence on prompts beyond the first, or sets of layers, that nothing searches."""
+    """Yield a sentence if several prompts, or any sets of layers, are given but not searched."""
     searched, prompts = config.search_space().names(), list(config.env.prompts or ())
     sets, several = list(config.model.lora.target_sets), prompts if len(prompts) > 1 else []
     for place, names, key, used in (
@@ -212,7 +212,7 @@ def _unsearched(config: RunConfig) -> Iterator[str]:
 
 
 def doubts_of_agents(settings: AgentSettings, init: Start = "same") -> list[str]:
-    """Return a sentence for each doubtful setting of agents in any environment."""
+    """Return a sentence for each doubtful setting of agents whose environment is not known."""
     hparams = settings.algorithm.hparams()
     initial = _begin(settings.algorithm, settings.search_space(), init, settings.lora)
     lr = unusual_lr(settings.model, hparams, initial, settings.hyperparameters)
@@ -220,7 +220,7 @@ def doubts_of_agents(settings: AgentSettings, init: Start = "same") -> list[str]
 
 
 def without_effect_of_run(config: RunConfig) -> list[Finding]:
-    """Return a finding for each given setting of a run that has no effect."""
+    """Return a finding for each setting of a run that is given but has no effect."""
     settings = KnownSettings(
         config.algorithm,
         config.search_space(),
@@ -235,7 +235,7 @@ def without_effect_of_run(config: RunConfig) -> list[Finding]:
 
 
 def without_effect_of_agents(settings: AgentSettings, init: Start = "same") -> list[Finding]:
-    """Return a finding for each given setting of agents that acts in no environment."""
+    """Return a finding for each setting of agents that is given but has no effect anywhere."""
     initial = _begin(settings.algorithm, settings.search_space(), init, settings.lora)
     return without_effect(
         KnownSettings(settings.algorithm, settings.search_space(), settings.engine, initial)
@@ -252,7 +252,7 @@ def _begin(
 
 
 def check_comparable(config: RunConfig) -> None:
-    """Raise ConfigError for a run of fewer than two agents, before it trains for a comparison."""
+    """Raise ConfigError if a run that is to be compared with others has fewer than two agents."""
     if config.population.size < 2:
         raise ConfigError(
             "population.size: expected at least 2 agents to compare with those without evolution, "

@@ -15,11 +15,11 @@ from evo_grpo.schema.problems import Problem, Problems, refuse
 
 
 class Tracker(NamedTuple):
-    """A kind of tracker; its extra and its module in readers/trackers have the name of the kind.
+    """A kind of tracker; a pip extra and a module in readers/trackers have the same name.
 
     Attributes:
-        module: Import name of its package.
-        takes: Names of the settings that it accepts.
+        module: Import name of the tracker's package.
+        takes: Names of the settings that the tracker accepts.
     """
 
     module: str

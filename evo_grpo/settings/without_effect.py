@@ -41,7 +41,7 @@ Row = tuple[str, object, str]
 
 
 class WithoutEffect(UserWarning):
-    """A warning of a given setting that has no effect in combination with others."""
+    """A warning of a setting that is given, but has no effect in combination with others."""
 
 
 class Finding(NamedTuple):
@@ -71,8 +71,8 @@ class KnownSettings:
         prompts: Prompts of a GRPO step; None if the environment is not known yet.
         population: The group `population`; None outside a run.
         evolve: The group `evolve`; None outside a run.
-        own_exploration: Whether a user's class explores, which may change hyperparameters without a
-            range.
+        own_exploration: Whether exploration is a user's class, which may change hyperparameters
+            that have no range.
     """
 
     algorithm: AlgorithmConfig
@@ -107,7 +107,7 @@ class KnownSettings:
         return _is_given(self.algorithm, name)
 
     def mutates(self, name: str) -> bool:
-        """Whether a hyperparameter has a range."""
+        """Whether the hyperparameter `name` has a range, in which it may mutate."""
         return name in self.ranges.names()
 
     def bounds(self, name: str) -> tuple[float, float]:
@@ -146,7 +146,7 @@ class KnownSettings:
 
     @property
     def ratio_is_one(self) -> bool:
-        """Whether the ratio is 1: every optimizer step starts from the policy of the old log-probs.
+        """Whether the ratio is always 1, because a GRPO step is a single optimizer step.
 
         False while the environment is not known, because rows may be passed by hand.
         """
@@ -184,7 +184,7 @@ def _findings(*rows: Row) -> Iterator[Finding]:
 
 
 def _clip(seen: KnownSettings, name: str) -> str | None:
-    """Return why a clip range has no effect; None if it has an effect."""
+    """Return why the clip range `name` has no effect; None if it has an effect."""
     (_, low), (high, _) = seen.clip
     bounds = {use.bounds for use in seen.loss_uses}
     reason = f"cannot act: with loss_type {' or '.join(seen.losses)}, which"
@@ -206,7 +206,7 @@ def _clip_range(seen: KnownSettings) -> Iterator[Finding]:
 
 
 def algorithm_rows(seen: KnownSettings) -> tuple[Row, ...]:
-    """Return a row for each reason for which a setting of the algorithm may have no effect."""
+    """Return a `Row` for each reason for which a setting of the algorithm may have no effect."""
     algorithm, losses = seen.algorithm, set(seen.losses)
     other_loss = f"has no effect with loss_type {' or '.join(seen.losses)}; leave it out"
     fixed = all(use.fixed_level for use in seen.loss_uses)

@@ -69,7 +69,7 @@ class Dumper(yaml.SafeDumper):
 
 
 def parse(text: str, source: str, loader: type[Loader] = Loader) -> object:
-    """Return the plain values in YAML.
+    """Parse YAML text into plain values.
 
     `source` names the file in messages. `loader` is `WrittenOutLoader` for files of run folders,
     because these are untrusted data.
@@ -129,7 +129,7 @@ def _string(loader: Loader, node: Any) -> str:  # noqa: ANN401 -- of any kind, w
 
 
 def _checked(construct: Callable[[Any, Any], Any], noun: str) -> Callable[[Any, Any], Any]:
-    """Return `construct` with an error that names an invalid value and the expected `noun`."""
+    """Return `construct` with a clearer error for a value that is no `noun`."""
 
     def constructed(loader: Loader, node: Any) -> Any:  # noqa: ANN401 -- whatever it makes
         try:
@@ -207,9 +207,9 @@ def as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
 
 
 def from_written(text: str, source: str, *, past: bool = False) -> RunConfig:
-    """Build a configuration from the text of `to_yaml` in a run folder, without anchors.
+    """Build a configuration from YAML that `to_yaml` wrote to a run folder; refuse anchors.
 
-    With `past`, removed settings are left out; else one that has an effect is an error.
+    A setting that no longer exists is an error if it had an effect; with `past`, it is left out.
     """
     settings = with_current_keys(parse(text, source, WrittenOutLoader))
     if past and isinstance(settings, Mapping):
@@ -218,9 +218,10 @@ def from_written(text: str, source: str, *, past: bool = False) -> RunConfig:
 
 
 def with_current_keys(settings: Any) -> Any:  # noqa: ANN401 -- as it was given
-    """Return settings of a run before 0.3 in the present meaning of each key.
+    """Return settings that a version before 0.3 wrote, with the present meaning of each key.
 
-    `engine.overlap` was the number of parts of a shard, and `engine.vllm` had stop sequences.
+    There, `engine.overlap` was the number of parts of a shard, and `engine.vllm` had stop
+    sequences.
     """
     engine: Any = settings.get("engine") if isinstance(settings, Mapping) else None
     if not isinstance(engine, Mapping):
@@ -292,7 +293,7 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
 
 
 def without_removed(settings: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[Problem]]:
-    """Return settings without removed ones, and a problem for each that had an effect."""
+    """Return settings without those in `REMOVED`, and a problem for each that had an effect."""
     remaining, problems = dict(settings), list[Problem]()
     for path, (harmless, why) in REMOVED.items():
         group: dict[Any, Any] = remaining
@@ -323,7 +324,7 @@ def _without_objects(config: RunConfig, source: str) -> RunConfig:
 
 
 def _apply(settings: dict[Any, Any], override: str) -> None:
-    """Apply an override to `settings`; copy the groups on its path, which belong to the caller."""
+    """Apply an override to `settings`; copy the groups on its path, since they are the caller's."""
     path, sign, text = override.partition("=")
     names = tuple(path.strip().split("."))
     where = f"--set {shorten(override)}"
@@ -345,7 +346,7 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
 
 
 def _group_copy(inside: object, path: tuple[str, ...], where: str) -> dict[Any, Any]:
-    """Return a copy of the mapping `inside` at a path; {} for None, and a shorthand expanded."""
+    """Return a copy of `inside`, the group at `path`: {} for None, a mapping for a shorthand."""
     if inside is None:
         return {}
     if isinstance(inside, Mapping):

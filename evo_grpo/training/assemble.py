@@ -1,4 +1,4 @@
-"""Builds a run from its settings: the shared base, N agents, the environment, round settings."""
+"""Builds a run from its settings: base, agents, environment, and the settings of its rounds."""
 
 import logging
 import warnings
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Objects:
-    """Objects given from Python, in place of settings that name them.
+    """Python objects that a caller passes in place of settings that name them.
 
     Attributes:
         model: A transformers causal language model, or a PeftModel, whose adapter is removed in
@@ -76,7 +76,7 @@ class Objects:
     accelerator: Any = None
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of those of model, tokenizer and lora that are not None."""
+        """Return which of "model", "tokenizer" and "lora" are set."""
         objects = {"model": self.model, "tokenizer": self.tokenizer, "lora": self.lora}
         return tuple(name for name, value in objects.items() if value is not None)
 
@@ -90,13 +90,13 @@ class Prepared:
     """A run that is ready to train; a context manager that closes the rollout engine on exit.
 
     Attributes:
-        cohort: The agents and the parts that they share.
+        cohort: The agents, with the base, the engine and the learner that they share.
         env: The environment.
         round_settings: Settings of the rounds.
         slots: Slots of the agents that play the first round.
-        between_rounds: Called before the first round and after each, with the slots of the next
-            round and the number of finished rounds.
-        objects: Parts of the run's Python objects, for its record; see `Inputs.objects`.
+        between_rounds: Called before the first round and after every round, with the slots of the
+            agents of the next round and the number of finished rounds.
+        objects: Descriptions of the run's Python objects, to be recorded; see `Inputs.objects`.
     """
 
     cohort: Cohort
@@ -118,7 +118,7 @@ class Prepared:
         refuse(below(cross_checks.objective_problems(evolve, own=user_defined), "evolve"))
 
     def is_unfinished(self, rounds: Sequence[RoundRecord]) -> bool:
-        """Return whether the run, or the call of `train`, has further rounds to play."""
+        """Return whether a run, or a call of `train`, has rounds to play after `rounds`."""
         ended = bool(rounds) and rounds[-1].is_end
         return len(rounds) < self.round_settings.population.rounds and not ended
 
@@ -152,10 +152,10 @@ def build_parts(
     task: Task | None = None,
     team: Team | None = None,
 ) -> tuple[Cohort, Environment[Any], AdapterCopy | None]:
-    """Build a run's cohort without agents, and its environment; return the start adapter too.
+    """Build a run's cohort without agents, build its environment, and read the start adapter.
 
     `agents` is `config.agents()`, possibly with another seed. `task` is the single-turn task of
-    `config.env`, if it is already built. The adapter is None if agents start from the base.
+    `config.env`, if it is already built. The start adapter is None if agents start from the base.
     """
     tokens = config.algorithm.longest_output(config.search_space()) or DEFAULT_OUTPUT_TOKENS
     # Build everything that does not need the base first, to report bad input before a model loads.
@@ -214,7 +214,7 @@ def build_agents(
 def add_agents(
     cohort: Cohort, size: int, init: Start, start: AdapterCopy | None = None
 ) -> tuple[Slot, ...]:
-    """Add `size` agents, which start from the adapter `start` or the base; return their slots."""
+    """Add `size` agents that start from the adapter `start`, or the base; return their slots."""
     rank_and_alpha = rank_alpha(cohort.slots.config)
     first = cohort.settings.algorithm.first_hparams(cohort.hp_config, rank_and_alpha)
     starts = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
@@ -306,9 +306,10 @@ def round_settings(
     prompts: int,
     group_size: int,
 ) -> RoundSettings:
-    """Return the settings of rounds in which a step has `prompts` prompts of `group_size` samples.
+    """Return the settings of rounds.
 
-    An agent that changes its group size still gets as many completions as the others.
+    A step has `prompts` prompts for each agent, with `group_size` completions each. An agent whose
+    group size changes still gets as many completions in a step as the other agents.
     """
     return RoundSettings(
         population,
@@ -322,10 +323,10 @@ def round_settings(
 
 
 def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
-    """Build an environment with the cohort's tokenizer and seed, limited to the model's context.
+    """Build the environment `env` with the tokenizer and the seed of a cohort.
 
     `env` has the types of `env` in `Population.train`. Raises PromptTooLongError for a prompt that
-    leaves no room for a completion.
+    leaves no room for a completion in the model's context.
     """
     environment = resolve_environment(
         env,
@@ -339,9 +340,9 @@ def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
 
 
 def record_rewards(env: object, path: Path, team: Team, *, writes: bool, shared: bool) -> None:
-    """Let judges record their answers in a run folder, and ask each question on one rank only.
+    """Make judges record their answers in a run folder, and ask each question on one rank only.
 
-    `writes` is whether this rank writes the folder's records, `shared` whether all see the folder.
+    `writes`: whether this rank writes the run's records; `shared`: whether all see the folder.
     """
     if not isinstance(env, ReasoningGym):
         return
@@ -352,7 +353,10 @@ def record_rewards(env: object, path: Path, team: Team, *, writes: bool, shared:
 
 
 def spent_on_rewards(env: object, team: Team, *, writes: bool) -> dict[str, float]:
-    """Return the cost of judges, summed over all ranks; if `writes`, record missing answers."""
+    """Return the numbers of answers and tokens, and the cost, of judges, summed over all ranks.
+
+    If `writes`, this rank records the answers that other ranks could not write to a file.
+    """
     spent = Counter[str]()
     if isinstance(env, ReasoningGym):
         part = env.spent_on_rewards(), env.unrecorded_rewards()

@@ -25,25 +25,25 @@ from evo_grpo.settings import RunConfig
 SECONDS_TO_FINISH = 60.0
 """How long a run waits for readers at its end."""
 SECONDS_TO_STOP = 4.0
-"""How long a stopped run waits for readers; it has to exit within nine seconds."""
+"""How long a stopped run waits for readers; the run has to exit within nine seconds."""
 SECONDS_TO_EXIT = 2.0
-"""How long a run waits for the process to exit after readers are done; packages may be slow."""
+"""How long a run waits for the readers' process to exit once the process closed its output."""
 NICENESS = 10
-"""Niceness of the process relative to the run, as in nice(1)."""
+"""Niceness of the readers' process relative to the run, as in nice(1)."""
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables of a launcher, removed because the process is not a rank of the run."""
+"""Variables that a launcher sets for ranks; the readers' process, which is no rank, lacks them."""
 
 _unfinished_processes: list[subprocess.Popen[bytes]] = []
-"""Processes that still ran after the wait; Python would warn if they were deleted."""
+"""Readers' processes that outlasted the wait, kept because Python warns if one is deleted."""
 
 
 @final
 class Followers(Observer):
-    """An observer that starts the readers named in a run's settings, and waits for them at its end.
+    """An observer that starts the readers in a run's settings, and waits for them after the run.
 
-    Leave this context manager after the run folder is released: readers end once no process trains
-    the run. With `report`, a reader also keeps an HTML report of the run up to date. Without
-    `trackers`, the trackers of the settings are not started.
+    Exit this context manager only after the run folder is released, because readers end once no
+    process trains the run. With `report`, a reader also keeps an HTML report of the run up to date.
+    If `trackers` is False, the trackers in the settings are not started.
     """
 
     def __init__(self, *, report: bool = False, trackers: bool = True) -> None:
@@ -59,7 +59,7 @@ class Followers(Observer):
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Wait a limited time for the readers, which may continue afterwards."""
+        """Wait a limited time for the readers; readers that are not done then continue."""
         process = self._process
         if process is None:
             return
@@ -134,9 +134,10 @@ class Followers(Observer):
         Thread(target=_read, args=(self._process, self._said), name="readers", daemon=True).start()
 
     def _listen(self, seconds: float = 0.0) -> None:
-        """Warn of each line that the process printed, and once if it failed or ended too early.
+        """Give a warning for each line that the readers' process printed.
 
-        Waits up to `seconds` for the process to close its output.
+        Also warns, once, if the process failed or ended before the run. Waits up to `seconds` for
+        the process to close its output.
         """
         until = time.monotonic() + seconds
         while self._process is not None and not self._ended:
@@ -167,7 +168,7 @@ class Followers(Observer):
 
 
 def _read(process: subprocess.Popen[bytes], said: SimpleQueue[str | None]) -> None:
-    """Put each line of the output of a process into a queue, then None at its end."""
+    """Put each line of a process's output into a queue, and None after the last line."""
     assert process.stdout is not None, "it was asked for"
     with process.stdout as output:
         for line in output:
@@ -185,7 +186,7 @@ def _environment() -> dict[str, str]:
 
 
 def _lower_priority(process: int) -> None:
-    """Lower the priority of a process and its session, so that it does not slow down training."""
+    """Lower the priority of a process and its session, so that they do not slow down training."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, process, os.nice(0) + NICENESS)
     with suppress(OSError):  # not Linux, a kernel without autogroups, or not permitted

@@ -1,4 +1,4 @@
-"""Continues a run with the Python objects that `Population.train` was first called with."""
+"""Continues a run that `Population.train` began with Python objects; they are passed again."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -33,12 +33,12 @@ from evo_grpo.training.strategies import check_explorer, from_object
 from evo_grpo.types import Slot
 
 STRATEGIES = (("selection", "selector", "plan"), ("exploration", "explorer", "explore"))
-"""Keyword of `train`, name in `RoundSettings`, and required method, of each strategy."""
+"""For each strategy: keyword of `Population.train`, name in `RoundSettings`, required method."""
 
 
 @dataclass(frozen=True)
 class FromPython:
-    """The Python objects of a run, which its population.yaml cannot name.
+    """The Python objects that a run uses and that its population.yaml cannot name.
 
     Attributes:
         env: The environment, as `Population.train` takes it; None if population.yaml names it.
@@ -51,10 +51,10 @@ class FromPython:
     strategies: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def config_of(self, folder: Path, call: str, *, played: bool) -> RunConfig:
-        """Return the settings of a run, after checking that it was started with these objects.
+        """Return the settings of a run; refuse objects other than those that the run began with.
 
-        `call` is the call that takes the objects, for messages. `played` says whether a round is
-        finished, so that its checkpoints have the state of the agents.
+        `call` is the text of the call that takes the objects, for messages. `played` is whether a
+        round is finished; its checkpoints then have the agents and their LoRA configuration.
         """
         recorded, config = recorded_objects(folder), read_config(folder)
         config = self.with_env(recorded, config, folder, call)
@@ -90,10 +90,10 @@ class FromPython:
     def with_env(
         self, recorded: Mapping[str, str], config: RunConfig, folder: Path, call: str
     ) -> RunConfig:
-        """Return the settings of a run, with the rows and functions of `env` filled in.
+        """Return the settings of a run, with the Python rows and functions of `env` filled in.
 
-        `recorded` is the result of `recorded_objects` for the run; `call` is the call that takes
-        the environment, for messages.
+        `recorded` is the result of `recorded_objects` for the run; `call` is the text of the call
+        that takes the environment, for messages.
         """
         recorded_env = recorded.get("env")
         in_settings = [part for name, part in recorded.items() if name.startswith("env.")]
@@ -120,7 +120,7 @@ class FromPython:
         )
 
     def parts(self, seed: int) -> dict[str, str]:
-        """Return a text or digest of each part of the objects, by name; see `envs.describing`."""
+        """Return a text or a digest for each part of the Python objects; see `envs.describing`."""
         named = None if self.env is None else named_task(self.env)
         if named is not None:
             parts = reward_parts(
@@ -136,7 +136,10 @@ class FromPython:
         return parts
 
     def round_settings(self, config: RunConfig, prompts: int | None = None) -> RoundSettings:
-        """Return the settings of rounds; `prompts` is the default of `prompts_per_step`."""
+        """Return the settings of rounds, with the strategies from Python.
+
+        `prompts` is the default of `prompts_per_step`.
+        """
         settings = assemble.settings_of_rounds(config, prompts or DEFAULT_PROMPTS)
         strategies: dict[str, Any] = {
             place: from_object(name, method, self.strategies[name])
@@ -148,7 +151,7 @@ class FromPython:
     def cohort(
         self, config: RunConfig, rounds: Sequence[RoundRecord], folder: Path
     ) -> assemble.Prepared:
-        """Return the base, agents and environment of a run as a `Prepared`, not yet restored."""
+        """Build the base, the agents and the environment of a run; no checkpoint is loaded yet."""
         agents, objects = config.agents(), self.objects
         if objects.model is not None:
             agents = agents.replace(model=None, target_sets=agents.lora.target_sets)

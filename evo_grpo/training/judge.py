@@ -24,7 +24,7 @@ from evo_grpo.training.assemble import Prepared, spent_on_rewards
 from evo_grpo.types import Member, Mutation, RewardScore, Score, Slot
 
 PRECEDENCE = ("mean", "last", "archive")
-"""Kinds of finalists; a later kind wins only if it is significantly better than an earlier kind."""
+"""Kinds of finalists in order; to win, each must be significantly better than the winner so far."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Finalist:
     Attributes:
         kind: "last" (the best agent of the last round), "archive" (the best agent of the run) or
             "mean" (the mean of the adapters of two survivors that descend from one agent).
-        slot: Slot that holds its weights.
+        slot: Slot that holds the candidate's weights.
         member: The member in that slot.
-        agent: Number of the agent; None for a mean.
-        fitness: Its last fitness in a round, NaN for a mean.
-        checkpoint: Its checkpoint, relative to the run folder; a mean is saved only if it wins.
+        agent: Slot of the agent in the rounds; None for a mean.
+        fitness: Fitness in the last round, or the round that the archive is from; NaN for a mean.
+        checkpoint: Path of the checkpoint in the run folder; a mean is saved there only if it wins.
     """
 
     kind: str
@@ -56,10 +56,11 @@ def finish(
     earlier: Sequence[Mapping[str, Any]],
     start: float,
 ) -> dict[str, Any]:
-    """Judge the best agent and write summary.json; return the summary on every rank.
+    """Choose a run's best agent, compare it with the base, and write summary.json.
 
-    The ranks that have the finalists judge. `earlier` has the summaries from before the run was
-    extended; `start` is the time at which this process began the run, by `time.perf_counter`.
+    Only the ranks that have the finalists evaluate them; all ranks return the summary. `earlier`
+    has the summaries from before each extension of the run. `start` is the time at which this
+    process began the run, by `time.perf_counter`.
     """
     cohort, summary = prepared.cohort, None
     candidates = finalists(cohort, rounds)
@@ -84,7 +85,7 @@ def _judged(
     candidates: Sequence[Finalist],
     start: float,
 ) -> dict[str, Any]:
-    """Choose the best finalist and judge it; return the content of summary.json."""
+    """Choose the best finalist, compare it with the base, and return what summary.json holds."""
     choice = choose(prepared, candidates)
     best, files = choice.best, dict[str, str]()
     if best.kind == "mean":
@@ -105,8 +106,8 @@ def _judged(
 def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
     """Return the candidates for the best agent of a run; a mean of two agents is put in a new slot.
 
-    With several objectives the only candidate is the agent of the Pareto front with the greatest
-    fitness: a comparison by fitness could choose an agent that another one dominates.
+    With several objectives, the only candidate is the agent of the Pareto front with the greatest
+    fitness, because a comparison by fitness could choose an agent that another agent dominates.
 
     Raises:
         RunFailedError: No agent of the last round has a fitness, and there is no archive.
@@ -173,11 +174,12 @@ def _relatives(
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of the final comparison, with the tokens sampled for it.
+    """The result of the final comparison.
 
     Attributes:
         best: The finalist that won.
         scores: Score of each finalist; None if the finalists were not evaluated.
+        tokens: Number of tokens that the finalists generated for the comparison.
     """
 
     best: Finalist
@@ -186,7 +188,10 @@ class Choice:
 
 
 def choose(prepared: Prepared, candidates: Sequence[Finalist]) -> Choice:
-    """Compare the finalists on validation prompts, with a separate random stream."""
+    """Choose the best finalist by new completions of validation prompts.
+
+    The first finalist is chosen without an evaluation if it is alone or `final_samples` is 0.
+    """
     fitness = prepared.round_settings.evolve.fitness
     if len(candidates) == 1 or fitness.final_samples == 0:
         return Choice(candidates[0], [None] * len(candidates))
@@ -211,11 +216,11 @@ def best_finalist(
 ) -> int:
     """Return the index of the winning finalist.
 
-    The mean of two survivors wins unless another finalist is significantly better: a mean is nearly
-    always better, by less than a validation score can show. The last round's best agent wins
-    against the archive unless the archive is significantly better: the archive has trained less and
-    was selected as the maximum of many noisy evaluations. A difference is significant if its
-    p-value is at most `level`. If `level` is None, the greatest mean score wins.
+    The mean of two survivors wins unless another finalist is significantly better, because a mean
+    is nearly always better, but by less than a validation score can show. The last round's best
+    agent wins against the archive unless the archive is significantly better, because the archive
+    has trained less and was selected as the maximum of many noisy evaluations. A difference is
+    significant if its p-value is at most `level`. If `level` is None, the greatest mean score wins.
     """
     order = sorted(range(len(candidates)), key=lambda i: PRECEDENCE.index(candidates[i].kind))
     finite = [i for i in order if math.isfinite(scores[i].mean)] or order[:1]
@@ -295,8 +300,8 @@ def _passes(k: int, correct: float, results: Sequence[Evaluation]) -> dict[str, 
 def candidates_summary(candidates: Sequence[Finalist], choice: Choice) -> list[dict[str, Any]]:
     """Return the entries of the finalists in summary.json.
 
-    `tie` is true for a finalist that is not significantly worse than the winner, at `TIE_LEVEL`
-    over all pairs. `tie` is None for the winner, and if the finalists were not evaluated.
+    `tie` is true for a finalist that is not significantly worse than the winner, at `TIE_LEVEL` for
+    all tests together. It is None for the winner, and for all finalists if none was evaluated.
     """
     winner, scores = candidates.index(choice.best), [s for s in choice.scores if s is not None]
     signs = claims(scores, winner, TIE_LEVEL) if scores else [None] * len(candidates)

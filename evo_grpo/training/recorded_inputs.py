@@ -33,7 +33,7 @@ from evo_grpo.settings.engine import ENGINES
 from evo_grpo.settings.objects import HubDataset, PythonObject
 
 FORMAT = 1
-"""Version of inputs.json."""
+"""Version of the format of inputs.json."""
 ROUNDS = "population.rounds"
 DATA = ("env.train", "env.validation", "env.test")
 """Settings that name a data set."""
@@ -46,12 +46,12 @@ _MACHINE_SETTINGS = (
 _MOST = 4
 """Maximum number of differences that an error names."""
 _ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
-"""The files of a PEFT folder."""
+"""Names of the files in which PEFT saves an adapter."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run.
+    """What the results of a run depend on.
 
     Attributes:
         settings: The resolved settings by dotted path, as JSON values.
@@ -59,13 +59,14 @@ class Inputs:
             data sets (also rows from Python and the Hub), the adapter that agents start from, the
             modules named for rewards, environments and strategies, and the modules in which these
             are defined; None if the file was not found.
-        software: Versions of Python and of the packages, the processor, and the number of threads.
-        changes: Changes since the start of the run, each with the round from which it applies.
-        format: Version of this record.
-        places: Path of each file of the user when the run began. Paths are shown in messages and
+        software: Versions of Python and packages, name of the processor, and number of threads.
+        changes: Changes since the start of the run. Each has a "name", the values "from" and "to",
+            and the first "round" with the new value, from 0.
+        format: Version of the format.
+        places: Path of each file in `files` when the run began. Paths are shown in messages and
             never opened, because the run folder may come from a stranger.
         id: Identifies the run outside of its folder.
-        objects: Parts of the Python objects that the run was given, each a text or a digest; see
+        objects: A text or a digest for each part of the Python objects that the run uses; see
             `evo_grpo.envs.describing`.
     """
 
@@ -79,7 +80,7 @@ class Inputs:
     objects: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def changes_of_rounds(self, played: int) -> list[Mapping[str, Any]]:
-        """Return the changes of the number of rounds that were made after `played` rounds."""
+        """Return the changes of `population.rounds` made when `played` rounds were finished."""
         return [c for c in self.changes if c["name"] == ROUNDS and c["round"] == played]
 
 
@@ -134,7 +135,7 @@ def read_inputs_of(folder: Path) -> Inputs:
 
 
 def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path, with `above` as its prefix, and the value of each setting."""
+    """Yield the dotted path and the value of each setting; `above` is put before each path."""
     for name, value in settings.items():
         path = f"{above}{name}"
         if isinstance(value, Mapping) and value:
@@ -144,7 +145,7 @@ def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 def _check_numbers_of_rounds(inputs: Inputs) -> None:
-    """Raise ValueError unless settings and changes give valid numbers of rounds."""
+    """Raise ValueError unless all changes are complete and all numbers of rounds are integers."""
     numbers = [inputs.settings.get(ROUNDS)]
     for change in inputs.changes:
         if not {"name", "round", "from", "to"} <= set(change):
@@ -184,7 +185,7 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
 
 
 def refuse_own_code(config: RunConfig, folder: Path | None) -> None:
-    """Refuse a run folder that contains the run's code: later commands would not import it."""
+    """Refuse a run folder that contains code of the run: no command imports code from there."""
     if folder is None:
         return
     for name, file in _files(config):
@@ -220,7 +221,7 @@ def _processor() -> str:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each difference of two mappings: name, value before, value after; None if missing."""
+    """Yield (name, value before, value after) where two mappings differ; None if missing."""
     for name in {**before, **after}:
         both = name in before and name in after
         if not both or _canonical(before[name]) != _canonical(after[name]):

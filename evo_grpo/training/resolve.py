@@ -1,4 +1,4 @@
-"""Resolves the settings of a run on its machine, before anything is built."""
+"""Fills in the settings of a run that depend on its machine, before anything is built."""
 
 import warnings
 from collections.abc import Mapping
@@ -21,14 +21,15 @@ from evo_grpo.training.starting import with_adapter
 from evo_grpo.training.strategies import task_of
 
 OWN_BYTES = 2 << 30
-"""Up to this many bytes in use on a GPU count as the CUDA context of this process."""
+"""Most bytes in use on a GPU, besides torch's, that count as the CUDA context of this process."""
 
 
 def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
-    """Resolve the settings of a new run that depend on its machine, the Hub and earlier runs.
+    """Fill in those settings of a new run that depend on its machine, the Hub or earlier runs.
 
-    All ranks get the same settings. The settings never change afterwards: the number of shards and
-    the batch limits affect how sums are rounded. The task is None if episodes have several turns.
+    All ranks get the same settings. The settings never change afterwards, because the number of
+    shards and the batch limits affect how sums are rounded. The task of the run is also returned;
+    it is None if episodes have several turns.
     """
     if config.engine.zero is None and (shards := config.engine.parts(team.size)) > 1:
         config = config.replace(engine=config.engine.replace(shards=shards))
@@ -70,7 +71,7 @@ def _with_revisions(config: RunConfig, team: Team) -> RunConfig:
 
 
 def _setup(config: RunConfig, task: Task | None, processes: int) -> machine.Setup | None:
-    """Return the `Setup` of a run; None if the memory of the device is unknown."""
+    """Return the device of a run and its memory; None if the memory is unknown."""
     device, total = pick_device(config.engine.device), 0
     if device.type not in ("cpu", "cuda"):
         return None
@@ -103,7 +104,7 @@ def _setup(config: RunConfig, task: Task | None, processes: int) -> machine.Setu
 
 
 def _with_limits(config: RunConfig, setup: machine.Setup | None, team: Team) -> RunConfig:
-    """Replace null batch limits in the settings by the rows and tokens that fit on every rank."""
+    """Replace batch limits that are null by the most rows and tokens that fit on every rank."""
     limits: dict[str, int] = {}
     if setup is not None:
         limits = machine.choose_limits(_with_adapter(config, setup), setup)
@@ -122,7 +123,10 @@ def _with_adapter(config: RunConfig, setup: machine.Setup) -> RunConfig:
 
 
 def _check_memory(config: RunConfig, setup: machine.Setup | None) -> None:
-    """Refuse adapters that the base cannot carry; refuse, or warn of, a run that lacks memory."""
+    """Refuse adapters that do not fit the base, and a run that needs more memory than there is.
+
+    Only warns if the excess is within the error of the prediction, `TOLERANCE`.
+    """
     if setup is None:
         return
     config = _with_adapter(config, setup)

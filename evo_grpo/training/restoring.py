@@ -20,9 +20,9 @@ from evo_grpo.types import Member, Score, Slot
 
 
 def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> tuple[Slot, ...]:
-    """Restore a cohort after a run's last complete round; return the slots of the next round.
+    """Restore a cohort to its state after the last of `rounds`; return the next round's slots.
 
-    Loads the checkpoints of the round, then repeats its recorded evolution. Raises CheckpointError
+    Loads the checkpoints of that round, then repeats its recorded evolution. Raises CheckpointError
     for a population of another size, and for a checkpoint that is missing or modified.
     """
     first_round, final, cohort = rounds[0], rounds[-1], prepared.cohort
@@ -73,13 +73,13 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
 
 
 _Checkpoint = tuple[Path, Mapping[str, str], str]
-"""A checkpoint to load: its folder, the digests of its files, and their origin in words."""
+"""A checkpoint to load: its folder, the digests of its files, and a phrase on their origin."""
 
 
 def _checkpoint(
     folder: Path, record: AgentRecord, played: RoundRecord, copy: str | None = None
 ) -> _Checkpoint:
-    """Return the checkpoint that a round recorded for an agent, or its copy in folder `copy`."""
+    """Return the checkpoint that the round `played` recorded for an agent, or the one in `copy`."""
     if record.checkpoint is None:
         raise CheckpointError(
             f"run {folder}: round {record.round + 1} has no checkpoint of agent {record.agent}"
@@ -90,7 +90,7 @@ def _checkpoint(
 
 
 def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
-    """Give an agent the LoRA configuration and the reference of its checkpoint."""
+    """Rebuild an agent's adapter and reference with the LoRA configurations in its checkpoint."""
     state = cohort.agents[slot]
     if cohort.trains_jointly:  # such a run starts from new agents, and all have one configuration
         return
@@ -103,7 +103,7 @@ def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
 
 
 def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
-    """Load the checkpoints of this rank's agents; send their counters to all ranks."""
+    """Load the checkpoints of this rank's agents; send the agents' counters to all ranks."""
     counted: dict[Slot, dict[str, int]] = {}
     for slot, (place, files, origin) in checkpoints.items():
         if not cohort.is_local(slot):
@@ -132,7 +132,7 @@ def _members_of(rounds: Sequence[RoundRecord]) -> dict[int, Member]:
 
 
 def _histories_of(rounds: Sequence[RoundRecord]) -> dict[int, list[Score]]:
-    """Return each member's scores since its last failure, by member id."""
+    """Return, by member id, each member's scores since its last round without a score."""
     histories: dict[int, list[Score]] = {}
     for record in (agent for played in rounds for agent in played.agents):
         history = histories.setdefault(record.member, [])

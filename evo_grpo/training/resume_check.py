@@ -63,7 +63,8 @@ ROUNDING = (
 class Change(NamedTuple):
     """A difference between recorded and present inputs; None stands for a missing value.
 
-    `kind` is the attribute of `Inputs` that differs, `name` the setting, file, package or part.
+    `kind` is the attribute of `Inputs` that differs; `name` is the setting, the file, the package
+    or the part of a Python object.
     """
 
     kind: str
@@ -74,14 +75,15 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Changed:
-    """The changed inputs with which a run continues.
+    """The inputs with which a run continues, and the inputs that its folder records.
 
     Attributes:
         before: The recorded inputs.
         now: The inputs from now on, with all changes so far.
         config: The settings from now on.
-        extended: Whether `config` has the number of rounds of the caller or of a begun extension.
-        notes: A sentence for each change that may affect the results of the following rounds.
+        extended: Whether the caller, or an extension that began before, sets the number of rounds
+            in `config`, and not population.yaml.
+        notes: A sentence for each change that may affect the rounding of the following rounds.
     """
 
     before: Inputs
@@ -94,14 +96,14 @@ class Changed:
 def continued_inputs(
     opened: RunDir, rounds: int | None, allow: Sequence[str], team: Team
 ) -> Changed | None:
-    """Return the inputs that a run continues with; None if the run is finished. Record nothing."""
+    """Return the inputs with which a run continues, unrecorded; None if the run is finished."""
     if is_finished(opened, rounds):
         return None
     return changed_inputs(opened, _recorded_config(opened), rounds, allow, team)
 
 
 def is_finished(opened: RunDir, rounds: int | None) -> bool:
-    """Return whether a run is finished and `rounds` does not extend it."""
+    """Return whether a run has ended, and neither `rounds` nor a begun extension asks for more."""
     summary = read_summary(opened.path)
     if summary is None or begun_extension(opened) is not None:
         return False
@@ -116,7 +118,7 @@ def changed_inputs(
     team: Team,
     objects: Mapping[str, str] | None = None,
 ) -> Changed:
-    """Return the inputs of an unfinished run from now on; warn of those that change rounding."""
+    """Return the inputs with which a run continues; warn of changes that may affect rounding."""
     played, extension = opened.rounds(), begun_extension(opened)
     if not played:
         check_storage(config.record.storage)
@@ -133,7 +135,7 @@ def changed_inputs(
 
 
 def record_changed(opened: RunDir, changed: Changed) -> None:
-    """Record changed inputs; for an extension, change population.yaml and reopen the run."""
+    """Record changed inputs; for an extension, also change population.yaml and reopen the run."""
     # Record the inputs first: if the process stops after this call, a resume continues with them.
     record_changes(opened, changed)
     if changed.extended:
@@ -155,7 +157,7 @@ def _recorded_config(opened: RunDir) -> RunConfig:
 
 
 def refuse_part_of_comparison(folder: Path) -> None:
-    """Refuse the folder of a population of a comparison: only the comparison can continue it."""
+    """Refuse a run folder that is part of a comparison: only the comparison can continue it."""
     if config_text(folder).startswith(BASELINE):
         above = folder.parent.parent
         raise RunDirError(
@@ -184,7 +186,7 @@ def _check_rounds(opened: RunDir, rounds: int, planned: int) -> None:
 def record_inputs(
     folder: RunDir, config: RunConfig, objects: Mapping[str, str] | None = None
 ) -> None:
-    """Record the inputs of a run, with its Python objects, if its folder has no record yet.
+    """Record the inputs of a run, including `objects`, unless its folder has a record of them.
 
     Raises CheckpointError if the record is missing although rounds were played.
     """
@@ -210,11 +212,11 @@ def compare_inputs(
     """Compare the recorded inputs of a run with its present inputs.
 
     `config` has the settings of population.yaml, with population.rounds replaced by `rounds` unless
-    that is None. Files, and parts of Python objects, named in `allow` may have changed; before the
-    first round is finished, all may. A record of inputs is written only if the run has none yet.
+    `rounds` is None. A file or a part of a Python object may have changed if `allow` names it, or
+    if no round is finished. If the run has no record of inputs yet, the present ones are recorded.
 
     Raises:
-        ConfigError: Other inputs have changed; the message names all of them.
+        ConfigError: Inputs that may not change have changed; the message names all of them.
         RunDirError: The run was begun by a version of evo-grpo with other rules of evolution.
     """
     record_inputs(folder, config, objects)
@@ -272,7 +274,7 @@ def check_inputs(
     """Check that a run's present inputs are the recorded ones; write nothing.
 
     Commands that use a run without continuing it call this. Changes that a resume permits are
-    permitted; a ConfigError names all others.
+    permitted here, too; a ConfigError names all other changes.
     """
     recorded = read_inputs_of(folder)
     present, changes = _differences(folder, recorded, config, objects)
@@ -287,7 +289,7 @@ def record_changes(folder: RunDir, changed: Changed) -> None:
 
 
 def begun_extension(folder: RunDir) -> int | None:
-    """Return the number of rounds of an extension of which no round is recorded yet, or None."""
+    """Return a run's new number of rounds if no round of its extension is recorded yet, or None."""
     if not os.path.lexists(folder.path / INPUTS):
         return None
     changes = read_inputs_of(folder.path).changes_of_rounds(len(folder.rounds()))
@@ -295,7 +297,7 @@ def begun_extension(folder: RunDir) -> int | None:
 
 
 def changed_settings(recorded: Inputs, now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return the settings that differ from the record: name, recorded value, present value.
+    """Return (name, recorded value, present value) of each setting that differs from the record.
 
     A setting that is missing in the record counts as unchanged if it has its default.
     """
@@ -303,7 +305,7 @@ def changed_settings(recorded: Inputs, now: Mapping[str, Any]) -> list[tuple[str
 
 
 def check_whole(folder: Path, recorded: Inputs) -> None:
-    """Refuse a population.yaml that lacks a setting, which would silently take its default."""
+    """Refuse a population.yaml that lacks a setting: its default would be taken silently."""
     present = dict(flat(read_settings(folder)))
     # A setting of a newer version was never written to population.yaml.
     later = {change["name"] for change in recorded.changes if change["from"] is None}
@@ -322,7 +324,10 @@ def may_change(name: str) -> bool:
 def _differences(
     folder: Path, recorded: Inputs, config: RunConfig, objects: Mapping[str, str] | None
 ) -> tuple[Inputs, list[Change]]:
-    """Return the present inputs and their changes; if `objects` is None, compare no objects."""
+    """Return a run's present inputs and how they differ from the recorded ones.
+
+    If `objects` is None, Python objects are not compared.
+    """
     check_whole(folder, recorded)
     parts = recorded.objects if objects is None else objects
     # The places stay those of the start of the run.
@@ -338,7 +343,7 @@ def _differences(
 
 
 def _is_harmless(change: Change, recorded: Inputs, now: Inputs) -> bool:
-    """Return whether the remaining rounds can use a changed input."""
+    """Return whether a run may continue with a changed input that `allow` does not name."""
     name, before, after = change.name, change.before, change.after
     if change.kind == "files":  # new or gone: the file that imports it changed too
         return name not in recorded.files or name not in now.files
@@ -357,9 +362,10 @@ def _refuse(
     allow: Iterable[str],
     command: str | None,
 ) -> None:
-    """Raise a ConfigError with a sentence for each change in `refused` that is not in `allow`.
+    """Raise a ConfigError with a sentence for each change in `refused`, unless `allow` names it.
 
-    The remedy for a file or an object is `command` with its `--allow` options, or `allow=`.
+    The sentence on a file or an object ends with a remedy: `command` with `--allow` options, or
+    the argument `allow=` if `command` is None.
     """
     allowed, recorded_names = set(allow), {*recorded.files, *recorded.objects}
     if unknown := sorted(allowed - recorded_names):
@@ -402,7 +408,7 @@ def _sentence(change: Change, go_on: str, place: str | None) -> str:
 
 
 def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return recorded settings, defaults filled in; None if this version refuses the settings."""
+    """Add defaults to recorded settings; return None if this version refuses the settings."""
     nested: dict[str, Any] = {}
     for name, value in settings.items():
         *groups, key = name.split(".")

@@ -3,7 +3,7 @@
 resolve     resolve.py: what the settings leave to the machine, the Hub and earlier runs
 prepare     assemble.py: the shared base, N agents, the environment, the settings of a round
 play_round  population/round.py: train, evaluate, checkpoint, select, mutate, record, apply
-finish      judge.py: compare the best agent of the run with the base, once, on the test split
+finish      judge.py: choose the best agent and compare it once with the base, on the test split
 """
 
 import logging
@@ -50,7 +50,7 @@ def run(
     observer: Observer | None = None,
     report: bool = False,
 ) -> Path:
-    """Train and evolve a population as `evo_grpo.run`; `report` keeps an HTML report up to date."""
+    """Train and evolve a population; `report` keeps an HTML report of the run up to date."""
     with sharing_early_errors():  # the ranks are not connected yet: an error connects them
         config = as_config(config)
     observer = observer or Observer()
@@ -123,7 +123,7 @@ def play_and_judge(
     *,
     limit: Limit | None = None,
 ) -> tuple[Slot, ...]:
-    """Play the missing rounds, judge the best agent, and write the summary.
+    """Play the missing rounds, compare the best agent with the base, and write the summary.
 
     Only the first rank has `folder`. `limit` may end the training of a round before its last step.
     Returns the slots of the agents that remain.
@@ -184,10 +184,11 @@ def play_rounds(
     steering: Steerer | None = None,
     outlines: bool = False,
 ) -> tuple[Slot, ...]:
-    """Play the planned rounds, or until a stop rule or a request; return remaining agents' slots.
+    """Play all planned rounds, or fewer if a stop rule or a request ends the run before.
 
-    New rounds are appended to `rounds`. With `outlines`, for a run in a folder, a round is reduced
-    to its outline once the next round has been played.
+    Returns the slots of the agents that remain. New rounds are appended to `rounds`. With
+    `outlines`, which needs a run in a folder, a round is reduced to its outline once the next round
+    has been played.
     """
     prepared.between_rounds(slots, len(rounds))  # `Population.train` returns here after Ctrl-C
     while prepared.is_unfinished(rounds):
@@ -215,14 +216,14 @@ def _check_place(where: Path | None, config: RunConfig, *, force: bool) -> None:
 
 
 def _new_folder(where: Path | None, config: RunConfig, *, force: bool) -> RunDir:
-    """Create a run folder with the settings; `where` None takes the next free folder in runs/."""
+    """Create a run folder with the settings; if `where` is None, the next free folder in runs/."""
     text = with_objects(to_yaml(config), config.env.objects())
     return RunDir.create(where, config.name, text, force=force)
 
 
 @contextmanager
 def _removed_on_failure(folder: RunDir | None, *, fresh: bool) -> Generator[None]:
-    """Clear a new run folder if set-up fails, for a retry; delete the folder if it is `fresh`."""
+    """If the block fails, clear a new run folder for a retry, or delete the folder if `fresh`."""
     try:
         yield
     except (EvoGrpoError, KeyboardInterrupt):
@@ -236,7 +237,7 @@ def _removed_on_failure(folder: RunDir | None, *, fresh: bool) -> Generator[None
 def _read_history(
     config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool
 ) -> tuple[list[RoundRecord], list[dict[str, Any]], list[str]]:
-    """Record a run's inputs, update `checkpoints/best`, and take up requests if the run `steers`.
+    """Record a run's inputs, update `checkpoints/best`, and, if `steers`, carry out old requests.
 
     Returns the rounds, the summaries from before each extension, and a sentence for each request.
     """
@@ -262,7 +263,7 @@ def _keeps_best(config: RunConfig) -> bool:
 def _writer_of(
     config: RunConfig, path: Path, folder: RunDir | None, prepared: Prepared
 ) -> RunWriter:
-    """Remove unfinished files and return this rank's writer; the run must be restored before."""
+    """Remove unfinished files, and return this rank's writer; call this after restoring the run."""
     team, env = prepared.cohort.team, prepared.env
     shared = sees_folder(path, team)
     record_rewards(env, path, team, writes=folder is not None, shared=shared)

@@ -1,4 +1,4 @@
-"""Warns of settings that ask for more rows than a task has; refuses processes without agents."""
+"""Warns of settings that ask for more rows than a task has, and refuses too many processes."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ FEWEST = 8
 
 
 def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> Iterator[str]:
-    """Yield one sentence for each setting that exceeds the rows of its split.
+    """Yield one sentence for each setting that asks for more prompts than its split has rows.
 
     `rows` has the number of rows by split; a missing split is unlimited, as episode seeds are.
     `prompts` is the number of prompts of a GRPO step.
@@ -36,7 +36,7 @@ def shortages(rows: Mapping[str, int], prompts: int, fitness: FitnessConfig) -> 
 def few_prompts(task: Task) -> Iterator[str]:
     """Yield a sentence if a validation split has too few different prompts to tell agents apart.
 
-    Tasks with generated rows or a single prompt are not checked, because their answers vary.
+    Tasks with generated rows, or with one prompt for all their rows, are not checked.
     """
     if any(isinstance(rows, LazyRows) for rows in task.splits.values()):
         return
@@ -55,7 +55,7 @@ def few_prompts(task: Task) -> Iterator[str]:
 
 
 def _different(rows: Iterable[DatasetRow], template: Template) -> int:
-    """Return the number of different prompts of the rows, counted up to `FEWEST`."""
+    """Return the number of different prompts that rows have, counted up to `FEWEST`."""
     prompts: set[str] = set()
     for row in rows:
         prompts.add(template.plain(row))
@@ -67,7 +67,10 @@ def _different(rows: Iterable[DatasetRow], template: Template) -> int:
 def warn_of_shortages(
     task: object, prompts: int, fitness: FitnessConfig, *, tests: bool = True
 ) -> None:
-    """Warn if a split has too few rows or prompts; the test split counts only with `tests`."""
+    """Warn if a split has too few rows or prompts; the test split is checked only with `tests`.
+
+    `prompts` is the number of prompts of a GRPO step.
+    """
     single_turn = task if isinstance(task, Task) else None
     splits = {} if single_turn is None else single_turn.splits
     rows = {str(split): len(items) for split, items in splits.items() if tests or split != "test"}
@@ -77,7 +80,7 @@ def warn_of_shortages(
 
 
 def check_ranks(config: RunConfig, team: Team) -> None:
-    """Refuse processes without agents, and several processes for a base that cannot be split."""
+    """Refuse more processes than can have agents, and several if the base cannot be divided."""
     most = config.most_processes
     problem = divides_quantized(config.engine) if team.size > 1 else ""
     if not problem and team.size > most and config.engine.zero is None:

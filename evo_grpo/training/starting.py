@@ -1,8 +1,9 @@
 """The start of a run's agents: the adapter they start from, and checks of their base and settings.
 
-Only the settings of a run change the draws, not the model's generation_config: agents should sample
-from the policy in their loss. Most options there have no counterpart in the loss: a suppressed
-token still has a probability under the policy, so the ratio would compare other distributions.
+Rollouts follow the settings of a run and not the model's generation_config, because agents should
+sample from the policy in their loss. Most options of generation_config have no counterpart in the
+loss. For example, a suppressed token still has a probability under the policy, so the ratio would
+assume another distribution than the one that was sampled.
 """
 
 import hashlib
@@ -58,7 +59,8 @@ def lora_config(lora: LoraSettings) -> LoraConfig:
 def read_start(model: ModelConfig) -> AdapterCopy | None:
     """Read the adapter that agents start from; None if they start from the base.
 
-    The adapter must be plain LoRA and finite, and match `model.lora` if that is given.
+    Raises ConfigError unless the adapter is plain LoRA with finite weights and, if `model.lora` is
+    set, matches it.
     """
     if model.adapter is None:
         return None
@@ -90,7 +92,8 @@ def read_start(model: ModelConfig) -> AdapterCopy | None:
 def with_adapter(model: ModelConfig, base: ModelSize, searched: Collection[str]) -> ModelConfig:
     """Return model settings whose `lora` is read from `adapter` and checked against the base.
 
-    `searched` are the names of the hyperparameters that may change.
+    `searched` has the names of the hyperparameters that may change; those of LoRA keep the values
+    in `model.lora`.
     """
     start = read_start(model)
     if start is None:
@@ -222,7 +225,7 @@ def check_widths(cohort: Cohort, *, given: bool) -> None:
 
 
 def start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> None:
-    """Copy the start adapter into actors and references; the KL term then refers to it."""
+    """Copy the start adapter into actors and references, so that the KL term is relative to it."""
     states = [cohort.agents[slot] for slot in slots if cohort.is_local(slot)]
     names = [s.adapter for s in states] + [s.reference for s in states if s.has_reference]
     for name in names:
@@ -272,9 +275,9 @@ def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> 
 def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
     """Agree among ranks on whether specialised code runs the base; refuse a base that cannot run.
 
-    Call this before the base is divided among ranks, because an operation that the model lacks
-    would interrupt a pass. Without `native`, warn of changes to the model object, because vLLM
-    reads only the model's files.
+    Call this before the base is divided among ranks: a test forward that fails would interrupt a
+    pass of all ranks. Without `native`, warn of changes to the model object, because vLLM reads
+    only the model's files.
     """
     if native:
         ability_of(base, {})

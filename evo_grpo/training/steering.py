@@ -1,7 +1,8 @@
-"""Carries out the user's requests to a running run between two rounds, and records them.
+"""Carries out, between two rounds, what the user requests of a running run, and records it.
 
 The first rank reads the requests and changes the plan of the next round; all ranks carry out the
-plan. A request is done once the record of its round contains its outcome, which a resume repeats.
+plan. A request is done once the record of a round contains its outcome. A resume repeats recorded
+outcomes.
 """
 
 import time
@@ -22,9 +23,10 @@ from evo_grpo.types import Request, RequestOutcome
 
 SECONDS_BETWEEN_LOOKS = 0.25
 SECONDS_BETWEEN_EXCHANGES = 1.0
-"""Time between two messages that the ranks of a paused run exchange.
+"""Seconds that the first rank of a paused run waits for requests before it sends a message.
 
-A single exchange must not last for days, or delay a signal longer than a process has to exit.
+Meanwhile, the other ranks wait for the message. They must not wait for days, nor longer than a
+process has to exit after a signal.
 """
 
 
@@ -32,13 +34,13 @@ A single exchange must not last for days, or delay a signal longer than a proces
 class RunSteering(Steerer):
     """Carries out the requests in a run folder; see `round.Steerer`. Used on the first rank only.
 
-    Requests from before this process were carried out by `take_up_requests`.
+    Requests that are older than this process were carried out by `take_up_requests`.
 
     Args:
         path: The folder as the user gave it, for messages.
         folder: The open folder.
         hp_config: The hyperparameters that may change, with their bounds.
-        amend: Records the outcome of requests that came after their round was recorded.
+        amend: Function that replaces the record of a round, for requests that came after it.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class RunSteering(Steerer):
         self._done: set[str] = set()
 
     def steer(self, plan: RoundPlan, *, next_id: int) -> RoundPlan:
-        """Carry out the requests made during a round; return the changed plan."""
+        """Carry out the requests made during a round; return the changed plan of the next round."""
         self._next_id = next_id
         plan = self._look(plan)
         if plan.paused:
@@ -68,7 +70,7 @@ class RunSteering(Steerer):
         return self._noting_the_end(plan)
 
     def listen(self, plan: RoundPlan) -> RoundPlan:
-        """Wait a short time for requests to a paused run; carry out the first, return the plan."""
+        """Wait a short time for requests to a paused run, and carry them out; return the plan."""
         until = time.monotonic() + SECONDS_BETWEEN_EXCHANGES
         while True:
             steered = self._look(replace(plan, notes=()))
@@ -94,7 +96,7 @@ class RunSteering(Steerer):
         return self._noting(plan, text)
 
     def _noting(self, plan: RoundPlan, text: str) -> RoundPlan:
-        """Add a sentence to the log and to the notes that observers receive."""
+        """Add a sentence to the log and to the plan's notes, which observers receive."""
         self.folder.note(text)
         return replace(plan, notes=(*plan.notes, text))
 
@@ -131,8 +133,9 @@ def take_up_requests(
 ) -> list[str]:
     """Carry out and record the requests made while no process trained; return a sentence for each.
 
-    They change the plan in the last of `rounds`, which is replaced. If the run is finished, they
-    wait for an extension. A request to pause or stop a process that has ended is not carried out.
+    The requests change the plan in the last record of `rounds`, which is replaced. If the run is
+    finished, the requests wait for an extension. A request to pause or stop a process that has
+    ended is refused.
     """
     folder.lock.write_round(len(rounds))
     done = carried_out(rounds)
@@ -165,7 +168,7 @@ def take_up_requests(
 def with_agents_steered(
     plan: RoundPlan, requests: Sequence[Request], hp_config: HyperparameterConfig, next_id: int
 ) -> tuple[RoundPlan, list[RequestOutcome], int]:
-    """Carry out requests about agents; return the new plan, outcomes, and an unused member id."""
+    """Carry out requests about agents; return the new plan, the outcomes, the next member id."""
     record, outcomes = plan.record, list[RequestOutcome]()
     steered = NextRound(record.members, record.next_hparams, record.decisions)
     played = {agent.member: agent.agent for agent in record.agents}
@@ -195,7 +198,7 @@ def with_steering(plan: RoundPlan, done: Sequence[RequestOutcome], next_id: int)
 
 
 def _refused(request: Request, *, paused: bool, last: bool) -> str:
-    """Return why a request to the process is refused, or an empty string if it is not."""
+    """Return why a request to pause, continue or stop is refused; "" if it is not refused."""
     if last:
         return "no round follows"
     if request.op == "pause" and paused:

@@ -19,7 +19,7 @@ from evo_grpo.settings import AgentSettings, EvolveConfig, RunConfig
 
 
 def selector(selection: Selection, significance: float | None = None) -> Selector:
-    """Return the selector: the setting itself, or an instance of the class that it names.
+    """Return the selector: `selection` itself, or an instance of the class that it names.
 
     `significance` is `evolve.significance`, the level at which `pareto` tests dominance.
     """
@@ -30,16 +30,17 @@ def selector(selection: Selection, significance: float | None = None) -> Selecto
 
 
 def explorer(exploration: Exploration) -> Explorer:
-    """Return the explorer: the setting itself, or an instance of the class that it names."""
+    """Return the explorer: `exploration` itself, or an instance of the class that it names."""
     if isinstance(exploration, UserStrategy):
         return CheckedExplorer(_instance(exploration, "evolve.exploration", "explore"))
     return exploration
 
 
 def check_strategies(evolve: EvolveConfig) -> None:
-    """Check the user's classes of selection and exploration by source, without importing them.
+    """Check the user's selection and exploration classes by their source, without importing them.
 
-    They have to exist, accept their arguments, and have the method `plan` or `explore`.
+    Each class has to exist, accept the arguments in the settings, and have its method: `plan` for
+    selection, `explore` for exploration.
     """
     strategies = (
         ("selection", "plan", evolve.selection),
@@ -73,7 +74,7 @@ def task_of(config: RunConfig, load: Loader = load_function) -> Task | None:
 
 
 def check_columns(task: object, names: Sequence[str]) -> None:
-    """Refuse names of `record.columns` that the rows of a task lack."""
+    """Refuse `record.columns` if rows of the task lack a column that it names."""
     if not names:
         return
     if not isinstance(task, Task):
@@ -95,7 +96,10 @@ def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
 
 
 def from_object(name: str, method: str, given: object) -> Selector | Explorer:
-    """Wrap a strategy given as an object, so that its return values are checked."""
+    """Wrap a strategy that is passed as an object, so that its return values are checked.
+
+    `name` is its keyword, `method` its required method: "plan" or "explore".
+    """
     if isinstance(given, type):
         call = f"{name}={given.__name__}()"
         raise ConfigError(

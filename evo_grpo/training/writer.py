@@ -44,7 +44,7 @@ class FolderWriter(RunWriter):
 
     Args:
         folder: The open run folder; until the writer is closed, only the writer writes to it.
-        keep: Which checkpoints are kept after the next round is complete.
+        keep: Which checkpoints of a round are kept once the next round is complete.
         keep_best: Keep a copy of the best agent of the run in checkpoints/best.
     """
 
@@ -78,7 +78,7 @@ class FolderWriter(RunWriter):
         return path
 
     def receive(self, files: Sequence[CheckpointFiles]) -> None:
-        """Take over the checkpoint files of all ranks, once the earlier rounds are on disk."""
+        """Add the checkpoints of all ranks to this round, once the rounds before are on disk."""
         if len(files) > 1:
             for future in self._pending:
                 future.result()
@@ -103,7 +103,7 @@ class FolderWriter(RunWriter):
         self._pending.append(self._submit(lambda: self._write_round(record, agents, samples)))
 
     def amend(self, record: RoundRecord) -> None:
-        """Queue a round's record again, with requests that came after it was recorded."""
+        """Queue a new record of a recorded round, with the requests that came after it."""
         self._raise_errors()
         self._pending.append(self._submit(lambda: self._amend_round(record)))
 
@@ -162,7 +162,7 @@ class FolderWriter(RunWriter):
         write_csv(self.folder.rounds(), self.folder.path)  # the table shows which agents left
 
     def _drop_requests(self, record: RoundRecord) -> None:
-        """Remove the requests whose outcome is recorded; keep a pause until it ends."""
+        """Remove requests with a recorded outcome; keep a request to pause until the pause ends."""
         ids = {outcome.request.id for outcome in record.steering} - {record.paused_by}
         remove_requests(self.folder.path, ids)
 
@@ -225,7 +225,7 @@ class RankWriter(RunWriter):
 
 
 def with_files(record: RoundRecord, files: Mapping[str, str]) -> RoundRecord:
-    """Return a record with `files`, SHA-256 by path, and each agent's digests taken from them."""
+    """Return a record with `files`, SHA-256 by path, and with the digests of each agent's files."""
     agents = tuple(
         replace(
             agent,

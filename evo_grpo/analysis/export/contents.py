@@ -1,7 +1,7 @@
 """Collects and writes the contents of an export.
 
-They are the adapter, its tokenizer, and its base if that is embedded in this package or a GGUF
-file; or one merged model.
+An export has an adapter, the tokenizer, and the base if it is embedded in this package or a GGUF
+file. A merged export has one model and the tokenizer.
 """
 
 import json
@@ -53,7 +53,7 @@ _OURS = re.compile(
 
 
 def check_target(out: Path, *, force: bool) -> Path:
-    """Check that a folder is new, empty or (`force`) an unchanged export; return its real path."""
+    """Return the real path of a folder that is new, empty or, with `force`, an unchanged export."""
     target = Path(os.path.realpath(out))
     if not target.is_dir():
         if os.path.lexists(target):
@@ -79,7 +79,8 @@ def write_export(
 ) -> list[str]:
     """Write an export into a folder, in place of an earlier export; return the files' paths.
 
-    After a kill, the folder is complete or cannot be loaded. `about` is the manifest without files.
+    If the process is killed, the folder is complete or cannot be loaded. `contents` has the bytes
+    of files, `fills` write further files, and `about` is the manifest without the files.
     """
     fresh = not target.exists()
     create_folder(target)
@@ -123,7 +124,7 @@ OF_ANSWERS = ("prompt", "max_output_tokens")
 
 
 def exported_values(folder: Path) -> Hparams:
-    """Return the hyperparameters of an export that affect its answers, if it has any."""
+    """Return the exported agent's hyperparameters that act when it answers (`OF_ANSWERS`)."""
     manifest = read_manifest(folder) or {}
     try:
         return Hparams(**{name: manifest[name] for name in OF_ANSWERS if name in manifest})
@@ -132,7 +133,7 @@ def exported_values(folder: Path) -> Hparams:
 
 
 def is_export_file(name: str) -> bool:
-    """Return whether an export may have a file of this path."""
+    """Return whether `name` is the path of a file that an export may have."""
     return _OURS.fullmatch(name) is not None
 
 
@@ -219,7 +220,7 @@ class Contents:
     """The files of an export, except its card.
 
     Attributes:
-        files: Contents by path.
+        files: Bytes of a file by its path.
         fills: Functions that write further files into the folder.
         dtype: The dtype of a merged model, None for an adapter.
         notes: A sentence for each missing part.
@@ -258,7 +259,7 @@ def read_adapter_files(choice: ChosenAgent) -> dict[str, bytes]:
 def find_base(
     choice: ChosenAgent, model: ModelConfig, adapter: bytes, quantization: str | None = None
 ) -> BaseModel:
-    """Return an agent's base, from the run's settings and `adapter`, its adapter_config.json."""
+    """Return an agent's base, by the settings of the run and the agent's adapter_config.json."""
     name, attributes = model.name, _attributes(choice)
     is_object = "model" in _objects(choice, attributes)
     source = None if is_object else _source(name)
@@ -287,7 +288,10 @@ def find_base(
 def adapter_contents(
     choice: ChosenAgent, base: BaseModel, adapter: Mapping[str, bytes]
 ) -> Contents:
-    """Return an adapter with its tokenizer, and with its base if that is embedded or GGUF."""
+    """Return the contents of an export of an adapter.
+
+    These are the adapter, the tokenizer, and the base if it is embedded or a GGUF file.
+    """
     config = _json(adapter[ADAPTER], ADAPTER)
     config["base_model_name_or_path"] = base.reference
     if base.revision is not None:
@@ -306,7 +310,7 @@ def adapter_contents(
 
 
 def merged_contents(choice: ChosenAgent, base: BaseModel, adapter: Mapping[str, bytes]) -> Contents:
-    """Return the merged model of a base and an adapter, with its tokenizer."""
+    """Return the contents of an export of one model that is merged from a base and an adapter."""
     why = (
         "it was given as an object, or is not found"
         if base.source is None
@@ -384,7 +388,7 @@ def _checked(file: Path, expected: str, whose: str, remedy: str) -> bytes:
 
 
 def _attributes(choice: ChosenAgent) -> dict[str, Any]:
-    """Return attributes.json of the checkpoint; empty if the run recorded no such file."""
+    """Return the content of a checkpoint's attributes.json; {} if the run recorded no such file."""
     expected = choice.files.get(ATTRIBUTES)
     if expected is None:
         return {}

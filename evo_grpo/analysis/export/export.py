@@ -1,4 +1,4 @@
-"""Exports an agent as a PEFT folder with its model card, and pushes it in one commit.
+"""Exports an agent as a PEFT folder with its model card, and pushes it to the Hub in one commit.
 
 The example code on the card runs without this package.
 """
@@ -120,7 +120,7 @@ class ExampleCode:
 
     @property
     def lora_rank(self) -> int:
-        """The value of vLLM's max_lora_rank."""
+        """The value of vLLM's max_lora_rank with which vLLM can load the export."""
         rank = self.contents.rank
         return next((limit for limit in VLLM_RANKS if limit >= rank), rank)
 
@@ -160,7 +160,7 @@ def _filled(text: str) -> str:
 
 
 def _row(example: ExampleCode) -> dict[str, Any]:
-    """Return a row of values that fill the template and have Python literals."""
+    """Return a row that fills the template and whose values can be written as Python literals."""
     row: dict[str, Any] = {}
     chats = example.template.conversations
     for name, value in example.row.items():
@@ -261,9 +261,8 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
 ) -> Path:
     """Write an agent of a run as a folder that loads without this package, with a model card.
 
-    Without `agent`, `member`, `round`, `best_ever` and `prefer` the winner is written: of a
-    finished run the winner of the final comparison, before the end the best agent of the last
-    round.
+    Without `agent`, `member`, `round`, `best_ever` and `prefer` the winner is written: the winner
+    of the final comparison or, if the run is not finished, the best agent of the last round.
 
     Args:
         run: Run folder with at least one finished round.
@@ -295,8 +294,8 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
             winner is worse than the base model and `anyway` is off.
         ModelError: The base cannot be loaded, or an adapter cannot be merged into it.
         RunDirError: `out` is not empty and `force` is off, or has a file that no export wrote.
-        RunFailedError: `out` cannot be written, or the Hub cannot be reached; in that case the
-            folder exists.
+        RunFailedError: `out` cannot be written; or the Hub cannot be reached after `out` was
+            written.
     """
     choice = choose_of(run, agent, member, round, best_ever=best_ever, prefer=prefer)
     return export_choice(choice, Path(out), merge=merge, push=push, force=force, anyway=anyway)

@@ -64,12 +64,12 @@ def loaded(
     env: object = None,
     max_output_tokens: int | None = None,
 ) -> Generator[Policy]:
-    """Load the base of a configuration, an adapter and, `with_env`, the task; yield the policy.
+    """Load the base of a configuration, an adapter and, if `with_env`, the task; yield the policy.
 
     The adapter's LoRA settings replace `model.lora` of the configuration. `task` is the single-turn
     task of the configuration, if it is already built; `env` replaces the task. The argument
-    `max_output_tokens` is used if the configuration has none. Of the agent's hyperparameters,
-    `hparams`, only `max_output_tokens` and `prompt` are used.
+    `max_output_tokens` is the limit of answers if the configuration has none. Of `hparams`, the
+    agent's hyperparameters, only `max_output_tokens` and `prompt` are used.
     """
     algorithm = config.algorithm
     longest = algorithm.longest_output(config.search_space())
@@ -133,8 +133,9 @@ def config_of(
 ) -> RunConfig:
     """Return the settings of a run; refuse a run whose base cannot be built from them.
 
-    A `command` that builds the task too needs the run's files unchanged, except those that `allow`
-    names. `env` is the environment of a run recorded with an object; messages name the `call`.
+    If a `command` is given, it builds the task too: the user's files must then be as in the run,
+    except those that `allow` names. `env` is the environment object for a run that was recorded
+    with one; messages name the `call` that passes it.
     """
     recorded, from_python = recorded_objects(choice.run), FromPython(env)
     if base := [name for name in ("model", "tokenizer") if name in recorded]:
@@ -164,14 +165,14 @@ def adapter_of(choice: ChosenAgent) -> Path:
 
 
 def played_out(play: Play, sampler: PopulationSampler) -> Play:
-    """Sample the turns of a play to the last one, and return the play."""
+    """Sample all remaining turns of the episodes of `play`, and return `play`."""
     while (ask := play.ask()) is not None:
         play.tell(sampler.sample(ask))
     return play
 
 
 def start_of(env: Any, split: Split, row: int) -> Any:  # noqa: ANN401 -- of any environment
-    """Return the start that `row` numbers in a split: a prompt, or the seed of an episode."""
+    """Return the start with number `row` in a split: a prompt, or the seed of an episode."""
     splits = getattr(getattr(env, "task", None), "splits", None)
     rows = None if splits is None else len(splits[split])
     if row < 0 or (rows is not None and row >= rows):
@@ -402,7 +403,7 @@ def _row(text: str, columns: Sequence[str]) -> dict[str, Any]:
 
 
 def show_sampled(console: Console, sampled: Sequence[Sampled]) -> None:
-    """Print a prompt and the answers to it, each with its own line breaks."""
+    """Print a prompt and the answers to it, with the line breaks that they contain."""
     for line in sampled[0].prompt.split("\n"):
         say(console, f"> {line}", "bold", wrap=True)
     for result in sampled:
@@ -414,6 +415,6 @@ def show_sampled(console: Console, sampled: Sequence[Sampled]) -> None:
 
 
 def show_answer(console: Console, text: str, after: str) -> None:
-    """Print an answer as an item of a list, with its own line breaks."""
+    """Print an answer, with the line breaks that it contains, as an item of a list."""
     for place, line in enumerate((text + after).split("\n")):
         say(console, f"{'    ' if place else '  - '}{line}", wrap=True)

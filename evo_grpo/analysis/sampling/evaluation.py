@@ -53,7 +53,7 @@ class Judged:
         base: The same value for the base, with the same draws; None if it was not evaluated.
         gain: Adapter minus base, over the prompts that both answered.
         gain_se: Paired standard error of the gain, NaN with fewer than two prompts.
-        interval: Interval of the gain with probability `LEVEL`, by Student's t over prompts.
+        interval: Confidence interval of the gain at level `LEVEL`, by Student's t over prompts.
         correct: The least reward of a correct completion, for `passes`.
         k: Completions of pass@k; None for the mean reward.
         passes: pass@k for each requested k.
@@ -208,7 +208,7 @@ def _judged(
 
 
 def _samples(fitness: FitnessConfig, split: JudgedOn, samples: int | None, most: int) -> int:
-    """Return completions per prompt, by `samples` or the run; refuse less than the k `most`."""
+    """Return the completions per prompt; refuse fewer than `most`, the largest k of pass@k."""
     # Validation repeats the draws of the final comparison, and its samples where it has any.
     default = fitness.test_samples if split == "test" else fitness.final_samples or fitness.samples
     per_prompt = fitness.per_prompt(samples or max(default, most))
@@ -237,7 +237,7 @@ def _gain(own: Score, base: Score) -> dict[str, Any]:
 
 
 def _check_finite(who: str, evaluation: Evaluation) -> None:
-    """Refuse log-probabilities or a mean reward that is not finite."""
+    """Raise RunFailedError if log-probabilities or the mean reward are not finite."""
     answers.check_answers(
         who, (trajectory.logprobs for trajectory in evaluation.experience.trajectories)
     )

@@ -48,7 +48,7 @@ GROUP_SIZES = (4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class TriedAnswer:
-    """One completion, or one episode.
+    """An answer to a prompt: a completion or, in a task of several turns, an episode.
 
     Attributes:
         text: The text that the reward functions get; of an episode, its turns on separate lines.
@@ -103,7 +103,7 @@ class Tried:
 
     @property
     def answers(self) -> tuple[TriedAnswer, ...]:
-        """All answers."""
+        """The answers to all prompts."""
         return tuple(answer for prompt in self.prompts for answer in prompt.answers)
 
     @property
@@ -123,7 +123,7 @@ class Tried:
 
     @property
     def run_seconds(self) -> float | None:
-        """Upper estimate of the run's seconds of sampling; None if the user wrote the answer."""
+        """Upper estimate of the run's time to sample, in s; None if the user wrote the answer."""
         seconds_per_answer = self.sampling_seconds / len(self.answers)
         return self.steps * self.answers_per_step * seconds_per_answer if self.steps else None
 

@@ -1,1 +1,1 @@
-"""The classes of this package with AgileRL's names, positions, defaults and extra parameters."""
+"""The public classes with the names, the arguments and the defaults that they have in AgileRL."""

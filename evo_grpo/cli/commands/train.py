@@ -53,7 +53,7 @@ _LAUNCHER = "EVO_GRPO_LAUNCHER"
 
 
 def _check_report(report: bool) -> None:
-    """Raise EngineUnavailable for --report without plotly."""
+    """Raise EngineUnavailable if --report is given and plotly is not installed."""
     if report and not is_silent_rank():
         from evo_grpo.readers.report.figures.axes import graph_objects
 
@@ -287,8 +287,9 @@ def reporting_early_errors() -> Generator[None]:
 def launch_ranks(ranks: int | None, arguments: Sequence[str]) -> None:
     """Start the process ranks of a run on this machine, wait for them, and exit with their code.
 
-    This returns at once if `ranks` is None or 1, or if this process is a rank already; ConfigError
-    if it is a rank of another number of processes. `arguments` are those of the command.
+    This returns at once if `ranks` is None or 1, or if this process is a rank already. ConfigError
+    is raised if this process is a rank and `ranks` differs from the number of ranks. `arguments`
+    are those of the command.
     """
     if is_one_of_several():
         if launcher := os.environ.pop(_LAUNCHER, ""):
@@ -347,7 +348,7 @@ def _run_ranks(ranks: int, command: Sequence[str]) -> NoReturn:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all process ranks; after one has failed, end those that do not end in time.
+    """Wait for all process ranks; if one has failed, end the others that do not end in time.
 
     Returns the exit code of rank 0 or, if that is 0, of the rank that failed first.
     """

@@ -35,18 +35,18 @@ class Plan(NamedTuple):
         prompts_per_step: Prompts, or episode seeds, of one agent's step in the first round.
         group_sizes: Least and most completions per prompt of an agent.
         rows_per_step: Rows of all agents in one step, the same in every round.
-        test_prompts: Prompts of the final comparison of base and best agent.
+        test_prompts: Prompts on which the base and the best agent are tested at the end.
         tokens_per_round: Most training tokens per round, over all agents.
         evaluation_tokens: Most tokens of the evaluations after each round: those of its agents, of
             racing, and of the comparison with the archive.
-        finalists: Most candidates of the final comparison; 0 if the run has no final comparison.
+        finalists: Most agents that the final comparison compares; 0 if the run has none.
         final_tokens: Most tokens of the final comparison.
         test_tokens: Most tokens of base and best agent on the test prompts.
         adapter_parameters: Parameters of one adapter, or None if unknown.
         memory: Memory plans of one process, one for each possible dtype of the base; empty if
             unknown. For a CUDA device of unknown size, few rows and tokens at once are assumed.
-        fit: Whether the run needs no more memory than the GPU to plan for has, or than this machine
-            has; None if the need or the size is unknown.
+        fit: Whether the run fits into the memory of the GPU that it is planned for, or else of this
+            machine; None if the need or the memory is unknown.
         prompts: Lengths of the prompts; None for a task that generates its rows.
         calls: The call of each reward function for the first row; empty for a task that generates
             its rows.
@@ -111,7 +111,7 @@ class Plan(NamedTuple):
 
     @property
     def base_bytes(self) -> dict[str, int]:
-        """Bytes of the base by dtype; with `engine.dtype: auto`, on the CPU and on CUDA."""
+        """Bytes of the base by dtype; `engine.dtype: auto` has the dtypes of the CPU and CUDA."""
         quantization = self.config.engine.quantization
         names = [memory.dtype for memory in self.memory] or list(machine.dtypes(self.config))
         sizes = {name: base_bytes(self.base, name, quantization) for name in names}
@@ -209,7 +209,7 @@ def _read_base(
 ) -> tuple[RunConfig, model_size.ModelSize, str | None]:
     """Return the settings with those of `model.adapter`, the size of the base, and a hub error.
 
-    The error says why the hub did not answer; None if it did, or was not asked.
+    The error says why the hub did not answer; it is None if the hub answered or was not asked.
     """
     failure = model_size.fetch_small_files(config.model.name) if online else None
     if online and failure is None:
@@ -229,7 +229,7 @@ def _read_base(
 
 
 def _missing_packages(engine: EngineConfig) -> Iterator[str]:
-    """Yield a warning for each setting whose package is missing; import nothing."""
+    """Yield a warning for each setting whose package is missing, without importing packages."""
     if engine.quantization is not None and find_spec("bitsandbytes") is None:
         yield (
             f"engine.quantization is {engine.quantization}, and this Python has no bitsandbytes: a "

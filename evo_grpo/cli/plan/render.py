@@ -57,7 +57,7 @@ def render_plan(plan: Plan, source: str) -> RenderableType:
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the rows (title, text) of a plan; one without a title continues the previous row."""
+    """Yield the rows (title, text) of a plan; a row without a title continues the row before it."""
     config = plan.config
     population, algorithm = config.population, config.algorithm
     yield (
@@ -130,7 +130,7 @@ def _prompts(lengths: PromptLengths) -> str:
 
 
 def _decisions(plan: Plan) -> str:
-    """Return, as text, the rounds after which the run decides, with their numbers of agents."""
+    """Return, as text, the rounds after which the run decides, and their numbers of agents."""
     if len(plan.decisions) == plan.config.population.rounds:
         return "after each round"
     parts: list[str] = []
@@ -276,7 +276,7 @@ def _base(plan: Plan) -> str:
 
 
 def _by_dtype(plan: Plan, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield each size with its dtype; with `engine.dtype: auto`, also with its device."""
+    """Yield each size as text, with its dtype; with `engine.dtype: auto`, also with its device."""
     places = {"float32": "float32 on the CPU", "bfloat16": "bfloat16 on CUDA"}
     auto = plan.config.engine.dtype == "auto" and len(sizes) > 1
     for dtype, size in sizes.items():
@@ -305,7 +305,7 @@ def _agent(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield rows about the memory of one process: peak, parts, and whether the GPU has as much."""
+    """Yield rows about the memory of one process: peak, parts, and whether they fit the GPU."""
     if not plan.memory:
         yield "memory", "unknown"
         return

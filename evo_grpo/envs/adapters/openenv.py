@@ -35,8 +35,8 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], OpenEnv]:
 
     In `env.args`, `action` names the field of the server's actions that gets the completion; the
     default is the required field. `observation` names the field of the server's observations that
-    the agent reads; the default is the only field, or all fields as JSON. All other keys are
-    arguments of the server's `reset`.
+    the agent reads; the default is the only field, or all fields as JSON. All other keys of
+    `env.args` are arguments of the server's `reset`.
     """
     kind, args = env.kind, dict(env.args)
     client = load_package(kind, "openenv.core", PACKAGE, REMEDY).GenericEnvClient
@@ -86,7 +86,7 @@ class OpenEnv:
         return self._text(result.observation), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Play one turn; its reward is 0 if the server sends none."""
+        """Play one turn; the reward is 0 if the server sends none."""
         result = self._session.step({self._action: action})
         done = check_flag(self._place, "done", result.done)
         reward = check_reward(self._place, result.reward or 0.0)
@@ -127,7 +127,7 @@ def _schema(kind: str, url: str) -> dict[str, _Fields]:
 
 
 def _fields(schema: Mapping[str, Any]) -> _Fields:
-    """Return the fields of a JSON schema that hold text, each with whether it is required."""
+    """Return the fields of a JSON schema that hold text: name -> whether it is required."""
     required = schema.get("required", ())
     return {
         name: name in required
@@ -137,7 +137,7 @@ def _fields(schema: Mapping[str, Any]) -> _Fields:
 
 
 def _field(part: str, chosen: object, candidates: Sequence[str], fields: _Fields) -> str:
-    """Return `chosen` if it is a field, or the only candidate if it is None; refuse all else."""
+    """Return `chosen`, which must be in `fields`; for None, return the only candidate."""
     if chosen is None and len(candidates) == 1:
         return candidates[0]
     if not isinstance(chosen, str) or chosen not in fields:

@@ -27,7 +27,7 @@ MAX_OUTPUT_TOKENS = 64
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Task:
-    """Build a task; `env.args` has the sizes of splits and the settings of the dataset."""
+    """Build the task of a dataset; `env.args` has the split sizes and settings of the dataset."""
     sizes = {f"{split}_size" for split in SPLITS}
     counts = {key: value for key, value in env.args.items() if key in sizes}
     settings = {key: value for key, value in env.args.items() if key not in sizes}
@@ -45,8 +45,8 @@ def reasoning_gym_task(
 ) -> Task:
     """Build a task with the columns question, answer and metadata.
 
-    No question occurs twice. If there are too few different questions, as for sums of two digits,
-    all splits are smaller, in the same proportions.
+    No question occurs twice. If the dataset has too few different questions, such as sums of two
+    digits, all splits are smaller, in the same proportions.
 
     Args:
         seed: Seed of the questions and of their division into splits.
@@ -88,7 +88,7 @@ def reasoning_gym_task(
 
 
 class _Scorer:
-    """Scores the text between <answer> tags, or the whole completion, by the dataset's function."""
+    """Scores a completion, or its part between <answer> tags, by the scoring of the dataset."""
 
     def __init__(self, source: ProceduralDataset) -> None:
         self._source = source

@@ -39,7 +39,10 @@ _ROLE = re.compile(r"\[(?:GAME|Player(?: \d+)?)\]")
 
 
 def random_opponent(seen: str, draw: np.random.Generator) -> str:
-    """Draw a move such as "[4]" from the last list of moves, else from the text; "" for none."""
+    """Draw a move such as "[4]" from the last list of moves in the text `seen`.
+
+    Without a list, any move in the text may be drawn; without a move, the result is "".
+    """
     lists = [_MOVE.findall(line) for line in _LISTED.findall(seen)]
     moves = next((listed_moves for listed_moves in reversed(lists) if listed_moves), None)
     if moves is None:
@@ -57,10 +60,10 @@ def build(
 ) -> Callable[[], TextArenaEnv]:
     """Return a factory of the TextArena game with the ID `name`.
 
-    In `env.args`, `players` is the number of sides; the default is 2, else 1, else the fewest that
-    the game allows. `player` is the side of the agent; the default is 0, which usually begins.
-    `opponent` is "random" or the "module:function" of an `Opponent`, which `load` imports. All
-    others are settings of the game's class.
+    In `env.args`, `players` is the number of sides; the default is 2 if the game allows it, else 1,
+    else the fewest that it allows. `player` is the side of the agent; the default is 0, which
+    usually begins. `opponent` is "random" or the "module:function" of an `Opponent`, which `load`
+    imports. All other arguments are settings of the game's class.
     """
     kind, args = env.kind, env.args
     make_game = _find(kind, name, args)
@@ -78,7 +81,7 @@ def build(
 
 
 class TextArenaEnv:
-    """An agent's side of a game; observations hold the messages since its last turn.
+    """An agent's side of a game; an observation has the messages since the agent's last turn.
 
     The game gives the reward at the end. If an opponent loses by an invalid move, the episode is
     truncated with a reward of 0, so that the agent does not learn to wait for such moves.

@@ -45,11 +45,11 @@ For each call, write a JSON object with its name and arguments between <tool_cal
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
-    """Return a factory of a TRL-style environment.
+    """Return a factory of environments that play with an object of the user's TRL-style class.
 
     `name` is "module:Class", or a function that returns an object of such a class. Of `env.args`,
-    `max_turns` limits the completions of an episode (default 8); all others are for the class.
-    `reset` gets one row of `train` per episode.
+    `max_turns` limits the completions of an episode (default 8); all other arguments are for the
+    class. `reset` gets one row of `train` per episode.
     """
     kind = env.kind
     rows = _rows(env)
@@ -84,7 +84,7 @@ class TrlStyleEnv:
 
     Args:
         make: Returns the object.
-        rows: Arguments of `reset`, a row per episode, chosen by the episode's seed.
+        rows: Rows of which the episode's seed chooses one as the arguments of `reset`.
         kind: Name in messages.
         max_turns: Completions after which the episode is truncated and scored.
         seed: Seed of the episodes that are begun without a seed.
@@ -122,7 +122,7 @@ class TrlStyleEnv:
         return "\n".join(part for part in (self._described, question) if part), {"row": row}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Run the calls in a completion; without calls, or after `max_turns`, score the episode."""
+        """Run the calls in a completion; without one, or after `max_turns`, score the episode."""
         self._turns += 1
         calls = _CALL.findall(action)
         with self._generators.swapped_in():
@@ -149,7 +149,7 @@ class TrlStyleEnv:
 
 
 def _rows(env: EnvConfig) -> Sequence[DatasetRow]:
-    """Return the rows of the episodes; refuse a prompt that cannot be read."""
+    """Return the rows of `env.train`, from which episodes begin; refuse unreadable prompts."""
     rows = [] if env.train is None else read_rows(env.train, "train", env.max_data_gb)
     for row in rows:
         try:

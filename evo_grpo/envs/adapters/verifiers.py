@@ -38,8 +38,9 @@ TASKS = 1000
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], VerifiersEnv]:
     """Return a factory of environments that play the tasks of a taskset.
 
-    `name` is the ID of a taskset that verifiers brings, or a module. Of `env.args`, `tasks` is the
-    number of tasks that are read (default 1000); all others are settings of the taskset.
+    `name` is the ID of a taskset in the package verifiers or in another module. Of `env.args`,
+    `tasks` is the number of tasks that are read (default 1000); all other arguments are settings of
+    the taskset.
     """
     kind, args = env.kind, env.args
     _module(kind, name)  # refuses the standard library
@@ -76,7 +77,7 @@ def check(name: str, env: EnvConfig, seed: int) -> None:
 
 
 class VerifiersEnv:
-    """Plays one task of an `Env` per episode, chosen by the episode's seed, with one agent."""
+    """Plays one task of a verifiers `Env` per episode; the episode's seed chooses the task."""
 
     draws_globally = True
 
@@ -142,7 +143,7 @@ class _TaskEpisode:
         self._episode = self._loop.create_task(self._run(source, task, role))
 
     async def ask(self, text: str) -> str:
-        """Hand a message to the agent and wait for its completion."""
+        """Post a message for the policy, and wait for its completion."""
         self._questions.put_nowait(text)
         return await self.answers.get()
 
@@ -280,7 +281,7 @@ def _module(kind: str, name: str) -> str:
 
 
 def _checked_role(vf: Any, kind: str, source: Any, task: Any) -> str:  # noqa: ANN401 -- an extra
-    """Return the only role of an environment; refuse one that needs more than text and Python."""
+    """Return an environment's only role; refuse a task that needs more than text and Python."""
     roles = list(vf.configs.agent.agent_config_fields(source.config))
     taskset, task_type = source.taskset, type(task)
     needs = {

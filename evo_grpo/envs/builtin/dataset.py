@@ -46,10 +46,10 @@ _OF_OTHER_KINDS = {"kind", "args", "max_turns"}
 
 @final
 class DatasetEnv:
-    r"""Your own rows and rewards: a prompt, a completion, a reward.
+    r"""A task of one turn on your own rows and reward functions: a prompt, a completion, a reward.
 
-    It is the task `dataset` of a configuration, but takes rows and functions instead of names. The
-    agents that train on it supply the tokenizer, the seed and `prompts_per_step`.
+    It is the task `dataset` of a configuration, but takes rows and functions, not only their names.
+    The agents that train on it supply the tokenizer, the seed and `prompts_per_step`.
 
     Args:
         train: Rows to learn from: a list of mappings, a pandas frame, a datasets.Dataset, or the
@@ -59,12 +59,13 @@ class DatasetEnv:
             "my_rewards:score". See `RewardFunction` for their arguments and results.
         validation: Rows that selection uses; types as for `train`. None holds out a tenth of the
             prompts of `train`.
-        test: Rows evaluated once, at the end; types and None as for `validation`.
+        test: Rows of the final evaluation; types and None as for `validation`.
         prompt: A raw template such as "{question}\nA:". Braces name columns.
         conversation: Messages such as [{"role": "user", "content": "Q: {question}"}] for the chat
             template, in place of `prompt`. With neither, the column "prompt", "question" or
             "messages" holds the user's message, or a conversation.
-        reward_weights: One factor per reward function, or some by name; 1 for all others.
+        reward_weights: One factor per reward function, or factors by name. A function without one
+            keeps its own weight, by default 1.
         name: Name in messages and records.
         **settings: Other keys of `env` in YAML, such as `reward_timeout`.
 
@@ -127,7 +128,7 @@ class DatasetEnv:
 
 
 def build(name: str, env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
-    """Build the task of a configuration with the user's rows, template and reward functions."""
+    """Build the task of `env`, with the user's rows, template and reward functions."""
     del name
     rewards = configured_rewards(env, load)
     if not rewards or env.args:
@@ -158,13 +159,14 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
     thinking: object = None,
     gigabytes: float = MAX_GIGABYTES,
 ) -> Task:
-    """Read the splits, hold out missing ones by a seeded shuffle, and check the columns.
+    """Build a task: read its splits, hold out rows for missing splits, and check the columns.
 
-    A missing validation or test split takes a tenth of the prompts of train; no prompt is in two
-    splits. With `validation_from_few`, a validation split uses the train rows if there are too few
-    prompts to hold any out. `sources` maps a split to a source of `tables.read_rows` or None; train
-    is required. If `template` is None, `default_template` makes one from the first row. With
-    `thinking` tags, a reward parameter `thinking` is not read from a column.
+    A missing validation or test split takes a tenth of the prompts of train by a seeded shuffle; no
+    prompt is in two splits. With `validation_from_few`, a missing validation split uses the train
+    rows if there are fewer than ten prompts. `sources` maps a split to a source for
+    `tables.read_rows` or None; train is required. If `template` is None, `default_template` makes
+    one from the first row. With `thinking` tags, the parameter `thinking` of a reward function
+    needs no column.
     """
     sources = by_splits(sources)
     rows: dict[Split, Sequence[DatasetRow]] = {
@@ -203,7 +205,7 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
 
 
 def _try_templates(rewards: Sequence[RewardFunction], row: DatasetRow, place: str) -> None:
-    """Fill in the templates of judges and reward models with the first row, before any training."""
+    """Fill in the templates of judges and reward models with a row, to find errors early."""
     for reward in rewards:
         if isinstance(reward.fn, Scorer):
             try:
@@ -213,7 +215,7 @@ def _try_templates(rewards: Sequence[RewardFunction], row: DatasetRow, place: st
 
 
 def default_template(row: DatasetRow) -> Messages:
-    """Return a template of the column "prompt", "question" or "messages": the first in the row."""
+    """Return a template of the first of the columns "prompt", "question", "messages" in `row`."""
     for column in ("prompt", "question", MESSAGES):
         if column in row:
             role = MESSAGES if holds_messages(row[column]) else "user"

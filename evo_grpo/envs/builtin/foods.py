@@ -19,7 +19,7 @@ def contains(completion: str, food: str) -> float:
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Task:
-    """Build the task of a configuration; `env.args` are the keywords of `foods_task`."""
+    """Build the task of `env`; `env.args` are the keywords of `foods_task`."""
     del name, seed  # one prompt: nothing to draw
     return foods_task(**checked_arguments(env, foods_task))
 
@@ -32,7 +32,10 @@ def foods_task(
     validation_size: int = 64,
     test_size: int = 256,
 ) -> Task:
-    """Build the task: one prompt, repeated in each split. The model knows ten values of `name`."""
+    """Build the task, whose splits repeat the prompt "<name> likes "; the reward is for `food`.
+
+    tiny-foods knows ten values of `name`.
+    """
     sizes = dict(zip(SPLITS, (train_size, validation_size, test_size), strict=True))
     too_many = max(sizes.values()) > MOST_ROWS
     if not name.strip() or not food.strip() or min(sizes.values()) < 1 or too_many:

@@ -34,7 +34,7 @@ def digits(completion: str, answer: str) -> float:
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Task:
-    """Build the task of a configuration; `env.args` are the keywords of `sums_task`."""
+    """Build the task of `env`; `env.args` are the keywords of `sums_task`."""
     del name
     return sums_task(seed, **checked_arguments(env, sums_task))
 
@@ -56,7 +56,7 @@ def sums_task(
         high: Greatest summand, in [low, 99].
         train_size: Rows to learn from; None takes all that the other splits leave.
         validation_size: Rows for selection; None takes 5% of the pairs, at least one.
-        test_size: As `validation_size`, for the final evaluation.
+        test_size: Rows of the final evaluation; None as for `validation_size`.
     """
     if not 0 <= low <= high <= 99:
         raise ConfigError(

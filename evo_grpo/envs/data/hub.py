@@ -28,7 +28,7 @@ _ROWS: dict[str, list[dict[str, Any]]] = {}
 
 
 def hub_dataset(source: object) -> HubDataset | None:
-    """Return the dataset of the Hub that `source` names; None if it is a path or no such name."""
+    """Return the dataset of the Hub that `source` names; None if it names none, as a path does."""
     if isinstance(source, HubDataset):
         return source
     if not isinstance(source, str) or not _ID.fullmatch(source):
@@ -40,7 +40,7 @@ def hub_dataset(source: object) -> HubDataset | None:
 
 
 def read_hub(dataset: HubDataset, name: str, gigabytes: float) -> list[dict[str, Any]]:
-    """Read the split that a dataset names, or else the split in `name`, such as "env.train"."""
+    """Read the rows of the split in `dataset`, or else of that in `name`, such as "env.train"."""
     dataset_split = _with_split(dataset, name)
     key = dataset_split.model_dump_json()
     if key in _ROWS:
@@ -53,7 +53,7 @@ def read_hub(dataset: HubDataset, name: str, gigabytes: float) -> list[dict[str,
 
 
 def pinned(env: EnvConfig) -> dict[str, HubDataset]:
-    """Return the datasets of the Hub in `env`, by setting, pinned to their current commits."""
+    """Return setting -> dataset, with its current commit, for each dataset of the Hub in `env`."""
     sources = {name: hub_dataset(getattr(env, name)) for name in _SPLITS}
     return {
         name: _with_split(dataset, name).replace(
@@ -70,7 +70,7 @@ def _with_split(dataset: HubDataset, name: str) -> HubDataset:
 
 
 def _commit(dataset: HubDataset, where: str) -> str | None:
-    """Return the commit of a revision, or the revision itself if HF_HUB_OFFLINE is set."""
+    """Return the commit of a dataset's revision, or the revision itself with HF_HUB_OFFLINE."""
     # Imported here: slow to load for runs that read files.
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import (

@@ -50,8 +50,8 @@ class Row(dict[str, Any]):
     """The values of a row by column, and the place of the row in its source, for messages.
 
     Attributes:
-        place: For instance "train (rows.jsonl), line 3". Rows of a text file have the line in which
-            they begin, others their number from 0.
+        place: For instance "train (rows.jsonl), line 3". A row of a text file has the line in which
+            it begins; a row of any other source has its number from 0.
     """
 
     __slots__ = ("_number", "_source")
@@ -62,7 +62,7 @@ class Row(dict[str, Any]):
 
     @property
     def place(self) -> str:
-        """The place where the row was read."""
+        """The source of the row, and its line or number there."""
         return f"{self._source} {self._number}"
 
     def having(self, values: Mapping[str, Any]) -> Row:
@@ -147,7 +147,7 @@ def require_columns(
     *,
     filled: Collection[str] = (),
 ) -> None:
-    """Check that rows have the columns in `needs`, which maps each to the part that needs it.
+    """Check that rows have the columns in `needs`: column -> what needs it, for messages.
 
     No value of the columns in `filled` may be None.
     """
@@ -165,7 +165,7 @@ def require_columns(
 
 
 def _row(values: Any, source: str, number: int) -> Row:  # noqa: ANN401 -- of any dataset
-    """Return a row of `source`, such as "train (rows.jsonl), line"."""
+    """Return `values` as a row of `source`, such as "train (rows.jsonl), line", or refuse them."""
     if isinstance(values, Row):
         return values
     if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
@@ -229,14 +229,14 @@ def _file_rows(path: Path, name: str, gigabytes: float) -> _Rows:
 
 @final
 class BoundedFile:
-    """An input file with a memory limit; `place` says for messages which part was read last."""
+    """An input file with a memory limit; messages name `place`, the part that was read last."""
 
     def __init__(self, path: Path, name: str, gigabytes: float) -> None:
         self.path, self.name, self.place = path, name, name
         self.left = self._limit = int(gigabytes * 1e9)
 
     def spend(self, count: int) -> None:
-        """Count bytes of memory; refuse to exceed the limit."""
+        """Count bytes of memory that rows take, and refuse to exceed the limit."""
         self.left -= count
         if self.left < 0:
             raise DataError(
@@ -309,7 +309,7 @@ def _parsed(file: BoundedFile, text: str) -> object:
 
 
 def _needs_check(text: str) -> bool:
-    """Return whether JSON needs `_check`: it has many brackets, or an escaped surrogate."""
+    """Return whether JSON text needs `_check`: it has many brackets, or an escaped surrogate."""
     brackets = text.count("[") + text.count("{")
     return brackets > MOST_LEVELS or _SURROGATE_ESCAPE.search(text) is not None
 

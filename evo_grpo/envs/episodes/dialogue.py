@@ -19,16 +19,16 @@ _COMPLETION = "@@completion@@"
 
 
 def opening(system_prompt: str | None = None) -> list[Mapping[str, str]]:
-    """Return the opening messages: a system prompt, if there is one, and the first observation."""
+    """Return the messages of a first prompt: a system prompt, if any, and the first observation."""
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     return [*system, {"role": "user", "content": f"{{{OBSERVATION}}}"}]
 
 
 class Dialogue:
-    """Turns the texts of an environment into the token ids between two completions.
+    """Turns the texts of an environment into the token ids before and between completions.
 
-    `messages` is a list for the chat template (called with `keywords`) or a raw text; both contain
-    {observation}. If None, the observation is a user message.
+    `messages`, the first prompt, is a list for the chat template (which gets `keywords`) or a raw
+    text, and contains {observation}. If None, it is one user message.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Dialogue:
         return self._template.conversation is None
 
     def open(self, observation: str) -> tuple[str, list[int]]:
-        """Return text and token ids of the first prompt."""
+        """Return the text and the token ids of the first prompt."""
         text, ids = self._template.render({OBSERVATION: observation}, self.tokenizer)
         return text, list(ids)
 
@@ -72,7 +72,7 @@ class Dialogue:
         return ids[1:] if not self.raw and ids[:1] == [closed] else ids
 
     def _between(self, observation: str) -> str:
-        """Return the template's text between a completion and the next turn of the policy."""
+        """Return the text that the template puts between a completion and the next completion."""
         # Imported here: it comes with transformers, and is only needed once a tokenizer exists.
         from jinja2 import TemplateError
 

@@ -34,7 +34,7 @@ _SEEDS = 2**31
 
 
 class MultiTurnGym:
-    """An environment of many turns; seeds determine its episodes, and rewards are cumulative.
+    """An environment of many turns: seeds determine episodes, whose rewards add up over turns.
 
     Args:
         env_factory: Returns a new environment at each call: a `MultiTurnEnv`, or a
@@ -42,10 +42,11 @@ class MultiTurnGym:
         tokenizer: The tokenizer of the base model; None takes the wrapper's.
         max_turns: Completions after which an episode ends, at most the wrapper's; None takes the
             wrapper's.
-        batch_size: P, episode seeds per step; each agent plays a group of episodes of each.
+        batch_size: P, episode seeds per step; each agent plays a group of episodes from each seed.
         seed: Seed from which the episode seeds are derived.
         max_output_tokens: Tokens of one completion; None takes the wrapper's.
-        max_model_len: Tokens of an episode; None takes the wrapper's, and the model's context.
+        max_model_len: Tokens of an episode, at most the model's context; None takes the wrapper's
+            limit.
         apply_chat_template: As for `TokenObservationWrapper`, around a bare environment.
         conversation_template: As for `TokenObservationWrapper`.
         chat_template_kwargs: As for `TokenObservationWrapper`.
@@ -119,19 +120,19 @@ class MultiTurnGym:
 
     @classmethod
     def of(cls, episode: TokenObservationWrapper) -> MultiTurnGym:
-        """Return a gym that plays all episodes one after the other in one wrapper."""
+        """Return a gym that plays all episodes, one after the other, in the wrapper `episode`."""
         gym = cls(lambda: episode, max_environments=1)
         gym._renews = False
         return gym
 
     @property
     def side_by_side(self) -> bool:
-        """Whether plays may run at once, in threads: not if one wrapper plays all episodes."""
+        """Whether plays may run at once, in threads; False if one wrapper plays all episodes."""
         return self._renews
 
     @property
     def width(self) -> int | None:
-        """Greatest number of environments of one play; None for one per episode."""
+        """Greatest number of environments that a play uses at once; None makes one per episode."""
         most = self.max_environments
         return None if most is None else most // self.plays
 
@@ -161,7 +162,7 @@ class MultiTurnGym:
             episode.limit_context(self._context)
 
     def begin(self, starts: Sequence[Sequence[int]], group_sizes: Sequence[int]) -> EpisodePlay:
-        """Begin a group of episodes of each seed for every agent."""
+        """Begin a play in which every agent plays a group of episodes from each seed."""
         return EpisodePlay(self, starts, group_sizes)
 
     def take(self) -> TokenObservationWrapper:
@@ -177,7 +178,7 @@ class MultiTurnGym:
             return episode
 
     def give_back(self, episode: TokenObservationWrapper) -> None:
-        """Keep an environment for the next episode, or close it if it failed in this episode."""
+        """Keep an environment for another episode, or close it if its episode raised an error."""
         with self._shared:
             self._lent.pop(id(episode.env), None)
             # The state of an environment that raised is unknown.
@@ -277,7 +278,7 @@ def _metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
 
 @final
 class EpisodePlay:
-    """A play in which each of N agents plays a group of episodes per seed; see `Play`.
+    """A play in which each of N agents plays a group of episodes from each seed; see `Play`.
 
     An episode in which the environment raises an error is dropped: its reward is NaN.
     """
@@ -305,7 +306,7 @@ class EpisodePlay:
         self._begin_waves()
 
     def ask(self) -> Ask | None:
-        """Return the prompts of the running episodes; an agent without such has no prompts."""
+        """Return the prompts of the running episodes; an agent without any has no prompts."""
         live = self._live()
         if not any(live):
             return None
@@ -326,7 +327,7 @@ class EpisodePlay:
             self._begin_waves()
 
     def experiences(self) -> list[Experience]:
-        """Return the episodes and rewards of each agent."""
+        """Return the trajectories and the rewards of each agent's episodes."""
         episodes = [episode for agent_episodes in self._done for episode in agent_episodes]
         self._gym.count_failures(episodes, self._seeds)
         return [
@@ -356,7 +357,7 @@ class EpisodePlay:
             self._attempt(watch, running, partial(running.episode.reset, seed=running.seed))
 
     def _attempt(self, watch: Watch, running: _Running, make: Callable[[], object]) -> None:
-        """Call `make`, a reset or a step; drop the episode if the environment raises."""
+        """Call `make`, a reset or a step; drop the episode if the call raises an error."""
         episode = running.episode
 
         def title() -> str:

@@ -77,7 +77,8 @@ class TokenObservationWrapper:
             the agent.
         max_model_len: Tokens of an episode; None is the model's context. An episode ends when the
             environment's message leaves no room for `max_output_tokens`.
-        max_output_tokens: Tokens of one completion; None keeps room for one token.
+        max_output_tokens: Tokens of one completion, for which a prompt leaves room; None leaves
+            room for one token.
         apply_chat_template: False joins the texts as they are.
         conversation_template: Opening messages or raw text with {observation} in it; None is one
             user message.
@@ -90,14 +91,14 @@ class TokenObservationWrapper:
 
     Attributes:
         token_ids: The ids of the episode so far.
-        mask: One per id: True if the policy sampled it.
-        logprobs: One per sampled id; None once a turn has unknown log-probs, as after `step` with
-            ids.
+        mask: For each id, whether the policy sampled it.
+        logprobs: Log-probs, one per sampled id; None once those of a turn are unknown, as after
+            `step`.
         total_reward: Cumulative reward.
         turns: Completions so far.
-        end: Empty while the episode runs, "closed" before the first `reset`, else terminated,
-            truncated, max_turns, context or error.
-        error: The exception of the environment, else empty.
+        end: Why the episode ended: terminated, truncated, max_turns, context or error. Empty while
+            it runs, "closed" before the first `reset`.
+        error: The exception that the environment raised, or empty.
     """
 
     def __init__(  # noqa: PLR0913 -- all but the first three have defaults
@@ -220,9 +221,9 @@ class TokenObservationWrapper:
         return {} if self.end else self.observation, reward, terminated, truncated, info
 
     def take_turn(self, completion: Completion) -> tuple[float, dict[str, Any]]:
-        """Hand a sampled completion to the environment; return the turn's reward, and info.
+        """Give a completion to the environment; return the reward of the turn, and info.
 
-        An error of the environment is raised; `MultiTurnGym` then calls `drop`.
+        Errors of the environment are not caught; `MultiTurnGym` then calls `drop`.
         """
         if self.end:
             raise ConfigError(
@@ -286,7 +287,7 @@ class TokenObservationWrapper:
 
     @property
     def trajectory(self) -> Trajectory:
-        """The episode so far; without tokens if it was dropped."""
+        """The episode so far; without token ids if it was dropped."""
         span = slice(0 if self.error else None)
         # The environment's lines are marked, so that a reader can tell them from completions.
         lines = [
@@ -333,15 +334,15 @@ class TokenObservationWrapper:
 
 
 def check_reset(name: str, returned: object) -> tuple[str, dict[str, Any]]:
-    """Check the result of `reset`: (text, info)."""
+    """Check and return the result of `reset`: (text, info)."""
     text, info = _checked_parts(f"{name}.reset", returned, ("text", "info"))
     return check_text(f"{name}.reset", text), info
 
 
 def check_step(name: str, returned: object) -> tuple[object, float, bool, bool, dict[str, Any]]:
-    """Check the result of `step`: (text, reward, terminated, truncated, info).
+    """Check and return the result of `step`: (text, reward, terminated, truncated, info).
 
-    The text itself is not checked.
+    The text may be of any type.
     """
     place = f"{name}.step"
     text, reward, terminated, truncated, info = _checked_parts(
@@ -397,7 +398,7 @@ def check_flag(place: str, name: str, value: Any) -> bool:  # noqa: ANN401 -- wh
 
 
 def _checked_parts(place: str, returned: object, names: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return the parts of a tuple, the last part (info) as a dict."""
+    """Return the parts called `names` of a result, which must be a tuple; info becomes a dict."""
     try:
         # By type(): a value may report another __class__, or raise.
         if not issubclass(type(returned), tuple) or len(cast("Any", returned)) != len(names):

@@ -40,7 +40,7 @@ FOREIGN = {
 class UnusableRewardError(RewardError):
     """A reward is NaN, infinite or too large, or a judge's answer has no score.
 
-    `env.reward_failures` counts it even where a reward of a wrong type ends the run.
+    The limit `env.reward_failures` applies to it, whatever `env.reward_errors` is.
     """
 
 
@@ -48,11 +48,11 @@ class Board(Protocol):
     """A mapping from names to short texts that the processes of a run share."""
 
     def swap(self, name: str, old: str, new: str) -> str:
-        """Set the text of a name to `new` if it is `old` ("": unset); return the name's text."""
+        """Set the text of `name` to `new` if it is `old` ("" if unset); return the final text."""
         ...
 
     def write(self, texts: Mapping[str, str]) -> None:
-        """Write texts by name."""
+        """Set the text of each name in `texts`."""
         ...
 
     def read(self, names: Sequence[str]) -> Sequence[str]:
@@ -64,11 +64,11 @@ class Scorer(ABC):
     """A reward function of this package, which scores completions with a model.
 
     It is called once per batch, in the process of the run, and several threads may call it at once.
-    `env.reward_timeout` and `env.isolate` apply to code of the user alone.
+    `env.reward_timeout` and `env.isolate` do not apply to it, but only to functions of the user.
 
     Attributes:
         templates: The `prompts.Template`s of the model's prompt.
-        columns: Names of the columns in the templates.
+        columns: Names of the columns in the templates, without "completion" and "prompt".
     """
 
     __name__: str = "scorer"
@@ -79,7 +79,7 @@ class Scorer(ABC):
         self.columns = [name for name in names if name not in ("completion", "prompt")]
 
     def fill(self, row: Mapping[str, Any]) -> None:
-        """Fill in the templates with a row, a completion and a prompt, to find errors early."""
+        """Fill in the templates with a row, its completion and its prompt, to find errors early."""
         for template in self.templates:
             template.plain(row)
 
@@ -94,7 +94,7 @@ class Scorer(ABC):
     def __call__(
         self, *, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | RewardError]:
-        """Return a reward for each of B completions, or a RewardError if it is unusable.
+        """Return for each of B completions a reward, or a RewardError if there is no usable reward.
 
         `prompts` are the B texts that the agents were given; each of `columns` has B values.
         """
@@ -103,7 +103,7 @@ class Scorer(ABC):
 def template_rows(
     completions: Sequence[str], prompts: Sequence[str], columns: Mapping[str, Sequence[Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the template variables of each of B completions."""
+    """Yield, for each of B completions, the values of its columns, `completion` and `prompt`."""
     for number, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
         row = {name: values[number] for name, values in columns.items()}
         yield {**row, "completion": completion, "prompt": prompt}
@@ -118,8 +118,8 @@ class RewardFunction:
         fn: `fn(completion=..., **columns) -> float | None`, called per row with the columns that
             its parameters name; with **kwargs, it gets all columns and "prompt". With a parameter
             `completions` it is a batch function: `fn(completions=[...], prompts=[...], **columns)
-            -> list[float | None]`, whose columns are lists. Either may be async. None abstains.
-            Keywords that a `functools.partial` binds keep their values.
+            -> list[float | None]`, whose columns are lists. Both kinds may be async. A function
+            abstains by returning None. Keywords that a `functools.partial` binds keep their values.
         weight: Factor of the reward in the sum, from -1e15 to 1e15.
         style: "trl" if `fn` is called as TRL calls it; see `scoring.Samples`.
 
@@ -166,7 +166,7 @@ class RewardFunction:
 
     @cached_property  # scoring reads it once per row; reading a signature takes 15 us
     def is_batch(self) -> bool:
-        """Whether the function is called with lists."""
+        """Whether the function is called once per batch, with lists."""
         return self.style == "trl" or "completions" in self.names()
 
     @property
@@ -180,7 +180,7 @@ class RewardFunction:
         return self.fn.keywords.keys() if isinstance(self.fn, partial) else ()
 
     def required_columns(self) -> dict[str, str]:
-        """Return the columns that a call needs, each with the function's name for messages."""
+        """Return each column that a call needs -> a phrase for messages that names the function."""
         if isinstance(self.fn, Scorer):
             return dict.fromkeys(self.fn.columns, f"the templates of the reward {self.name!r}")
         passed = PASSED if self.style == "trl" else BATCH_NAMES if self.is_batch else ROW_NAMES
@@ -191,7 +191,7 @@ class RewardFunction:
         }
 
     def names(self) -> set[str]:
-        """Return the names of the parameters that a call passes."""
+        """Return the names of the parameters that can be passed by name and are not bound."""
         return {p.name for p in self._parameters().values() if p.kind in _BY_NAME}
 
     def _parameters(self) -> Mapping[str, Parameter]:
@@ -206,9 +206,9 @@ class RewardFunction:
 
 
 def required_columns(rewards: Sequence[RewardFunction], thinking: object) -> dict[str, str]:
-    """Return the columns that reward functions need, each with the function that needs it.
+    """Return each column that reward functions need -> a phrase that names the function.
 
-    With `thinking` tags, the parameter `thinking` is no column.
+    If there are `thinking` tags, the parameter `thinking` of a function does not count as a column.
     """
     needs = {name: who for reward in rewards for name, who in reward.required_columns().items()}
     if thinking is not None:
@@ -225,12 +225,12 @@ def unknown_reward(name: str, names: Sequence[str]) -> str:
 
 
 def _foreign(parameter: str) -> str:
-    """Return the entry of `FOREIGN` for a parameter, in parentheses, or ""."""
+    """Return what `FOREIGN` says of a parameter, in parentheses, or "" if it says nothing."""
     return f" ({FOREIGN[parameter]}: see {PAGE})" if parameter in FOREIGN else ""
 
 
 def hint(error: BaseException) -> str:
-    """Return what to change if `error` looks like that of a function for another trainer, or ""."""
+    """Return a remedy if `error` seems due to a reward function for another trainer, or ""."""
     # Neither str nor isinstance: both may call methods that a user's object defines.
     args: tuple[object, ...] = vars(BaseException)["args"].__get__(error)
     message = args[0] if args and type(args[0]) is str else ""

@@ -1,4 +1,4 @@
-"""Asks a judge over HTTP, and keeps its answers."""
+"""Asks a judge, a language model behind an API, over HTTP, and keeps its answers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Client:
             ) from None
 
     def key(self) -> str | None:
-        """Return the API key; None if the settings name none."""
+        """Return the API key from its environment variable; None if the settings name none."""
         name = self.settings.key_variable
         if name is None:
             return None
@@ -101,12 +101,12 @@ class Client:
         """Send requests, at most `concurrency` at a time in all threads together.
 
         Inside a running event loop, as in a notebook, another thread sends them. `bodies` has the
-        JSON body of each request, by the question's key; `keep` gets key and JSON of each reply as
-        it comes.
+        JSON body of each request, by the question's key; `keep` is called with the key and the JSON
+        of each reply when it arrives.
 
-        Returns the requests without a reply after all retries. If a request fails and no other got
-        a reply in the meantime, the remaining requests are not sent. Raises RewardError if the API
-        refuses the key, or does not know the URL or the model.
+        Returns the questions that have no reply after all retries. If a request fails and no other
+        got a reply in the meantime, the remaining requests are not sent. Raises RewardError if the
+        API refuses the key, or does not know the URL or the model.
         """
         asking = _Asking(self, keep)
         work = asking.all(bodies)
@@ -121,7 +121,7 @@ class Client:
 
 
 class _Asking:
-    """The requests of one batch."""
+    """Sends the requests of one call of `Client.ask`, several at a time."""
 
     def __init__(self, client: Client, keep: Keep) -> None:
         self.url, self.settings, self._places = client.url, client.settings, client.places
@@ -184,7 +184,7 @@ class _Asking:
 
     @asynccontextmanager
     async def _place(self) -> AsyncGenerator[None]:
-        """Hold one of the places that all threads share, without blocking the event loop."""
+        """Hold one of the `Client.places` in a `with` block, without blocking the event loop."""
         while not self._places.acquire(blocking=False):
             if self.stopped.is_set():
                 raise _RequestFailure("it was not asked")
@@ -250,7 +250,7 @@ class _Asking:
         return fields
 
     def _refusal(self, status: int, data: bytes, headers: Mapping[str, str]) -> _RequestFailure:
-        """Return the failure for a status; RewardError if every request would get this status."""
+        """Return the failure for a status; raise RewardError if every request would get it."""
         url, name = self.settings.url, self.settings.key_variable
         text = self._excerpt(data)
         why = ""
@@ -295,7 +295,7 @@ _SUFFIX = ".jsonl"
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that has been paid for.
+    """A judge's answer to one question.
 
     Attributes:
         score: From 0 to 1; None if the answer has no score that can be used.
@@ -319,9 +319,10 @@ class Answers:
     Attributes:
         known: The answers by question.
         unrecorded: Answers that are in no file, because this process has no folder.
-        count: Answers to this process and, where `record_in` counts them, those in the files.
+        count: Number of answers to this process, plus those in the files if `record_in` counts
+            them.
         input: Tokens that the judge read for the counted answers.
-        output: Tokens of the counted answers.
+        output: Tokens that the judge wrote in the counted answers.
     """
 
     def __init__(self) -> None:
@@ -331,11 +332,11 @@ class Answers:
         self._path: Path | None = None
 
     def record_in(self, folder: Path, name: str, *, counts: bool = True) -> None:
-        """Read the answers in all files of a folder; append new answers to `<name>.jsonl` in it.
+        """Read the answers in all files of a folder; append new ones to `<name>.jsonl` there.
 
         The folder and the file are created with the first new answer, which also removes a line
         that a kill cut off. A damaged line causes a warning; its question is asked again. With
-        `counts`, the answers of this judge to all processes count.
+        `counts`, `count`, `input` and `output` include the answers of this judge in all the files.
         """
         judge = name.rpartition("rank-")[0]
         # The cost of an earlier run is recorded in its folder, or in the files below.
@@ -356,14 +357,14 @@ class Answers:
         self._path = folder / (name + _SUFFIX)
 
     def add(self, key: str, answer: Answer) -> Answer:
-        """Keep an answer, its text cut, in memory and by `write`; return the answer as kept."""
+        """Keep an answer with its text cut, write it to the file, and return the cut answer."""
         answer = Answer(answer.score, answer.text[-TEXT_CHARACTERS:], answer.input, answer.output)
         self.keep(key, answer, counts=True)
         self.write({key: answer})
         return answer
 
     def write(self, answers: Mapping[str, Answer]) -> None:
-        """Append answers to the file, or raise RunFailedError; without a file, to `unrecorded`."""
+        """Append answers to the file or raise RunFailedError; without one, add to `unrecorded`."""
         if self._path is None:
             self.unrecorded |= answers
             return
@@ -378,7 +379,7 @@ class Answers:
                 sync(self._path.parent)
 
     def keep(self, key: str, answer: Answer, *, counts: bool) -> None:
-        """Keep an answer in memory; with `counts`, add it to the totals."""
+        """Keep an answer in memory; with `counts`, add it to `count`, `input` and `output`."""
         if counts:
             self.count += 1
             self.input += answer.input
@@ -392,7 +393,7 @@ def _line(key: str, answer: Answer) -> str:
 
 
 class ReadAnswers(NamedTuple):
-    """The content of a file: answers, the number of damaged lines, bytes that a kill cut off."""
+    """The content of a file: its answers, and the numbers of damaged lines and of cut-off bytes."""
 
     answers: list[tuple[str, Answer]]
     damaged: int
@@ -400,7 +401,7 @@ class ReadAnswers(NamedTuple):
 
 
 def answer_files(folder: Path) -> list[Path]:
-    """Return the files of answers in a folder, which may be missing."""
+    """Return the files of answers in a folder, or [] if the folder is missing."""
     return sorted(folder.glob(f"*{_SUFFIX}"))
 
 

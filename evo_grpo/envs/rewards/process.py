@@ -54,7 +54,7 @@ class RewardProcess:
         self._running: tuple[subprocess.Popen[bytes], Connection[Any, Any]] | None = None
 
     def score(self, batch: CompletionBatch) -> Scored:
-        """Score a batch in the process; raise an error that it sends, or one if it ends."""
+        """Score a batch in the process; raise the error that it sends, or one if it ends early."""
         calls = calls_of(self._rewards, batch)
         try:
             connection = self._connected()
@@ -133,7 +133,7 @@ class RewardProcess:
 
 
 def _polled(connection: Connection[Any, Any], seconds: float | None) -> bool:
-    """Wait up to `seconds` (None: without limit) and return whether there is a message."""
+    """Wait up to `seconds` (None: without limit) for a message; return whether one has come."""
     end = None if seconds is None else time.monotonic() + seconds
     while True:
         check_not_stopped()
@@ -171,7 +171,7 @@ def _send(connection: Connection[Any, Any], message: object) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, even during a call."""
+    """End this process when its parent, of process id `parent`, has ended, even during a call."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(0)

@@ -145,16 +145,20 @@ class Judge(Scorer):
         self._claim = f"asked by {uuid4().hex}"
 
     def prepare(self, device: str) -> None:
-        """Check that the environment variable with the API key is set."""
+        """Check the API key and the settings of the connection."""
         del device
         self._client.check_key()
 
     def record_in(self, folder: Path, name: str, *, counts: bool = True) -> None:
-        """Keep answers in a file of a folder; use the answers in all files of the folder."""
+        """Append new answers to a file in a folder, and use all answers there; see `Answers`."""
         self._answers.record_in(folder, name, counts=counts)
 
     def share(self, board: Board, *, known: bool) -> None:
-        """Ask no question that another process claims on `board`; `known` posts answers to it."""
+        """Share questions and answers with other processes on `board`.
+
+        A question that another process has claimed is not asked. With `known`, the answers so far
+        are posted.
+        """
         self._board = board
         if known:
             board.write({key: _told(answer) for key, answer in self._answers.known.items()})
@@ -170,7 +174,7 @@ class Judge(Scorer):
             self._answers.sync()
 
     def spent(self) -> Mapping[str, float]:
-        """Return the number of answers, their tokens, and their cost by the prices given."""
+        """Return the numbers of answers and tokens, and the cost by the prices in the settings."""
         answers = self._answers
         settings = self.settings
         cost = answers.input * settings.input_price + answers.output * settings.output_price
@@ -224,7 +228,7 @@ class Judge(Scorer):
         ]
 
     def _settle(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
-        """Wait for an answer or a failure of each question, from any thread; return failures."""
+        """Ask each question, unless another thread asks it; return the questions that failed."""
         failed: dict[str, Unanswered] = {}
         while True:
             with self._change:
@@ -247,7 +251,7 @@ class Judge(Scorer):
                     self._change.notify_all()
 
     def _ask(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
-        """Send the questions that no other process asks, wait for the others; return failures."""
+        """Send the questions that no other process claims, await the rest; return failures."""
         board = self._board
         if board is None:
             return self._client.ask(questions, self._keep)
@@ -281,14 +285,14 @@ class Judge(Scorer):
         return failed
 
     def _claimed(self, board: Board, key: str) -> bool:
-        """Claim a question; return False if another process asks it or has answered it."""
+        """Claim a question on the board; return False if another process asks or answered it."""
         posted = board.swap(key, "", self._claim)
         if posted.startswith("{") and "why" in json.loads(posted):  # it failed, some time ago
             posted = board.swap(key, posted, self._claim)
         return posted == self._claim
 
     def _keep_shared(self, key: str, told: Mapping[str, Any]) -> dict[str, Unanswered]:
-        """Keep another process's answer to a question; return the failure of a failed question."""
+        """Keep the answer that another process posted, or return the failure that it posted."""
         if "why" in told:
             return {key: Unanswered(told["why"])}
         with self._change:
@@ -352,13 +356,13 @@ class Judge(Scorer):
 
 
 def _told(answer: Answer) -> str:
-    """Return an answer as JSON for other processes; its text only if it has no score."""
+    """Return an answer as JSON for other processes, with its text only if there is no score."""
     text = answer.text if answer.score is None else ""
     return json.dumps({"score": answer.score, "text": text})
 
 
 def read_score(settings: JudgeReward, reply: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Return a reply's score in [0, 1], or None without one, and the text of its answer."""
+    """Return the score in a reply, from 0 to 1 or None, and the text of the judge's answer."""
     choice = _first(reply.get("choices"))
     message = choice.get("message")
     content = cast("Mapping[str, object]", message).get("content") if _maps(message) else None
@@ -385,7 +389,8 @@ def _by_tag(settings: JudgeReward, text: str) -> float | None:
 def _by_logprob(settings: JudgeReward, choice: Mapping[str, object]) -> float | None:
     """Return the mean score of `settings.answers`, weighted by their probabilities as first token.
 
-    None if these probabilities are missing, or add up to less than `LEAST_PROBABILITY`.
+    Returns None if the reply has no probabilities, or if those of the answers add up to less than
+    `LEAST_PROBABILITY`.
     """
     logprobs = choice.get("logprobs")
     content = cast("Mapping[str, object]", logprobs).get("content") if _maps(logprobs) else None

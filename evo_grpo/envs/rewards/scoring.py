@@ -48,12 +48,12 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class Samples:
-    """Arguments of functions in TRL's style for B completions, beside texts and columns.
+    """What functions in TRL's style get for B completions besides texts and columns.
 
     Attributes:
         token_ids: Sampled ids of each completion, the end token included.
         messages: The conversation that each completion answers; None for a prompt of plain text.
-        step: See `TrainerState`.
+        step: `TrainerState.global_step`.
     """
 
     token_ids: Sequence[Sequence[int]]
@@ -68,14 +68,14 @@ class Log:
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def log_metric(self, name: str, value: float) -> None:
-        """Add a value of a metric."""
+        """Add `value` to the values of the metric `name`."""
         self.values[str(name)].append(float(value))
 
     def log_extra(self, column: str, values: Sequence[object]) -> None:
-        """Do nothing, because `completions/` has all columns and rewards."""
+        """Do nothing, because the files in `completions/` have all columns and rewards."""
 
     def means(self) -> dict[str, float]:
-        """Return the mean of the values of each name, without those beyond 1e15."""
+        """Return the mean of the values of each name, without values beyond 1e15 in size."""
         usable = {
             name: [n for n in values if abs(n) <= LARGEST] for name, values in self.values.items()
         }
@@ -84,7 +84,7 @@ class Log:
 
 @dataclass(frozen=True)
 class CompletionBatch:
-    """B completions with their rows, prompts and the places of the rows in the user's file.
+    """B completions, each with its row, its prompt and the place of the row in the user's file.
 
     `samples` is for functions that are called as TRL calls them.
     """
@@ -96,12 +96,12 @@ class CompletionBatch:
     samples: Samples | None = None
 
     def title(self, function: str, position: int | None = None) -> str:
-        """Return the title of a call for the completion at `position`; None for all completions."""
+        """Return how messages name a call for the completion at `position`; None stands for all."""
         place = self.all_places() if position is None else self._place(position)
         return f"reward function {function!r}, {place}"
 
     def all_places(self) -> str:
-        """Return a description of the batch for messages."""
+        """Return how messages describe the batch: its size and its first completion."""
         return f"{len(self.completions)} completions, the first: {self._place(0)}"
 
     def _place(self, position: int) -> str:
@@ -143,10 +143,10 @@ def score_batch(
 ) -> Scored:
     """Score completions with every reward function.
 
-    `how` has the time limit of a call, and whether exceptions and results other than numbers become
-    failures. `mark` is called with the number of each call before the call. Raises RewardError if a
-    function returned a wrong number of rewards; and, if failures are not allowed, for an exception
-    or a result that is no number.
+    `how` has the time limit of a call. If its `reward_errors` is "set_aside", an exception or a
+    result of a wrong type becomes a failure; otherwise RewardError is raised. A NaN, infinite or
+    too large reward always becomes a failure. A wrong number of rewards always raises RewardError.
+    `mark` is called with the number of each call before the call.
     """
     out = np.full((len(batch.completions), len(rewards)), np.nan)
     if not len(out):
@@ -171,7 +171,7 @@ def score_batch(
 def with_scorers(
     rewards: Sequence[RewardFunction], scored: Scored, batch: CompletionBatch, how: RewardCalls
 ) -> Scored:
-    """Add the rewards of each `Scorer` to `scored`, which has those of all other functions."""
+    """Return `scored`, the rewards of all other functions, with those of each `Scorer` added."""
     out = np.full((len(batch.completions), len(rewards)), np.nan)
     failures, reward_columns = list(scored.failures), iter(scored.rewards.T)
     for column, reward in enumerate(rewards):
@@ -209,7 +209,7 @@ def reward_of_each(names: Sequence[str], rewards: Floats) -> dict[str, float]:
     """Return `reward/<name>` -> mean reward of each function, without weights.
 
     `rewards` is (B, K), NaN where a function abstained. A function that always abstained is left
-    out. With fewer than two functions the result is empty, because the metric `reward` has the
+    out. With fewer than two functions the result is empty, because the metric `reward` has that
     mean.
     """
     if len(names) < 2:
@@ -235,7 +235,7 @@ def warn_of_silence(rewards: Sequence[RewardFunction], scored: Scored) -> None:
 
 @final
 class SetAside:
-    """Counts groups that are set aside; ends the run if they are too many of the latest groups."""
+    """Counts groups that are set aside; raises an error if too many of the latest groups are."""
 
     def __init__(self, share: float) -> None:
         self.share = share
@@ -243,7 +243,10 @@ class SetAside:
         self._warned = False
 
     def record(self, groups: Sequence[bool], reason: str) -> None:
-        """Add the groups of one play; raise RewardError with `reason` if too many are set aside."""
+        """Add the groups of one play; raise RewardError with `reason` if too many are set aside.
+
+        `groups` says of each group whether it is set aside.
+        """
         self._latest.extend(groups)
         count = sum(self._latest)
         if not any(groups):
@@ -268,7 +271,7 @@ class SetAside:
 def calls_of(
     rewards: Sequence[RewardFunction], batch: CompletionBatch, log: Log | None = None
 ) -> list[Call]:
-    """Return the calls that score a batch, ordered by function; those in TRL's style get `log`."""
+    """Return the calls that score a batch, by function; functions in TRL's style log to `log`."""
     calls: list[Call] = []
     for reward in rewards:
         names, takes_all, bound = reward.names(), reward.takes_all, reward.bound
@@ -285,7 +288,7 @@ def calls_of(
 
 
 def shown_calls(rewards: Sequence[RewardFunction], row: Mapping[str, Any]) -> list[str]:
-    """Return how each reward function is called for a completion of a row, as code."""
+    """Return, for each reward function, a call for a completion of `row`, written as code."""
     calls: list[str] = []
     for reward in rewards:
         if isinstance(reward.fn, Scorer):
@@ -302,7 +305,7 @@ def shown_calls(rewards: Sequence[RewardFunction], row: Mapping[str, Any]) -> li
 
 
 def _arguments(reward: RewardFunction, batch: CompletionBatch, log: Log) -> list[dict[str, Any]]:
-    """Return all arguments that are available for each call of a function."""
+    """Return, for each call of a reward function, all arguments that it may take."""
     if reward.style == "trl":
         return [_trl_arguments(batch, log)]
     if reward.is_batch:
@@ -314,7 +317,7 @@ def _arguments(reward: RewardFunction, batch: CompletionBatch, log: Log) -> list
 
 
 def _trl_arguments(batch: CompletionBatch, log: Log) -> dict[str, Any]:
-    """Return the keyword arguments of a call as TRL 1.16 makes it: texts, or lists of messages."""
+    """Return the keyword arguments with which TRL 1.16 calls a reward function for a batch."""
     count = len(batch.completions)
     samples = batch.samples or Samples([()] * count, [None] * count)
     columns = dict.fromkeys(column for row in batch.rows for column in row)
@@ -358,7 +361,7 @@ def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:
 
 @contextmanager
 def _suppressed() -> Generator[None]:
-    """Ignore exceptions of a result's methods; the error raised afterwards names the result."""
+    """Ignore exceptions in a `with` block that reads a result; a clearer error is raised later."""
     try:
         yield
     except KeyboardInterrupt:
@@ -373,7 +376,7 @@ def _plain(value: object) -> object:
 
 
 def as_number(name: str, value: object, batch: CompletionBatch, position: int) -> float:
-    """Return a reward as a float; None abstains and becomes NaN."""
+    """Return a reward as a float; None, by which a function abstains, becomes NaN."""
     if value is None:
         return math.nan
     if type(value) is float and -LARGEST <= value <= LARGEST:  # most values, without a context
@@ -398,7 +401,7 @@ def as_number(name: str, value: object, batch: CompletionBatch, position: int) -
 
 
 def _described(value: object) -> str:
-    """Return a value for a message; its `__str__` may raise."""
+    """Return a description of a value for a message, even if its `__str__` raises."""
     if value is None:
         return "None"
     try:

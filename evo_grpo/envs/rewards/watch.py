@@ -1,9 +1,9 @@
 """Calls reward functions with a time limit, and restores global modes that they changed.
 
-Python cannot end a thread. A call from the main thread runs in the main thread, which
-`signal.alarm` (as in math_verify) and sqlite3 connections need; a signal interrupts it. A call from
-any other thread runs in a helper thread, which is abandoned if the call is late. Calls that exit,
-fork or block all threads need `env.isolate: process`.
+A call from the main thread runs in the main thread, because `signal.alarm` (as in math_verify) and
+sqlite3 connections need that; a signal interrupts a late call. A call from any other thread runs in
+a helper thread, which is abandoned if the call is late: Python cannot end a thread. Calls that
+exit, fork or block all threads need `env.isolate: process`.
 """
 
 import contextvars
@@ -68,8 +68,9 @@ class Watch:
     def run(self, call: Call, allowance: float = 0.0) -> Any:  # noqa: ANN401 -- what the call returns
         """Make a call, and return its result; `allowance` adds seconds to the limit.
 
-        Raises RewardAbortError if the call took longer, or left one of `MODES` changed. With
-        `allowance`, run `check` afterwards: it finds a late call that caught `TimedOut`.
+        Raises RewardAbortError if the call took longer, or left one of `MODES` changed. After a
+        call with `allowance`, the caller runs `check`, which finds a late call that caught
+        `TimedOut`.
         """
         check_not_stopped()
         self._modes = self._modes or current_modes()  # of the thread of the first call
@@ -103,7 +104,7 @@ class Watch:
         )
 
     def late_call(self, done: Future[Any]) -> Call | None:
-        """Wait until `done` has a result or a call is late; return the late call."""
+        """Wait until `done` has a result or a call is late; return the late call, or None."""
         limit = self.limit or 0.0
         while not wait([done], min(limit, 1.0) / 4).done:
             call = self._running
@@ -121,13 +122,13 @@ class Watch:
                 os._exit(1)
 
     def handle(self, *_: object) -> None:
-        """Raise `TimedOut` in the call that is late; ignore a signal that arrives after its end."""
+        """Handle the signal: raise `TimedOut` if the late call still runs, else do nothing."""
         if self._running is not None and self._running is self._interrupted:
             raise TimedOut
 
 
 def watching(limit: float | None, work: Callable[[Watch], ResultT]) -> ResultT:
-    """Do work whose calls, made by `Watch.run`, may take `limit` seconds each; None is no limit."""
+    """Run `work` with a `Watch` that gives each call `limit` seconds; None is no limit."""
     watch = Watch(limit)
     if limit is None:
         return work(watch)
@@ -194,7 +195,7 @@ def _values() -> list[object]:
 
 
 def restore(before: list[object]) -> str:
-    """Restore the modes that have changed; return their names with a remedy, "" for none."""
+    """Set changed modes back to the values in `before`; return their names and a remedy, or ""."""
     if _values() == before:  # nearly always, so without waiting for a load in another thread
         return ""
     changed: list[str] = []
@@ -219,7 +220,10 @@ def check_not_stopped() -> None:
 def in_a_thread(
     name: str, work: Callable[[], ResultT], stop: threading.Event | None = None
 ) -> Future[ResultT]:
-    """Start work in a named daemon thread; `stop` ends it before its next call of user code."""
+    """Run `work` in a daemon thread called `name`; return the future of its result.
+
+    Once `stop` is set, the thread ends before its next call of user code.
+    """
     result: Future[ResultT] = Future()
 
     def helper() -> None:
@@ -252,7 +256,7 @@ def run_calls(
     """Make calls in turn, and await the results of the async ones together.
 
     Works inside a running event loop, as in a notebook: async calls then run in another thread.
-    Each may take `timeout` seconds. `mark` gets the number of each call before the call. With
+    Each call may take `timeout` seconds. `mark` gets the number of each call before the call. With
     `keep_errors`, the error of a call is its result; otherwise the first error is raised.
     """
     return watching(timeout, lambda watch: _all(watch, calls, keep_errors, mark))
@@ -328,7 +332,7 @@ def _failed(call: Call, error: BaseException, keep_errors: bool) -> RewardError:
 def _place(error: BaseException) -> str:
     """Return file, line and function of the user's code that raised an exception, or "".
 
-    It is the innermost call outside this package and all installed ones.
+    It is the innermost call outside this package and all installed packages.
     """
     frames = traceback.extract_tb(error.__traceback__)
     of_user = [frame for frame in frames if not frame.filename.startswith((*_NOT_YOURS, "<frozen"))]

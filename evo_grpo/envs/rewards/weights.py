@@ -21,12 +21,12 @@ MEASURES = (FITNESS, TOKENS)
 
 
 def searched(names: Iterable[str]) -> list[str]:
-    """Return the reward functions whose weights are among the hyperparameters `names`."""
+    """Return the reward functions whose weights are in `names`, the names of hyperparameters."""
     return [name.removeprefix(REWARD_WEIGHT) for name in names if name.startswith(REWARD_WEIGHT)]
 
 
 def weights_in(reward: str | Mapping[str, float]) -> Mapping[str, float]:
-    """Return reward function -> weight of `evolve.fitness.reward`; a name alone has weight 1."""
+    """Return `evolve.fitness.reward` as reward function -> weight; a name alone has weight 1."""
     return {reward: 1.0} if isinstance(reward, str) else reward
 
 
@@ -79,7 +79,7 @@ def check_rewards(
 
 
 def reward_names(env: Environment[Any]) -> tuple[str, ...]:
-    """Return the names of an environment's reward functions, if it names them."""
+    """Return the names of an environment's reward functions, or () if it has no such names."""
     return tuple(getattr(env, "reward_names", ()))
 
 
@@ -90,7 +90,7 @@ def judge_cost(env: Environment[Any]) -> float:
 
 
 def values_by_name(env: Environment[Any], rewards: Floats) -> list[dict[str, float | None]]:
-    """Return each row of rewards (B, K) as reward function -> reward, with None for NaN."""
+    """Return, for each row of rewards (B, K), reward function -> reward, with None for NaN."""
     names = reward_names(env) or [f"reward {n}" for n in range(1, rewards.shape[1] + 1)]
     return [
         {name: None if math.isnan(value) else value for name, value in zip(names, row, strict=True)}
@@ -99,7 +99,7 @@ def values_by_name(env: Environment[Any], rewards: Floats) -> list[dict[str, flo
 
 
 def weights_of(env: Environment[Any], own: Mapping[str, float]) -> Floats:
-    """Return an environment's weights, (K,) float64, some of them replaced by an agent's `own`."""
+    """Return an environment's weights, (K,) float64, updated by the weights in an agent's `own`."""
     if not own:
         return env.weights
     weights, names = env.weights.copy(), reward_names(env)
@@ -109,7 +109,7 @@ def weights_of(env: Environment[Any], own: Mapping[str, float]) -> Floats:
 
 
 def named_weights(env: Environment[Any]) -> dict[str, float]:
-    """Return the weights of an environment by the names of its reward functions."""
+    """Return reward function -> weight of an environment; {} if its functions have no names."""
     names = reward_names(env)
     return dict(zip(names, env.weights.tolist(), strict=True)) if names else {}
 
@@ -124,7 +124,7 @@ def searched_weights(env: Environment[Any], space: HyperparameterConfig) -> dict
 def with_weights_of(
     env: Environment[Any], hparams: Hparams, weights: Mapping[str, float]
 ) -> Hparams:
-    """Return `hparams` with `weights` for rewards that have none there; refuse unknown rewards."""
+    """Return `hparams` with the `weights` that it lacks; refuse weights of unknown functions."""
     agent_hparams, names = hparams.with_weights(weights), reward_names(env)
     for name in agent_hparams.reward_weights:
         if name not in names:
@@ -138,9 +138,9 @@ def fitness_rewards(
 ) -> tuple[Floats, Floats]:
     """Return the columns of rewards that count in fitness, and their weights.
 
-    Takes rewards (B, K) and `evolve.fitness.reward`; returns (B, k) rewards and (k,) weights. None
-    stands for all rewards with the weights of the environment. Functions that `reward` does not
-    name are left out: a row that only they rewarded is unrewarded.
+    `rewards` are (B, K), and `reward` is `evolve.fitness.reward`; None counts all columns with the
+    weights of the environment. Otherwise only the functions that `reward` names count, so a row has
+    no reward if all of these abstained.
     """
     import numpy as np  # slow to load for `evo-grpo check`, which only checks names
 

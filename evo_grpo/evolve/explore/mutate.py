@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @final
 class Mutations(Group):
-    """Moves one hyperparameter of an agent, or none; only the ratio of the weights matters."""
+    """Moves one hyperparameter of an agent, or none: the three weights give the probabilities."""
 
     kind: Literal["mutate"] = setting("mutate", "One hyperparameter of an agent moves, or none.")
     no_mutation: float = setting(0.0, "Weight of leaving an agent as it is.", ge=0)
@@ -53,12 +53,12 @@ class Mutations(Group):
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
     ) -> tuple[Hparams, Changes]:
-        """Move one hyperparameter with the probability that the weights give.
+        """Move one hyperparameter, or none, with the probabilities that the weights give.
 
-        The weight `rl_hp` is used if a hyperparameter has a range, `choice` if one has choices. One
-        end of a clip_coef pair moves, by its distance from 1. A batch_size of None (all rows)
-        counts as the maximum of its range. With `between`, all hyperparameters move as long as no
-        agent has tried other values.
+        The weight `rl_hp` counts only if a hyperparameter has a range, and `choice` only if one has
+        choices. If clip_coef is a pair, one of its ends moves, by its distance from 1. A batch_size
+        of None (all rows) counts as the maximum of its range. With `step: between`, all
+        hyperparameters move if all agents have had equal values so far.
         """
         hparams = candidate.hparams
         if not hp_config or not self._may_mutate(candidate):
@@ -96,7 +96,7 @@ class Mutations(Group):
     def _move_all(
         self, candidate: Candidate, hp_config: "HyperparameterConfig"
     ) -> tuple[Hparams, Changes]:
-        """Move every hyperparameter with a weight above 0, while all agents have equal values."""
+        """Set each hyperparameter by `candidate.shares`, if `rl_hp` or `choice` allows it."""
         hparams, changes = candidate.hparams, dict[str, tuple[Value, Value]]()
         for (name, parameter), share in zip(
             parts(hparams, hp_config.parameters), candidate.shares, strict=False

@@ -1,4 +1,4 @@
-"""Explorations without draws: a copy lowers its learning rate, or nothing changes."""
+"""Explorations without draws: one lowers the lr of copies, the other one changes nothing."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -20,7 +20,7 @@ class LowerLROnCopy(Group):
     """A copy trains with its parent's lr times `factor`; survivors keep all their values.
 
     Early winners often have learning rates that are too high to train with for long, so copies
-    should lower them. The lr stays inside its range; if lr has no range, it has no lower bound.
+    should lower them. The lr stays inside its range; if lr has no range, it can fall to 1e-30.
     """
 
     copies_only: ClassVar[bool] = True
@@ -48,6 +48,6 @@ class NoExploration(Group):
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
     ) -> tuple[Hparams, Changes]:
-        """Return the candidate's own hyperparameters; nothing is drawn."""
+        """Return the candidate's hyperparameters unchanged; nothing is drawn."""
         del hp_config, rng
         return candidate.hparams, {}

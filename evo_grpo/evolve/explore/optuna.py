@@ -56,9 +56,9 @@ class OptunaExploration(Group):
 
     The sampler proposes within the ranges, and learns from the hyperparameters and the fitness of
     the agents of all rounds. Fitness is relative to the mean of its round, because the fitness of
-    all agents grows. TPESampler (Bergstra et al. 2011) and GPSampler learn from such trials.
-    Samplers that learn only from their own proposals, such as CMA-ES, never leave their start-up
-    phase.
+    all agents grows from round to round. TPESampler (Bergstra et al. 2011) and GPSampler learn from
+    such trials. Samplers that learn only from their own proposals, such as CMA-ES, never leave
+    their start-up phase.
     """
 
     copies_only: ClassVar[bool] = True
@@ -98,7 +98,7 @@ class OptunaExploration(Group):
     def _propose(
         self, space: Mapping[str, RLParameter], trials: Sequence[Trial], seed: int
     ) -> dict[str, Any]:
-        """Return proposed values by name, some as distances from 1; see `evolve.ranges`."""
+        """Return the proposed values by name; clip ends and decay rates as distances from 1."""
         import optuna  # slow to import, and most runs do not need it
 
         distributions = {n: _distribution(_measure(n, p)) for n, p in space.items()}
@@ -165,7 +165,7 @@ def _value(name: str, parameter: RLParameter, proposed: Value) -> Value:
 
 
 def _params(hparams: Hparams, space: Mapping[str, RLParameter]) -> dict[str, Any]:
-    """Return a trial's hyperparameters as Optuna's parameters, some as distances from 1."""
+    """Return a trial's parameters for Optuna; clip ends and decay rates as distances from 1."""
     params: dict[str, Any] = {}
     for name, parameter in space.items():
         value, measure = value_of(hparams, name, parameter), _measure(name, parameter)

@@ -21,9 +21,10 @@ class Resample(Group):
     """Draws each hyperparameter of a copy again with `probability`, else moves it by a factor.
 
     This is the exploration of population-based training (Jaderberg et al. 2017, arXiv:1711.09846).
-    Draws are log-uniform over the whole range, or uniform if its minimum is 0. The factors are
-    those of the range, by default 0.8 and 1.2. With `choices`, a draw takes any of them; a move
-    takes the next number, and keeps a name. Survivors keep their values.
+    Draws are log-uniform over the whole range, or uniform if its minimum is 0. The factors are the
+    `shrink_factor` and `grow_factor` of the range, by default 0.8 and 1.2. With `choices`, a draw
+    takes any choice; a move takes the next higher or lower number, and leaves names and bools as
+    they are. Survivors keep their values.
     """
 
     copies_only: ClassVar[bool] = True

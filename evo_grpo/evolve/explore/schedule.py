@@ -1,4 +1,4 @@
-"""A schedule, which gives all agents the same values, each from a round on."""
+"""A schedule of hyperparameters: all agents take the same new values from given rounds on."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -35,7 +35,7 @@ def _entries(value: object) -> object:
 
 
 def _in_order(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Check that rounds are whole numbers in ascending order, and that each has values."""
+    """Return the entries; raise Problems unless they have values and ascending rounds."""
     problems: list[Problem] = []
     before = 1
     for index, entry in enumerate(entries):
@@ -65,7 +65,7 @@ Entries = Annotated[list[dict[str, Any]], BeforeValidator(_entries), AfterValida
 
 @final
 class ScheduleExploration(Group):
-    """All agents take the values of an entry from its round on; nothing else changes.
+    """All agents take the values of an entry from the round of the entry on; nothing else changes.
 
     `evo-grpo recipe` writes the schedule of the winner of an earlier run.
     """
@@ -83,7 +83,7 @@ class ScheduleExploration(Group):
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
     ) -> tuple[Hparams, Changes]:
-        """Give an agent the values of its next round, if they have a range; nothing is drawn."""
+        """Set the scheduled values of an agent's next round that have a range; nothing is drawn."""
         del rng
         hparams = candidate.hparams
         space = dict(parts(hparams, hp_config.parameters))
@@ -99,7 +99,7 @@ class ScheduleExploration(Group):
         refuse(below(self.problems(first, hp_config), "exploration"))
 
     def problems(self, first: Hparams, hp_config: "HyperparameterConfig") -> Iterator[Problem]:
-        """Yield a problem, with its path below the strategy, for each value no agent can take."""
+        """Yield a problem for each value that no agent can take, with its path in the strategy."""
         hparams = first
         for index, entry in enumerate(self.rounds):
             values = {name: value for name, value in entry.items() if name != ROUND}

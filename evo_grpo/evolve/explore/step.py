@@ -1,4 +1,4 @@
-"""Changes one hyperparameter, for all explorations."""
+"""Changes single hyperparameters of an agent; all explorations use these functions."""
 
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -24,7 +24,7 @@ def value_of(hparams: Hparams, name: str, parameter: RLParameter) -> Value:
 def put(
     hparams: Hparams, values: Mapping[str, Value], space: Mapping[str, RLParameter]
 ) -> tuple[Hparams, Changes]:
-    """Set the values that have a range in `space`; return the new hyperparameters and changes."""
+    """Set the `values` that have a range in `space`; return new hyperparameters and changes."""
     old = {name: value_of(hparams, name, space[name]) for name in values if name in space}
     changes = {n: (before, values[n]) for n, before in old.items() if values[n] != before}
     return with_values(hparams, {n: new for n, (_, new) in changes.items()}, space), changes
@@ -44,7 +44,7 @@ def lower_lr(
 def step(
     hparams: Hparams, name: str, parameter: RLParameter, draw: float
 ) -> tuple[Hparams, Changes]:
-    """Move a hyperparameter or an end of the clip range by a factor; return values and changes.
+    """Move a hyperparameter or a clip end by a factor; return the new hyperparameters and changes.
 
     For an end, `parameter` is the range of the end, not of its distance from 1. Ends and decay
     rates move by their distance from 1. `draw` is a uniform number in [0, 1).
@@ -60,9 +60,10 @@ def between(
 ) -> Value:
     """Return a value between the nearest tried values below and above the current value.
 
-    The value is at `share`, in (0, 1], between the middles of the gaps below and above the current
-    value, so that values move far while few have been tried. On a side without a tried value, the
-    gap extends to the end of the range. Distances are those of `ranges.value_at`.
+    The value is at `share`, in (0, 1], of the way from the middle of the gap below the current
+    value to the middle of the gap above it, so that values move far while few have been tried. On a
+    side without a tried value, the end of the range takes the place of the middle. All this is on
+    the scale of `ranges.value_at`.
     """
 
     def place(values: Hparams) -> float:

@@ -1,4 +1,4 @@
-"""Selections that copy no agent: the best agents continue, or all agents."""
+"""Selections that copy no agent: in one, the best agents continue; in the other, all agents."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -30,7 +30,7 @@ class HalvingSelection(Group):
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
     ) -> tuple[Offspring, ...]:
-        """Plan the next round without draws; failed agents leave first, the last position first."""
+        """Plan the next round without draws; failed agents leave first, by descending position."""
         del rng
         elite = rank(histories)[0]
         return tuple(Offspring(p, p, elite=p == elite) for p in best(histories, places))
@@ -47,6 +47,6 @@ class NoSelection(Group):
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
     ) -> tuple[Offspring, ...]:
-        """Plan the next round without draws; failed agents leave first, the last position first."""
+        """Plan the next round without draws; failed agents leave first, by descending position."""
         del rng
         return tuple(Offspring(position, position) for position in best(histories, places))

@@ -23,9 +23,9 @@ class ParetoSelection(Group):
     significantly better in one objective of `evolve.fitness.objectives`, at the level
     `evolve.significance`, and worse in none. If the next round has fewer places, the first agents
     in the order stay. The agents of the first front keep their weights. Each other agent is
-    overwritten by a copy of an agent of the front that dominates it, if there is one: the first in
-    the order among `size` drawn at random. Explorations do not change the best agent in each
-    objective.
+    overwritten by a copy of an agent of the first front, if agents of that front dominate it:
+    `size` of these are drawn at random, and the first of them in the order is copied. Explorations
+    do not change the agents that are best in an objective.
     """
 
     several_goals: ClassVar[bool] = True  # it needs `evolve.fitness.objectives`
@@ -49,7 +49,7 @@ class ParetoSelection(Group):
 
 @dataclass(frozen=True)
 class ParetoSelector:
-    """`ParetoSelection` with tests at a level of significance; None compares means."""
+    """`ParetoSelection` whose tests have significance `level`; if None, means are compared."""
 
     size: int
     level: float | None
@@ -83,7 +83,7 @@ class ParetoSelector:
         )
 
     def _front(self, known: Mapping[Position, Score], first: Position) -> set[Position]:
-        """Return the positions of the first front; `first` is the best position of the order."""
+        """Return the positions of the first front; `first` is the position of the best agent."""
         from evo_grpo.evolve.goals import dominates, fronts
 
         if not known[first].further:  # one goal: without a comparison of all pairs
@@ -98,14 +98,14 @@ class ParetoSelector:
 
 
 def _score(history: Sequence[Score]) -> Score:
-    """Return the score of an agent; if there are several, their mean."""
+    """Return the latest score in `history`, with its mean replaced by the mean over `history`."""
     if len(history) == 1:
         return history[0]
     return replace(history[-1], mean=math.fsum(score.mean for score in history) / len(history))
 
 
 def _ends(front: Mapping[Position, Score]) -> set[Position]:
-    """Return the position of a front's best agent in each goal; of equal agents, the lowest."""
+    """Return the position of the best agent of a front in each goal; of equals, the lowest."""
     goals = range(min(len(score.goals) for score in front.values()))
     return {
         min(front, key=lambda position: (-front[position].goals[goal].mean, position))

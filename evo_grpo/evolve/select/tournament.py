@@ -19,10 +19,10 @@ _SMALL = 1000  # largest number of agents for which each tournament is drawn sep
 class TournamentSelection(Group):
     """The best agent stays; every other place goes to the winner of a tournament.
 
-    A tournament compares `size` different agents that have not failed, or all of them if they are
-    fewer. Each place has a separate tournament. An agent that wins survives; for each further
-    tournament that it wins, a copy of it overwrites the lowest position of an agent that won none.
-    With equal fitness the lower position wins.
+    A tournament compares `size` different agents that have not failed, or all agents that have not
+    failed if there are fewer. Each place has a separate tournament. An agent that wins survives;
+    for each further tournament that it wins, a copy of it overwrites the lowest position of an
+    agent that won none. With equal fitness the lower position wins.
     """
 
     by_lot: ClassVar[bool] = True
@@ -35,7 +35,7 @@ class TournamentSelection(Group):
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
     ) -> tuple[Offspring, ...]:
-        """Plan the next round."""
+        """Plan the next round; see `Selector`."""
         ranking = rank(histories)
         elite = ranking[0] if self.elitism else None
         size = min(self.size, len(ranking))
@@ -58,7 +58,7 @@ class TournamentSelection(Group):
 
 
 def _winners(agents: int, size: int, places: int, rng: "np.random.Generator") -> list[int]:
-    """Return the rank of the best of `size` different agents, drawn at random for each place."""
+    """Return, for each place, the rank of the best of `size` agents drawn at random; 0 is best."""
     if agents <= _SMALL:
         return [int(rng.choice(agents, size=size, replace=False).min()) for _ in range(places)]
     import numpy as np  # slow to import, and planning a run draws nothing

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @final
 class TruncationSelection(Group):
-    """The worst agents are replaced by copies of the best, drawn at random; the others stay.
+    """Copies of the best agents, drawn at random, replace the worst agents; the others stay.
 
     This is the selection of population-based training (Jaderberg et al. 2017, arXiv:1711.09846).
     All failed agents are replaced too. With fewer places than agents, the worst leave instead of
@@ -32,7 +32,7 @@ class TruncationSelection(Group):
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
     ) -> tuple[Offspring, ...]:
-        """Plan the next round."""
+        """Plan the next round; see `Selector`."""
         ranking = rank(histories)
         count = max(1, int(self.share * len(histories)))
         failed = len(histories) - len(ranking)

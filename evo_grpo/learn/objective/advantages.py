@@ -86,7 +86,8 @@ def group_advantages(
             list, numpy array or torch tensor (any device; computed on the host). NaN, or None in a
             list, abstains.
         group_size: One size that divides B, or the sizes of all groups in order, which sum to B.
-        scale: Divide by the standard deviation of the "group", of the "batch", or "none".
+        scale: Divide by the standard deviation of the "group" or of the "batch"; "none" divides by
+            nothing.
         weights: (K,) weight of each reward function, default 1 for each; only with (B, K) rewards.
         eps: Added to the standard deviation, in units of reward, >= 0.
         ddof: Delta degrees of freedom of the standard deviation, >= 0; 1 is the unbiased variance.
@@ -100,8 +101,8 @@ def group_advantages(
     Raises:
         ShapeError: The shapes of rewards, weights and group_size do not match.
         ConfigError: scale, eps or ddof is out of range.
-        RewardError: A reward is infinite or beyond 1e15, alone or times its weight, so that results
-            would leave float32; or half precision cannot hold its advantage.
+        RewardError: A reward or the weighted sum of a row is infinite or beyond 1e15, or the half
+            precision of the rewards cannot hold an advantage.
     """
     _check_settings(scale, eps, ddof)
     values, restore = to_numpy(rewards)
@@ -122,7 +123,7 @@ def zero_variance_groups(
     reward functions.
 
     Arguments and errors are those of `group_advantages`. Returns (number of groups,) numpy bool,
-    also True where at most one row is valid.
+    also True for a group in which at most one row has a reward.
     """
     values, _ = to_numpy(rewards)
     sizes = group_sizes(group_size, len(values))
@@ -153,14 +154,14 @@ class _Rounding:
     weights: Floats | None
 
     def tolerances(self, rows: npt.NDArray[np.bool_] | slice = slice(None)) -> Floats:
-        """Return the tolerance (B,) of every row, or of some rows; NaN counts as 0."""
+        """Return the tolerance of every row, (B,), or of `rows` only; NaN rewards count as 0."""
         magnitudes = np.abs(np.nan_to_num(self.rewards[rows]))
         if self.weights is not None:
             magnitudes = magnitudes @ np.abs(self.weights)
         return ZERO_SPREAD + self._relative * magnitudes
 
     def largest(self) -> float:
-        """Return an upper bound of the tolerances of finite rewards, in one pass."""
+        """Return an upper bound of all tolerances, from the largest magnitude of a reward."""
         magnitude = max(float(self.rewards.max()), -float(self.rewards.min()))
         if math.isnan(magnitude):  # some functions abstain
             magnitude = float(np.nanmax(np.abs(self.rewards)))
@@ -176,7 +177,7 @@ class _Rounding:
 def _constant(
     totals: Floats, tolerances: Floats, lengths: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.bool_]:
-    """Return whether the totals of each group are equal up to rounding; NaN is ignored."""
+    """Return, for each group, whether its totals are equal up to rounding; NaN is ignored."""
     starts = np.cumsum(lengths) - lengths
     abstains = np.isnan(totals)
     highest = np.maximum.reduceat(np.where(abstains, -np.inf, totals), starts)
@@ -188,7 +189,7 @@ def _constant(
 def _normalize(
     values: Floats, sizes: Sizes, scale: Scale, eps: float, ddof: int, rounding: _Rounding
 ) -> Floats:
-    """Subtract the group's mean from rewards (B,), and scale them."""
+    """Subtract the group's mean from rewards `values` (B,), and divide as `scale` says."""
     if not len(values):
         return values.copy()
     group_eps = eps if scale == "group" else None
@@ -207,7 +208,7 @@ def _normalize(
 def _equal_groups(
     values: Floats, size: int, eps: float | None, ddof: int, rounding: _Rounding
 ) -> Floats | None:
-    """Normalize groups of one size in few passes; None when a reward is NaN or infinite."""
+    """Compute `_any_groups` of groups of one size, faster; None if a reward is NaN or infinite."""
     rows = values.reshape(-1, size)
     with np.errstate(invalid="ignore", over="ignore"):
         # Relative to the group's first reward: a group of equal rewards is then exactly zero, which
@@ -238,7 +239,7 @@ def _equal_groups(
 def _any_groups(
     values: Floats, sizes: Sizes, eps: float | None, ddof: int, rounding: _Rounding
 ) -> Floats:
-    """Normalize groups of any sizes, with abstentions, by segmented reductions."""
+    """Subtract the group's mean; unless `eps` is None, divide by std + `eps`. NaN becomes 0."""
     lengths = group_lengths(sizes, len(values))
     starts = np.cumsum(lengths) - lengths
     valid = ~np.isnan(values)
@@ -257,7 +258,7 @@ def _any_groups(
 
 
 def _inverse_spread(squares: Floats, freedom: int | Floats, eps: float) -> Floats:
-    """Return 1 / (std + eps) per group; 0 without a spread or with too few rows."""
+    """Return 1 / (std + eps) of each group, std = sqrt(squares / freedom); 0 if std is 0 or inf."""
     with np.errstate(divide="ignore", invalid="ignore"):
         spread = np.sqrt(squares / freedom)
         inverse = 1 / (spread + eps)
@@ -277,9 +278,9 @@ def _check_settings(scale: object, eps: float, ddof: object) -> None:
 
 
 def combined(values: Floats, weights: Floats | None) -> Floats:
-    """Sum (B, K) rewards over the functions, times weights (K,); NaN where all functions abstain.
+    """Return the sum (B,) of rewards (B, K) times weights (K,); NaN where all functions abstain.
 
-    A reward, weighted or not, that is infinite or beyond `LARGEST` raises RewardError.
+    Rewards (B,) are returned unchanged. Rewards or sums beyond `LARGEST` raise RewardError.
     """
     refuse_unusable(values)  # before a weight of 0 turns it into NaN, an abstention
     if weights is None:
@@ -303,7 +304,7 @@ def group_lengths(sizes: Sizes, rows: int) -> npt.NDArray[np.intp]:
 
 
 def group_sizes(group_size: GroupSize, rows: int) -> Sizes:
-    """Return one int if all groups have the same size, else the array of sizes."""
+    """Check group sizes against `rows`; return one int if all are the same, else an array."""
     if isinstance(group_size, (int, np.integer)) and not isinstance(group_size, bool):
         if group_size >= 1 and rows % group_size == 0:
             return int(group_size)
@@ -321,7 +322,7 @@ def group_sizes(group_size: GroupSize, rows: int) -> Sizes:
 
 
 def reward_weights(values: Floats, weights: Weights) -> Floats | None:
-    """Return the (K,) weights of (B, K) rewards; None for (B,) rewards."""
+    """Return the weights (K,) of rewards (B, K), 1 by default; None for rewards (B,)."""
     functions = values.shape[1] if values.ndim == 2 else 0
     if weights is None:
         return np.ones(functions, dtype=values.dtype) if functions else None
@@ -339,7 +340,7 @@ def reward_weights(values: Floats, weights: Weights) -> Floats | None:
 def to_numpy(
     values: Rewards | Sequence[float], name: str = "rewards"
 ) -> tuple[Floats, Callable[[Floats], object]]:
-    """Return a float array, and the function that turns a result into the type of the input."""
+    """Convert `values` to a float array; also return the function that converts a result back."""
     torch = sys.modules.get("torch")  # a tensor exists only where torch is imported
     if torch is not None and isinstance(values, torch.Tensor):
         tensor, restore = _from_torch(cast("torch.Tensor", values))
@@ -386,7 +387,7 @@ def _refuse_wider(result: Floats, most: float, dtype: object) -> None:
 
 
 def as_floats(values: object, name: str) -> npt.NDArray[np.float64]:
-    """Return numbers in lists, an array or a tensor as float64; None becomes NaN."""
+    """Convert lists, an array or a tensor of numbers to a float64 array; None becomes NaN."""
     tolist = getattr(values, "tolist", None)  # of a tensor, also on a device or in half precision
     try:
         return np.asarray(tolist() if callable(tolist) else values, dtype=np.float64)
@@ -423,7 +424,7 @@ def refuse_unusable(values: Floats) -> None:
 
 
 def check_weighted_rewards(magnitudes: Floats, weights: Floats) -> None:
-    """Raise RewardError for the first row whose magnitudes times weights sum beyond `LARGEST`."""
+    """Raise RewardError for the first row whose weighted sum of magnitudes exceeds `LARGEST`."""
     heavy = magnitudes @ weights > LARGEST
     if heavy.any():
         row = int(heavy.argmax())

@@ -47,8 +47,8 @@ VESPO_LOWEST_LOG_WEIGHT = math.log(1e-8)
 class LossValues:
     """The hyperparameters that the loss of a batch uses, by their names (see `Hparams.get`).
 
-    Each is a float for all rows, or a tensor (B, 1) without gradient with the value of each row's
-    agent. The clip values bound the ratio.
+    Each is a float, the same for all rows, or a tensor (B, 1) that has the value of each row's
+    agent and no gradient. The clip values bound the ratio.
     """
 
     beta: float | Tensor
@@ -81,7 +81,7 @@ PENALTIES = ("beta", "entropy_coef")
 
 
 def largest_penalty(hparams: Hparams) -> float:
-    """Return the largest of `PENALTIES`; if it is > 0, rows of advantage 0 have a gradient too."""
+    """Return the largest of an agent's `PENALTIES`; if > 0, rows of advantage 0 have a gradient."""
     return max(getattr(hparams, name) for name in PENALTIES)
 
 
@@ -93,8 +93,8 @@ class TokenTerms:
         loss: (B, T) float32 or wider; 0 where masked.
         ratio: (B, T) new / old policy at the level of `ratio_level`, at most exp(80); 1 where
             masked.
-        kl: (B, T) nats, the k3 estimate with its bias correction if any, without beta; 0 where
-            masked or where beta is 0. None when no row has a KL term.
+        kl: (B, T) nats, the k3 estimate, bias-corrected if the loss says so, not multiplied by
+            beta; 0 where masked or where beta is 0. None when no row has a KL term.
         clipped_low: (B, T) bool, True where the lower bound removed the gradient.
         clipped_high: (B, T) bool, True where the upper bound removed the gradient (cispo: capped
             it).
@@ -128,7 +128,7 @@ class SurrogateInputs:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A surrogate's terms per token, before sampler correction, KL and mean; see `TokenTerms`."""
+    """The `TokenTerms` of a surrogate alone, before sampler correction, KL, bonus and averaging."""
 
     loss: Tensor
     clipped_low: Tensor
@@ -171,7 +171,10 @@ def soft_gate(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
 
 
 def gamma_weight(inputs: SurrogateInputs, config: LossConfig) -> Surrogate:
-    """Return -phi(w) A lp; phi(w) = w^k exp(lambda (1 - w)), w the row's ratio, detached: VESPO."""
+    """Return -phi(w) A lp, where w is the detached ratio of the whole row: VESPO.
+
+    phi(w) = w^k exp(lambda (1 - w)); k and lambda depend on the sign of A.
+    """
     log_ratio = inputs.log_ratio.detach()
     log_weight = log_ratio.clamp(-VESPO_LOG_CLAMP, VESPO_LOG_CLAMP).sum(-1, keepdim=True)
     if inputs.sampler_log_weight is not None:
@@ -207,10 +210,11 @@ def _clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Totals:
-    """The numbers of rows and valid tokens of one optimizer step, floats or (B, 1), >= 1.
+    """The counts by which the losses of one optimizer step are averaged.
 
-    `row_tokens` (B, 1) has the number of valid tokens of each row. `max_completion_length` is the
-    maximum number of tokens of a completion, or None.
+    `rows` and `tokens` are the step's numbers of rows and of valid tokens, >= 1: floats, or (B, 1)
+    with the numbers of each row's agent. `row_tokens` (B, 1) has the number of valid tokens of each
+    row. `max_completion_length` is the maximum number of tokens of a completion, or None.
     """
 
     rows: float | Tensor
@@ -235,7 +239,7 @@ def per_token(totals: Totals) -> Tensor | float:
 
 
 def per_longest(totals: Totals) -> Tensor | float:
-    """Return weights for the sum over all tokens divided by rows * max_completion_length."""
+    """Return weights for (sum over all tokens) / (rows * max_completion_length)."""
     if totals.max_completion_length is None:
         raise ConfigError(
             "max_completion_length: expected an int >= 1 with loss_type='dr_grpo', got None; give "
@@ -305,9 +309,9 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch
             beta is not 0.
         config: Settings that all rows share.
         values: Hyperparameters of the rows; None takes the clip_coef and beta of `config`.
-        entropies: (B, T) nats, with gradient; may be NaN in rows whose entropy_coef is 0. None only
-            where entropy_coef is the float 0.0.
-        sampler_logprobs: (B, T) nats as the engine reported them.
+        entropies: (B, T) nats, with gradient; may be NaN in rows whose entropy_coef is 0. It may be
+            None only if entropy_coef is the float 0.0.
+        sampler_logprobs: (B, T) nats, as the rollout engine recorded them; None: not corrected.
     """
     logprobs = _at_least_float32(logprobs)
     dtype, valid = logprobs.dtype, mask != 0
@@ -361,7 +365,7 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch
 def _with_penalties(
     loss: Tensor, beta: float | Tensor, kl: Tensor | None, bonus: Tensor | None
 ) -> Tensor:
-    """Return loss + beta * kl - bonus, (B, T): the terms that do not depend on the advantage."""
+    """Return loss + beta * kl - bonus, (B, T); `kl` and `bonus` are left out if None."""
     if kl is not None:
         loss = loss + beta * kl
     return loss if bonus is None else loss - bonus
@@ -370,7 +374,7 @@ def _with_penalties(
 def _entropy_bonus(
     entropies: Tensor | None, valid: Tensor, coef: float | Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return coef * entropy (B, T), 0 where masked or where coef is 0; None without a bonus."""
+    """Return coef * entropy (B, T), 0 where masked or coef is 0; None if coef is the float 0."""
     if not isinstance(coef, Tensor) and coef == 0:
         return None
     if entropies is None:
@@ -394,8 +398,8 @@ def token_weights(
 
     `num_rows` counts the rows of the optimizer step, also those without a valid token, and
     `num_tokens` its valid tokens. Both are numbers, or (B, 1) with the totals of each row's agent.
-    Weights are (B, T), 0 where masked; their dtype is float64 for a float64 mask, else float32.
-    dr_grpo without a max_completion_length raises ConfigError.
+    Weights are (B, T), 0 where masked. If `dtype` is None, they are float64 for a float64 mask,
+    else float32. dr_grpo without a max_completion_length raises ConfigError.
     """
     float_dtype = dtype or (torch.float64 if mask.dtype == torch.float64 else torch.float32)
     valid = mask != 0
@@ -472,12 +476,12 @@ def token_weights_of(
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
-    """Return half precision as float32: it is too coarse for ratios near 1."""
+    """Convert half precision to float32, because half precision is too coarse for ratios near 1."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def _per_row(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """Return a float, or a tensor (B, 1) without gradient in the dtype of `like`."""
+    """Detach a tensor (B, 1) and convert it to the dtype of `like`; return a float as it is."""
     return value.detach().to(like.dtype) if isinstance(value, Tensor) else value
 
 

@@ -16,9 +16,9 @@ LOG_RATIO_CLAMP = 80.0
 def policy_ratio(
     log_ratio: Tensor, valid: Tensor, level: RatioLevel, *, per_token: bool = False
 ) -> Tensor:
-    """Return new / old policy (B, T), in [exp(-80), exp(80)], 1 where masked.
+    """Return the ratio new / old policy (B, T), in [exp(-80), exp(80)], 1 where masked.
 
-    `log_ratio` (B, T) are nats per token, 0 where masked. Level "sequence" is the exponential of
+    `log_ratio` (B, T) are nats per token, 0 where masked. At level "sequence", the ratio is exp of
     the row's mean log-ratio (GSPO, arXiv:2507.18071, eq. 7). With `per_token`, the gradient of a
     sequence's ratio at a token reaches only that token's log-prob (GSPO-token, eq. 14 of that
     paper), so that shaped advantages or a KL, which differ between tokens, affect that token only.
@@ -45,9 +45,9 @@ def kl_term(
 
     k3 is exp(ref - lp) - (ref - lp) - 1; with lp - ref in place of ref - lp it would not estimate
     this KL. Log-probs are (B, T) nats, and `beta` is a number or (B, 1). Where beta is 0 or a token
-    is masked, the reference's log-probs may be NaN. `ratio` (B, T), new / old policy, corrects for
-    off-policy samples. Returns the estimate (B, T), not multiplied by beta, 0 where a token is
-    masked or beta is 0; None without a KL term.
+    is masked, the reference's log-probs may be NaN. `ratio` (B, T), new / old policy, multiplies
+    the estimate to correct for off-policy samples. Returns the estimate (B, T), not multiplied by
+    beta, 0 where a token is masked or beta is 0; None without a KL term.
     """
     if ref_logprobs is None:
         has_kl = bool((beta != 0).any()) if isinstance(beta, Tensor) else beta != 0
@@ -68,10 +68,11 @@ def kl_term(
 
 @dataclass(frozen=True)
 class SamplerWeight:
-    """Detached correction for a sampler whose log-probs differ from the trainer's.
+    """Factors on the loss that correct for a sampler whose log-probs differ from the trainer's.
 
-    `factor` (B, T) or (B, 1), >= 0, is 0 where dropped. `log_row` (B, 1) is the log of the row's
-    whole correction, -inf where dropped.
+    `factor`, >= 0, is (B, T) for tokens or (B, 1) for rows; 0 drops the token or row. `log_row`
+    (B, 1) is the logarithm of the product of each row's factors, -inf if one of them is 0. Both
+    have no gradient.
     """
 
     factor: Tensor
@@ -81,11 +82,11 @@ class SamplerWeight:
 def sampler_weight(
     old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, config: LossConfig
 ) -> SamplerWeight | None:
-    """Return the ratios trainer / sampler, either truncated at the cap or 0 above it.
+    """Return the ratios trainer / sampler; above the cap, a ratio becomes the cap or 0.
 
     Truncation is that of "Your efficient RL framework secretly brings you off-policy RL training"
-    (Yao et al. 2025). Per sequence, the tokens' log-ratios are summed, not averaged. Log-probs are
-    (B, T) nats. Returns None if the correction is "none".
+    (Yao et al. 2025). The ratio of a sequence is exp of the sum of its tokens' log-ratios, not of
+    their mean. Log-probs are (B, T) nats. Returns None if the correction is "none".
     """
     if config.sampler_correction == "none":
         return None
@@ -105,9 +106,10 @@ def within_trust(
 ) -> Tensor:
     """Return the off-policy mask: True for advantages >= 0 and for rows close to their sampler.
 
-    A low-reward row sampled by a distant policy says little about the current one (DeepSeek-V3.2,
-    arXiv:2512.02556). `logprobs`, and the sampling policy's log-probs `sampled_by`, are (B, T)
-    nats; `advantages` and the result are (B, 1) or (B, T); `threshold` is in nats per token.
+    A row of low reward that a distant policy sampled says little about the current policy
+    (DeepSeek-V3.2, arXiv:2512.02556). `logprobs` of the current policy and `sampled_by` of the
+    sampling policy are (B, T) nats; `advantages` and the result are (B, 1) or (B, T). A row is
+    close if its mean of `sampled_by` - `logprobs` is at most `threshold`, in nats per token.
     """
     gap = torch.where(mask, sampled_by - logprobs.detach(), 0).sum(-1, keepdim=True)
     gap = gap / mask.sum(-1, keepdim=True).clamp(min=1)

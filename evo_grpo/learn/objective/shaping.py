@@ -37,9 +37,9 @@ def token_advantages(
     row's earlier tokens, 0 for the first. A baseline that depends on the token itself or later
     ones, such as the mean over the whole row, biases the gradient.
 
-    `kl` (B, T) are nats, detached here; `beta` is a float or (B, 1), >= 0, and a row of 0 is not
-    shaped. Returns the advantages (B, T), detached, 0 where masked and in dropped rows, and the
-    kept rows (B,) bool; leave dropped rows out of the backward.
+    `kl` (B, T) are nats, detached here; `beta` is a float or (B, 1), >= 0, and rows with 0 get no
+    KL shaping. Returns the advantages (B, T), detached, 0 where masked and in dropped rows, and
+    which rows are kept (B,) bool; the caller leaves dropped rows out of the backward.
     """
     advantages = advantages.detach()
     is_kept = torch.ones_like(advantages, dtype=torch.bool)
@@ -64,7 +64,7 @@ def _whiten(values: Tensor, valid: Tensor) -> Tensor:
 
 
 def _below_earlier_mean(kl: Tensor, valid: Tensor) -> Tensor:
-    """Return the mean of the row's valid tokens before each token, minus the token."""
+    """Return, for each token, the mean KL of the row's valid tokens before it, minus its own KL."""
     kl = torch.where(valid, kl, 0)
     earlier = torch.nn.functional.pad(kl, (1, 0))[:, :-1].cumsum(-1)
     count = valid.cumsum(-1) - valid.to(torch.long)
@@ -77,7 +77,7 @@ METRIC = "overlong_penalty"
 def overlong_penalties(lengths: Sequence[int], longest: int, buffer: int) -> Floats:
     """Return the soft overlong punishment of DAPO (arXiv:2503.14476, equation 13), (B,) float64.
 
-    It is 0 for `lengths` (B) up to `longest - buffer` tokens, then falls linearly to -1 at
+    It is 0 for `lengths` (B,) up to `longest - buffer` tokens, then falls linearly to -1 at
     `longest` tokens and beyond; `buffer` is 1 to `longest`.
     """
     beyond = np.asarray(lengths, dtype=np.float64) - (longest - buffer)
@@ -85,10 +85,10 @@ def overlong_penalties(lengths: Sequence[int], longest: int, buffer: int) -> Flo
 
 
 def with_overlong_penalty(experience: Experience, penalties: Floats, weight: float) -> Experience:
-    """Return an experience with penalties (B,) as a further column of its rewards.
+    """Return a copy of an experience with `penalties` (B,) as a further column of its rewards.
 
-    `weight` is the weight of the column. Rows without any reward get no penalty. The metric
-    `overlong_penalty` is the weighted mean over the rows with a reward.
+    Rows without any reward get no penalty. The metric `overlong_penalty` is `weight`, the weight of
+    this column, times the mean penalty of the rows that have a reward.
     """
     has_reward = ~np.isnan(experience.rewards).all(axis=1)
     column = np.where(has_reward, penalties, np.nan)[:, None]

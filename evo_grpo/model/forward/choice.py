@@ -1,7 +1,7 @@
 """Chooses what computes a rollout or an optimizer step: modules, joined layers or their kernels.
 
-Kernels are first compared with torch: compilers, drivers and torch's private flash-attention API
-vary, and a wrong gradient raises no error.
+Kernels are first compared with torch, because compilers, drivers and torch's private
+flash-attention API vary, and a wrong gradient raises no error.
 """
 
 import importlib.util
@@ -286,7 +286,7 @@ def _largest_difference(slots: AdapterSlots, names: Sequence[str]) -> float:
 
 
 def _gradients(kind: type[LlamaForward], slots: AdapterSlots, names: Sequence[str]) -> list[Tensor]:
-    """Return the fp32 gradients of a batch that has two rows with one prompt for each adapter."""
+    """Return the adapters' fp32 gradients for a batch of two rows of one prompt per adapter."""
     base, rows = slots.base, 2 * len(names)
     ids = probe_ids(base.vocabulary, rows, min(_COLUMNS, base.context_length or _COLUMNS)).numpy()
     prompt = min(_PROMPT, ids.shape[1] // 2)

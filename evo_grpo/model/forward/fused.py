@@ -65,7 +65,7 @@ class FusedForward:
         self._served = {n for n, layer in self.layers.items() if not names.isdisjoint(layer.lora_A)}
 
     def adapts(self, name: str) -> bool:
-        """Return whether any adapter of the layout adapts a layer."""
+        """Return whether any adapter of the layout adapts the layer `name`."""
         return name in self._served
 
     def new_stack(self, name: str, dtype: torch.dtype) -> Stack | None:

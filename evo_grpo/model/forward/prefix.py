@@ -25,12 +25,12 @@ class SharedPrefix:
     Attributes:
         ids: (Q, Tp) int64 distinct prefixes, sorted by agent, padded on the right.
         lengths: Lengths of the prefixes without padding, >= 1.
-        counts: Prefixes per agent of the layout.
-        source: (B,) prefix of each row.
+        counts: Number of prefixes of each agent of the layout.
+        source: (B,) index of each row's prefix.
         rest: (B, C) int64 rest of each row, padded on the right.
         row_lengths: (B,) int64 length of each row's prefix, or (1,) if all are equal.
-        where: (M,) positions of the wanted hidden states, in the Q * Tp of the prefixes followed by
-            the B * C of the rests.
+        where: (M,) positions of the wanted hidden states in the Q * Tp tokens of the prefixes
+            followed by the B * C tokens of the rests.
         rows: Number of rows of each prefix; empty if they are not consecutive.
         segments: None without `rows`; else int64 arrays: (Q + B + 1,) offsets of all prefixes and
             rests; (Q + 1,) offsets of each prefix's rests; (Q + 1,) offsets of each prefix's real
@@ -56,8 +56,8 @@ def find_shared_prefixes(
 ) -> SharedPrefix | None:
     """Split rows at their first generated token; None if shared prefixes save too little.
 
-    `positions` (B,) are those of the rows' agents, ascending; `ids` (B, T) are padded, T >= 2;
-    `masks` (B, T) are True at generated tokens, never in the first column.
+    `positions` (B,) are the positions of the rows' agents, ascending; `ids` (B, T) are padded, T >=
+    2; `masks` (B, T) are True at generated tokens, never in the first column.
     """
     rows, width = ids.shape
     # A row without a generated token has an empty rest, since none of its tokens is predicted.
@@ -109,7 +109,7 @@ def find_shared_prefixes(
 def _segments(
     rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], before: int, after: int
 ) -> list[npt.NDArray[np.int64]]:
-    """Return `SharedPrefix.segments`, for prefixes and rests padded to `before` and `after`."""
+    """Return `SharedPrefix.segments`; prefixes are padded to `before`, rests to `after` tokens."""
     count, total = len(rows), int(rows.sum())
     offsets = np.append(np.arange(count) * before, count * before + np.arange(total + 1) * after)
     arrays = [offsets, np.append(0, np.cumsum(rows)) * after, np.append(0, np.cumsum(lengths))]

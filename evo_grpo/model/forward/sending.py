@@ -1,4 +1,4 @@
-"""Copies arrays to a device, or tensors to the host, with one transfer for many."""
+"""Copies many arrays to a device, or many tensors to the host, in one transfer."""
 
 from collections.abc import Sequence
 from typing import Any

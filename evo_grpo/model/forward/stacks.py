@@ -1,4 +1,4 @@
-"""The layout of rows by adapter, a layer's stacked adapters, and rows in equal chunks of an agent.
+"""Lays out a batch's rows by adapter, stacks a layer's adapters, and cuts rows into equal chunks.
 
 A chunk holds rows of one agent. If the counts have a common divisor, a reshape cuts the rows, and
 an agent's A and B are repeated for each of its chunks. Otherwise each agent is padded to whole
@@ -51,7 +51,7 @@ class RowLayout:
         return tuple(counts)
 
     def slices(self) -> Iterator[slice]:
-        """Return each agent's rows as a slice."""
+        """Return the rows of each agent as a slice of the batch."""
         return starmap(slice, pairwise(accumulate(self.counts, initial=0)))
 
 
@@ -111,7 +111,7 @@ def build_stack(layer: LoraLayer, adapters: Sequence[str | None], dtype: torch.d
 def _stack_equal_ranks(
     pairs: Sequence[tuple[Tensor, Tensor]], scales: Sequence[float], dtype: torch.dtype
 ) -> Stack:
-    """Stack adapters of equal rank: two stacks and one product for any number of adapters."""
+    """Stack adapters of equal rank, in as many operations for many adapters as for two."""
     if len(pairs) == 1:
         # One adapter needs no copy: unsqueeze keeps the floor (N = 1) free of stacking.
         a, b = pairs[0][0].unsqueeze(0), pairs[0][1].unsqueeze(0)
@@ -138,8 +138,9 @@ class Chunks:
         count: Number of chunks.
         rows: Rows of each chunk.
         owners: (count,) index of each chunk's agent, or None if chunk i has all rows of agent i.
-        gather: (count * rows,) row at each place of the chunks, or None if no row moves.
-        scatter: (B,) place of each row, or None if no row moves.
+        gather: (count * rows,) for each position in the chunks, the index of its row in the batch.
+        scatter: (B,) for each row of the batch, its position in the chunks. Both are None if no row
+            moves.
     """
 
     count: int

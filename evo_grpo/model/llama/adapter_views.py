@@ -34,7 +34,7 @@ _START = 1 << 20
 
 
 class Block(NamedTuple):
-    """A block b (N, rows, columns) of a joined B, at these rows (ranks) and columns (outputs)."""
+    """A block `b` (N, rank, outputs) of a joined B, and its `rows` (ranks) and `columns` there."""
 
     rows: slice
     columns: slice
@@ -42,12 +42,12 @@ class Block(NamedTuple):
 
 
 def multiplies_separately(ranks: Sequence[int], device: torch.device) -> bool:
-    """Return whether separate products may be faster for parts with these LoRA ranks."""
+    """Return whether a product per part may be faster than one for all, given the parts' ranks."""
     return device.type == "cpu" and min(ranks) >= _LEAST_RANK
 
 
 def block_diagonal(blocks: Sequence[Block], ranks: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return the block-diagonal B (N, ranks, width)."""
+    """Return a block-diagonal B (N, ranks, width) that has `blocks`, and zeros elsewhere."""
     joined = blocks[0].b.new_zeros(len(blocks[0].b), ranks, width, dtype=dtype)
     for rows, columns, b in blocks:
         joined[:, rows, columns] = b
@@ -70,7 +70,7 @@ class JoinedStack:
 
     @classmethod
     def of(cls, stacks: Sequence[Stack | None], sizes: Sequence[int]) -> JoinedStack | None:
-        """Join the stacks of layers with `sizes` output features; None means no adapters."""
+        """Join stacks of layers with `sizes` output features; None if no layer has adapters."""
         parts: list[Block] = []
         row = column = 0
         for stack, size in zip(stacks, sizes, strict=True):
@@ -111,12 +111,12 @@ KEPT_DEVICE_ELEMENTS = 1 << 21
 
 @dataclass(frozen=True)
 class Part:
-    """An adapted linear layer, and its place in the joined layer.
+    """An adapted linear layer that is part of a joined layer.
 
     Attributes:
-        name: Its module name.
-        rows: Its rows of the joined A, as many as the largest LoRA rank of all slots.
-        columns: Its columns of the joined output.
+        name: Module name of the layer.
+        rows: Rows of the layer's A in the joined A; as many as the largest LoRA rank of all slots.
+        columns: Columns of the layer's output in the joined output.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Part:
 
     @property
     def rank(self) -> int:
-        """The largest LoRA rank of all slots."""
+        """The largest LoRA rank of this layer in all slots."""
         return self.rows.stop - self.rows.start
 
     def block(self, b: Tensor) -> Block:
@@ -153,11 +153,11 @@ class JoinedAdapters:
     kept: dict[tuple[str, torch.dtype], Tensor] | None = None
 
     def down(self, a: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return A of all parts as (N, R, in); `a` is the leaf."""
+        """Return the leaf `a` (N, R, in), the A of all parts, in `dtype`."""
         return self._once("a", dtype, lambda: a.to(dtype))
 
     def scales(self, dtype: torch.dtype) -> Tensor:
-        """Return the LoRA scaling as (N, 1, R)."""
+        """Return the LoRA scaling as (N, 1, R) of `dtype`."""
         return self._once("scale", dtype, lambda: self.scale.to(dtype))[:, None]
 
     def blocks(self, b: Sequence[Tensor], dtype: torch.dtype) -> tuple[Block, ...]:
@@ -175,7 +175,7 @@ class JoinedAdapters:
         return (Block(slice(None), slice(None), self._once("b", dtype, join)),)
 
     def _once(self, name: str, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        """Return `make()`, from the cache if there is one."""
+        """Return what `make` returns; with a cache, call it only once for each name and dtype."""
         if self.kept is None:
             return make()
         if (name, dtype) not in self.kept:
@@ -196,8 +196,8 @@ def _up(b: Tensor, dtype: torch.dtype) -> Tensor:
 class AdapterViews:
     """The adapters of all joined layers, and the parameters that are views of them.
 
-    An adapter None becomes zeros. The keys of `joined` are module names; its values are None for
-    layers without adapters.
+    An adapter None becomes zeros. `joined` maps the module names of each joined layer to its
+    adapters; None for a layer without adapters.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class AdapterViews:
         return self
 
     def collect_gradients(self, adapters: Sequence[str | None]) -> None:
-        """Move the gradients to the parameters of the adapters."""
+        """Move the gradients of the joined tensors to the parameters of `adapters`."""
         learning = set(adapters)
         for joined, part, b in self._each():
             if joined.a.grad is None or b.grad is None:
@@ -300,7 +300,7 @@ class AdapterViews:
 def adapter_views(
     slots: AdapterSlots, weights: LlamaWeights, adapters: Sequence[str | None]
 ) -> AdapterViews:
-    """Return the stacks of adapters, of which the parameters become views if shapes are equal."""
+    """Return `adapters` stacked; if all shapes are equal, parameters become views of the stacks."""
     trained = tuple(name for name in slots.names if slots.is_trainable(name))
     # Rounding may depend on the other adapters of a batch, so the adapters of a shard have their
     # own leaves: results do not depend on the number of processes.
@@ -318,7 +318,7 @@ def adapter_views(
 
 
 def _alike(layers: Mapping[str, LoraLayer], names: Sequence[str]) -> bool:
-    """Return whether slots adapt the same modules with the same shapes and dtypes."""
+    """Return whether the slots `names` adapt the same modules with the same shapes and dtypes."""
 
     def shape(layer: LoraLayer, name: str) -> tuple[object, ...] | None:
         if name not in layer.lora_A:

@@ -83,7 +83,7 @@ class Attention:
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
     def _masks(self, like: Tensor) -> tuple[Tensor, ...]:
-        """Return the masks, repeated for the query heads that share a key head."""
+        """Return the mask of each span, repeated for the query heads that share a key head."""
         first_mask = causal(self.spans[0].columns, like) if self._first is None else self._first
         masks = [first_mask] if self._after is None else [first_mask, self._after]
         group = self.heads // self.kv_heads
@@ -99,7 +99,7 @@ def attend_prompts(
     window: int | None,
     masks: dict[int, Tensor],
 ) -> Tensor:
-    """Return the outputs (NP, Tp, heads * D) of prompts that are padded on the right.
+    """Return the attention outputs (NP, Tp, heads * D) of NP prompts that are padded on the right.
 
     q is (NP, heads, Tp, D), k and v (NP, kv_heads, Tp, D); `masks` caches the mask of each window.
     """
@@ -115,7 +115,7 @@ def attend_prompts(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Return torch's attention with grouped heads, causal if `mask` is None."""
+    """Return the output of torch's attention with grouped heads; it is causal if `mask` is None."""
     group = q.shape[1] // k.shape[1]
     if mask is not None and q.device.type == "cuda" and group > 1:
         # On CUDA, no kernel with a mask supports grouped heads.
@@ -127,7 +127,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
 
 
 def causal(columns: int, like: Tensor, window: int | None = None) -> Tensor:
-    """Return the causal mask (columns, columns) of 0 and -inf, within `window` unless None."""
+    """Return the causal mask (columns, columns) of 0 and -inf, limited to `window` if given."""
     never = torch.full((columns, columns), float("-inf"), dtype=like.dtype, device=like.device)
     mask = never.triu(1)
     return mask if window is None else mask.add_(never.tril_(-window))
@@ -159,7 +159,7 @@ def after_prefix(
 
 
 class ShortAttention(torch.autograd.Function):
-    """softmax(scale q k + mask) v, with rotary positions on q and k (arXiv:2104.09864)."""
+    """softmax(scale q k^T + mask) v, with rotary positions on q and k (arXiv:2104.09864)."""
 
     @staticmethod
     def forward(ctx: Context, joined: Tensor, plan: Attention) -> Tensor:

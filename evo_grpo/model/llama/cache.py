@@ -1,8 +1,8 @@
 """Caches of the keys and values of decoded rows, with attention of one new token per row.
 
-`GrowingCache` attends only to used columns: on a CPU, time grows with the columns. `FixedCache`
-uses the same memory at each step and holds its position in a tensor, so that a step needs nothing
-from the host and a CUDA graph can capture it.
+`GrowingCache` attends only to used columns, because on a CPU the time grows with the columns.
+`FixedCache` uses the same memory at each step and holds its position in a tensor, so that a step
+needs nothing from the host and a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Refill:
     Attributes:
         stay_to: (B,) new position of each row that stays.
         join_to: (J,) position of each row that joins.
-        source: (J,) row of its prompt in the cache of the prompts, for each row that joins.
-        lengths: (J,) length of its prompt, for each row that joins.
+        source: (J,) for each row that joins, the row of its prompt in the cache of the prompts.
+        lengths: (J,) for each row that joins, the length of its prompt.
     """
 
     stay_to: Tensor
@@ -37,12 +37,12 @@ class Refill:
     lengths: Tensor
 
     def masks(self, mask: Tensor, joining: int, room: int) -> tuple[Tensor, slice, slice, int]:
-        """Return the mask and columns after the refill, given the mask (B, 1, 1, used) before it.
+        """Return the attention mask after the refill, given `mask` (B, 1, 1, used) before it.
 
         Leading columns to which no row attends are removed. The joining prompts, `joining` columns
         wide, end at the column where the staying rows end. Returns the mask (B + J, 1, 1, room),
-        True also at unused columns; the slice of the kept columns; the slice of their new places;
-        and the number of columns in use.
+        True also at unused columns; the slice of the old columns that are kept; the slice of new
+        columns to which they are moved; and the number of columns in use.
         """
         used = mask.shape[-1]
         start = int(mask.any(0).flatten().int().argmax())  # waits for the device
@@ -62,8 +62,8 @@ class Refill:
         """Return a buffer (B + J, heads, room, D) of the keys or values of all rows.
 
         For rows that stay, columns `old` of `before` (B, heads, columns, D) become columns `new`.
-        For rows that join, the columns of their prompts in `joining` (NP, heads, Tp, D) end where
-        `new` ends; `joining` is None if no row joins.
+        For rows that join, the columns of their prompts end where `new` ends. `joining` (NP, heads,
+        Tp, D) has the keys or values of NP prompts; it is None if no row joins.
         """
         count = len(before) + len(self.source)
         # Zeros: unused columns are multiplied by a weight of 0.
@@ -79,8 +79,9 @@ class Refill:
 class GrowingCache:
     """A cache that attends only to used columns, by two batched matmuls.
 
-    Keys are stored transposed; the first matmul applies scale and mask. Rows are (agent, prompt,
-    completion) after `expand`. `width` is None, since the number of columns changes at each step.
+    Keys are stored transposed; the first matmul applies scale and mask. After `expand`, rows are in
+    order of agent, prompt and completion. `width` is None, because the number of columns changes at
+    each step.
     """
 
     width = None
@@ -99,7 +100,7 @@ class GrowingCache:
         self._first: dict[int | None, int] = {}
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Add the next layer's keys and values (NP, kv, Tp, D) of the prompts."""
+        """Add the next layer's keys and values (NP, kv_heads, Tp, D) of NP prompts."""
         self.keys.append(keys.transpose(2, 3))
         self.values.append(values)
         self.used = values.shape[2]
@@ -151,7 +152,7 @@ class GrowingCache:
             }
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v (B, kv, D) of the new tokens; return outputs (B, heads * D) of q."""
+        """Store k and v (B, kv_heads, D) of the new tokens; return outputs (B, heads * D) of q."""
         rows, kv_heads, size = k.shape
         keys, values = self.keys[layer], self.values[layer]
         keys[..., self.used - 1] = k
@@ -173,7 +174,7 @@ class GrowingCache:
         return mixed.view(rows, -1)
 
     def _move(self, rows: Tensor, columns: int) -> None:
-        """Copy rows (with repeats) into buffers of `columns` columns, one layer at a time."""
+        """Copy the rows `rows`, which may repeat, to new buffers of `columns` columns by layer."""
         used = self.used
         for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             count, heads, size = rows.shape[0], keys.shape[1], keys.shape[2]
@@ -223,7 +224,7 @@ class FixedCache:
         self._start(mask, used)
 
     def _start(self, mask: Tensor, used: int) -> None:
-        """Set mask, position and width, given that rows have `used` columns."""
+        """Set the bias, position and width from the mask of rows that have `used` columns."""
         like = self.keys[0]
         self._bias = like.new_full((*mask.shape[:-1], like.shape[2]), float("-inf"))
         self._bias[..., :used].masked_fill_(mask[..., :used], 0.0)
@@ -309,7 +310,7 @@ def cache_for(
 
 
 def _places(mask: Tensor, columns: int) -> Tensor:
-    """Return the token position (..., columns) of each column, given the mask of a row's tokens."""
+    """Return each column's token position (..., columns); `mask` is True at a row's tokens."""
     return nn.functional.pad(mask.cumsum(-1) - 1, (0, columns - mask.shape[-1]))
 
 

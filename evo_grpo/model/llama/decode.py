@@ -103,7 +103,7 @@ class _HeadNorms:
 
 
 class _Layer:
-    """The norms of a layer, each None if the layer lacks it, and its rotary table."""
+    """The norms of a decoder layer, None for a norm that it lacks, and its rotary table's name."""
 
     def __init__(self, layer: JoinedLayer, described: Description, number: int) -> None:
         self.before, self.after, self.then, self.last = (
@@ -117,7 +117,7 @@ class _Layer:
 
 @final
 class LlamaDecoder:
-    """One rollout over `LlamaWeights` with the active adapters; see `Decoder`.
+    """Decodes one rollout with `LlamaWeights` and the active adapters; see `Decoder`.
 
     `columns` is the maximum number of tokens of a row, for the rotary tables.
     """
@@ -179,7 +179,7 @@ class LlamaDecoder:
         self._chunks = None
 
     def keep(self, rows: Tensor) -> None:
-        """Drop rows; see `Decoder`."""
+        """Remove all rows but those at the positions `rows`; see `Decoder`."""
         self.cache.keep(rows)
         self._chunks = None
 
@@ -192,7 +192,7 @@ class LlamaDecoder:
         return decoder
 
     def refill(self, arrived: LlamaDecoder | None, moves: Refill) -> int:
-        """Exchange rows; see `RefillDecoder`."""
+        """Remove ended rows and add the rows of `arrived`; see `RefillDecoder`."""
         self._chunks = None
         cache, joining = self.cache, arrived and arrived.cache
         assert isinstance(cache, FixedCache), "rows wait on other devices than a CPU alone"
@@ -234,7 +234,7 @@ class LlamaDecoder:
         return self._last_norm(x)
 
     def _rest(self, linears: list[_Linear], layer: _Layer, x: Tensor, mixed: Tensor) -> Tensor:
-        """Apply all operations after attention to its output `mixed`; add to the residual x."""
+        """Return a layer's output, given its attention's output `mixed` and its input x."""
         x = self._added(linears[1], mixed, x, layer.after)
         gate_and_up = self._linear(linears[2], x if layer.then is None else layer.then(x))
         gate, up = gate_and_up.chunk(2, dim=-1)
@@ -250,7 +250,7 @@ class LlamaDecoder:
         return x.add_(y, alpha=factor) if norm is None else norm.add(x, y)
 
     def _linear(self, linear: _Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Apply a joined layer and each agent's adapter to its rows; overwrite the residual."""
+        """Apply a joined layer, and to each row its agent's adapter; add to `residual` in place."""
         if residual is None:
             y = nn.functional.linear(x, linear.weight, linear.bias)
         else:
@@ -266,7 +266,7 @@ class LlamaDecoder:
         return y
 
     def _prepare(self, columns: int) -> None:
-        """Stack the adapters for the rows in the batch, of `columns` tokens each."""
+        """Assign the stacked adapters to the rows in the batch, of `columns` tokens each."""
         counts = self.fused.layout.counts_of(self._adapters)
         ranks = [stack.a.shape[1] for stacks in self._stacks for stack in stacks if stack]
         device = self.weights.base.device

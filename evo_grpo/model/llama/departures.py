@@ -1,12 +1,13 @@
 """Chooses between the joined layers of the Llama family and a base's own modules.
 
-The joined layers use a model's weights and compute the same as the `families` of transformers. A
-model of such a type may differ in a norm, an activation, `scaling`, a hook, a patched attention, or
-code from a hub folder. Before each generation and learn pass, the classes of its modules, their
-hooks and the origin of their code are inspected. Outputs are compared once for each set of the
-modules' values: one row runs through the modules, and each joined layer gets the input of its
-module, since a difference in one layer may vanish in the sum of all. The row is long, longer for
-small models, since a difference may appear at late positions only.
+The joined layers use a model's weights and compute what transformers computes for the model types
+in `families`. A model of such a type may still differ in a norm, an activation, `scaling`, a hook,
+a patched attention, or code from a hub folder. Before each generation and learn pass, the classes
+of its modules, their hooks and the origin of their code are inspected. Outputs are compared once,
+and again if a value in the modules has changed: one row runs through the modules, and each joined
+layer gets the input of its module, because a difference in one layer may vanish in the sum of all
+layers. The row is long, longer for small models, because some differences appear only at late
+positions.
 """
 
 import logging
@@ -98,12 +99,15 @@ def departures_of(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> tuple[s
 
 
 def find_departures(base: SharedBase) -> tuple[str, ...]:
-    """Describe how the code of a base differs from that of its model type; run no forward."""
+    """Describe how the code of a base differs from that of its model type, without a forward."""
     return tuple(_inspect(base)[0])
 
 
 def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
-    """Return how a base's code differs from its model type's, and its modules' values, in 2 ms."""
+    """Return how a base's code differs from that of its model type, and values of its modules.
+
+    If one of the values changes, outputs must be compared again. This takes 2 ms.
+    """
     trunk, config = base.trunk, base.model.config
     description = describe(config)
     assert description is not None, "the base is of no family"
@@ -205,7 +209,7 @@ class _LayersDiffer(Exception):
 def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str | None:
     """Return how outputs of a base's modules and of the joined layers differ; None if they agree.
 
-    No adapter is active. The code of the base must not differ from that of its model type.
+    Both run without adapters. The code of the base must not differ from that of its model type.
     """
     size = sum(p.numel() for layer in layers_of(base) for p in layer.parameters())
     columns = max(_LEAST, min(_MOST, _PRODUCTS // max(1, size)))
@@ -290,7 +294,7 @@ def _joined(
     module: nn.Module,
     x: Tensor,
 ) -> Tensor:
-    """Return the output (1, T, H) of a module's joined layer for the module's input x (1, T, H)."""
+    """Run the decoder layer `module`, with its linear layers joined, on x (1, T, H)."""
     d = weights.description
     kind = d.layers[number]
     # A copy of one layer: in half precision its weights have been widened for now.
@@ -316,7 +320,7 @@ def _same(ours: Tensor, theirs: Tensor, what: str) -> None:
 
 
 def _compare_update(ours: Tensor, theirs: Tensor, before: Tensor, number: int) -> None:
-    """Compare the updates that two versions of layer `number` add to their input `before`."""
+    """Raise `_LayersDiffer` if two outputs of layer `number` for input `before` differ."""
     size = torch.maximum(_size(theirs - before), _SHARE * _size(before))
     error = float((_size(ours - theirs) / size.clamp_min(1e-9)).max())
     if not error <= probing.tolerance(theirs):

@@ -24,20 +24,22 @@ class Family:
     Attributes:
         name: Prefix of its class names.
         module: Name of its module in transformers.models.
-        norms: Names of the norms before and after the attention, before and after the MLP; a norm
-            after one of them acts before the residual is added. Empty for no norm.
+        norms: Names of the norms before the attention, after the attention, before the MLP and
+            after the MLP; "" for no norm. The norms after attention and MLP act on their outputs,
+            before the residual is added.
         head_norms: Norms of q and k before the rotary positions: "each" head is divided by a
             separate root mean square, or "all" heads by one; empty for no norms.
         one_plus: Whether a norm multiplies by 1 + weight instead of weight.
         rounds_once: Whether a norm in half precision rounds only after the weight.
-        windows: Which layers have the configured sliding window: none, "all", or by layer "types".
+        windows: Which layers have the configured sliding window: "" for none, "all", or "types"
+            for those whose layer type is "sliding_attention".
         tables: Whether each type of layer has its own rotary table.
         without_rotary: Whether layers with 0 in `no_rope_layers` have no rotary positions.
         multipliers: Whether the embeddings, and the outputs of attention and MLP, are multiplied by
             factors.
         scale: Factor of the attention scores, from the configuration and the size of a head.
-        trunk: Name of the model below the head, after the prefix.
-        embedding: Name of the class of the embeddings, after the prefix; empty for torch's class.
+        trunk: Class name of the model below the head, without the prefix `name`.
+        embedding: Class name of the embeddings, without the prefix; empty for torch's class.
         activation: Key of the activation in the configuration.
         kernels: Whether the kernels of `llama.cuda` support the family.
         biases: Two items, each a bool or a key of the configuration: whether q, k and v have
@@ -141,7 +143,7 @@ class Description:
     Attributes:
         scale: Factor of the attention scores.
         gelu: Whether the MLP's gate uses the tanh approximation of GELU; otherwise SiLU.
-        embedding_multiplier: Factor of the embeddings that their module does not apply.
+        embedding_multiplier: Factor of the embeddings, which their module does not apply.
         residual_multiplier: Factor of the outputs of attention and MLP.
     """
 
@@ -157,7 +159,7 @@ class Description:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The rotary tables of the layers, without repeats."""
+        """The names of the layers' rotary tables, without repeats."""
         return tuple(dict.fromkeys(k.table for k in self.layers if k.table is not None))
 
     @property
@@ -192,7 +194,7 @@ def describe(config: Any) -> Description | None:  # noqa: ANN401 -- a configurat
 
 
 def _layers(config: Any, family: Family) -> tuple[LayerKind, ...] | None:  # noqa: ANN401 -- as above
-    """Return the kind of each layer; None if the family lacks one of the types."""
+    """Return the kind of each layer; None if the family does not support the configured layers."""
     count = int(config.num_hidden_layers)
     types = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
     window = int(getattr(config, "sliding_window", None) or 0) or None

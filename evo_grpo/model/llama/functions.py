@@ -1,8 +1,8 @@
 """Autograd functions for the operations of a decoder layer, with few passes over memory.
 
 On small models and CPUs these passes cost more than the matmuls. Each function computes what the
-model's own modules compute, saves fewer tensors for the backward, and writes its gradient in place
-where autograd would add several. The base is frozen, so its weights get no gradient.
+model's own modules compute, saves fewer tensors for the backward, and writes gradients into one
+tensor where autograd would add several tensors. The base is frozen, so its weights get no gradient.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Span:
         return self.start + self.rows * self.columns
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """Return a view of the span's part of x (M, F) as (B, T, F)."""
+        """View the span's tokens in x (M, F) as (B, T, F)."""
         return x[self.start : self.stop].view(self.rows, self.columns, x.shape[-1])
 
 
@@ -79,11 +79,11 @@ class RmsNorm(torch.autograd.Function):
 
 
 class Glu(torch.autograd.Function):
-    """SiLU(gate) * up, or tanh GELU (arXiv:2002.05202), for concatenated gate and up."""
+    """SiLU(gate) * up or tanh GELU(gate) * up (arXiv:2002.05202), of concatenated gate and up."""
 
     @staticmethod
     def forward(ctx: Context, both: Tensor, gelu: bool) -> Tensor:
-        """Compute (..., I) from both (..., 2 I)."""
+        """Compute the product (..., I) from gate and up, concatenated as `both` (..., 2 I)."""
         gate, up = both.chunk(2, dim=-1)
         active = activated(gate, gelu)
         # Keep the activated gate: an exponential costs more than memory; the modules keep it too.
@@ -114,7 +114,7 @@ def activated(gate: Tensor, gelu: bool, *, in_place: bool = False) -> Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """Rotary positions (arXiv:2104.09864) on q and k, and the split into spans and heads."""
+    """Applies rotary positions (arXiv:2104.09864) to q and k; splits q, k, v by span and head."""
 
     @staticmethod
     def forward(
@@ -150,7 +150,7 @@ class Rotate(torch.autograd.Function):
 
 
 def heads_of(x: Tensor, span: Span) -> Tensor:
-    """View (B, T, all heads * D) as (B, all heads, T, D)."""
+    """View x (B, T, heads * D) as (B, heads, T, D)."""
     return x.unflatten(-1, (-1, span.cos.shape[-1])).transpose(1, 2)
 
 
@@ -172,7 +172,7 @@ class LoraLinear(torch.autograd.Function):
         """Apply the frozen layer and every agent's adapter: x (M, in) to (M, out).
 
         The residual is (M, out), the frozen weight (out, in) and bias (out,). `a` (N, R, in) and
-        `b`, (N, size, rank) for each part, also belong to `adapters`; autograd needs them as
+        `b`, (N, size, rank) for each part, are also in `adapters`, but autograd needs them as
         arguments.
         """
         y = linear(x, residual, weight, bias)
@@ -227,7 +227,7 @@ class LoraLinear(torch.autograd.Function):
 
 
 def glu(both: Tensor, *, gelu: bool) -> Tensor:
-    """Apply `Glu` to (..., 2 I); without a gradient it may overwrite the input."""
+    """Apply `Glu` to `both` (..., 2 I), which is overwritten if it needs no gradient."""
     if both.requires_grad:
         return Glu.apply(both, gelu)
     gate, up = both.chunk(2, dim=-1)

@@ -24,7 +24,7 @@ from evo_grpo.model.lora.slots import AdapterSlots
 
 
 class LlamaForward:
-    """One optimizer step, or one pass without gradient, over the joined layers.
+    """The forward over the joined layers for one optimizer step, or for a pass without gradient.
 
     `adapters` are in the order of their rows; None is the base alone, and a repeated adapter is
     stacked once. With `recompute`, only the input of each layer is kept for the backward.

@@ -22,7 +22,7 @@ from evo_grpo.model.quantized import is_quantized
 def is_llama_family(base: SharedBase) -> bool:
     """Return whether a model's type is one of `families`, with weights that are not quantised.
 
-    `departures.can_join_layers` checks whether its modules compute the same.
+    `departures.can_join_layers` checks whether its modules compute what the joined layers compute.
     """
     if describe(base.model.config) is None:
         return False
@@ -48,7 +48,7 @@ class JoinedLinear:
     bias: Tensor | None
 
     def serves(self, modules: Iterator[nn.Module]) -> bool:
-        """Return whether the weights of these linear layers are still views of this tensor."""
+        """Return whether the next modules' parameters are still views of `weight` and `bias`."""
         linears = [plain(next(modules)) for _ in self.sizes]
         if (self.bias is None) != (linears[0].bias is None):
             return False
@@ -74,7 +74,7 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any, family: Family) -> Norm:  # noqa: ANN401 -- a norm of the family
-        """Return the description of a norm module of a family."""
+        """Describe a norm module of a model that belongs to `family`."""
         return cls(module, family.one_plus, family.rounds_once)
 
     @property
@@ -136,7 +136,7 @@ class JoinedLayer:
         )
 
     def serves(self, layer: Any, family: Family) -> bool:  # noqa: ANN401 -- as above
-        """Return whether a layer still has these norms, and views of these joined weights."""
+        """Return whether a decoder layer still has the norms and weights of this `JoinedLayer`."""
         norms = (*self.norms, *self.head_norms)
         present = (*norms_of(layer, family), *head_norms_of(layer, family))
         if any((n and n.module) is not module for n, module in zip(norms, present, strict=True)):
@@ -160,7 +160,7 @@ class LlamaWeights:
 
     @cached_property
     def layers(self) -> list[JoinedLayer]:
-        """The layers; the first access joins their weights in place."""
+        """The joined decoder layers; the first access joins their weights in place."""
         family = self.description.family
         return [
             JoinedLayer.join(x, family, self._names, in_place=True) for x in layers_of(self.base)
@@ -197,7 +197,7 @@ class LlamaWeights:
         )
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """Return the input (..., H) of the first layer."""
+        """Return the embeddings (..., H) of ids (...), the input of the first layer."""
         x: Tensor = self.embed(ids)
         factor = self.description.embedding_multiplier
         return x if factor == 1.0 else x * factor
@@ -236,7 +236,7 @@ def head_norms_of(layer: Any, family: Family) -> tuple[Any, ...]:  # noqa: ANN40
 
 
 def linears_of(layer: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- a decoder layer of the family
-    """Return q, k, v, out, gate, up and down, adapted or not."""
+    """Return a layer's linear layers q, k, v, out, gate, up and down, adapted or not."""
     a, m = layer.self_attn, layer.mlp
     return a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj
 

@@ -261,7 +261,7 @@ def _features(module: Any) -> tuple[int, int]:  # noqa: ANN401 -- as above
 
 
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a model's modules by their first full name, without those that PEFT adds."""
+    """Return a model's modules, without those of PEFT; a module with two names has the first."""
     modules: dict[str, nn.Module] = {}
     visited: set[nn.Module] = set()
     waiting = [("", model)]
@@ -284,8 +284,8 @@ def merged_config(
 ) -> tuple[LoraConfig, list[str]]:
     """Merge two configurations: larger rank, union of modules, other fields of `ours`.
 
-    Also returns a line for each ignored value of `theirs`. `wanted` and `live` are the full module
-    names of `theirs` and `ours`.
+    Also returns a line for each ignored value of `theirs`. `wanted` has the full names of the
+    modules of `theirs`, and `live` those of `ours`.
     """
     merged = copy.deepcopy(ours)
     merged.r = max(theirs.r, ours.r)
@@ -343,12 +343,12 @@ def module_of(key: str) -> str:
 
 
 def _scaling(config: LoraConfig) -> float:
-    """Return the factor of B A in modules that no pattern names."""
+    """Return the scale of B A for modules that neither rank_pattern nor alpha_pattern names."""
     return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
 
 
 def _narrowing(config: LoraConfig, field: str) -> object:
-    """Return a field's value; None if it is missing or empty. 0 is a value: the first layer."""
+    """Return a field's value; None if missing or empty. 0 is not empty: it is the first layer."""
     value = getattr(config, field, None)
     return value if value or value == 0 else None
 

@@ -1,4 +1,4 @@
-"""Loads adapters from PEFT folders, or from a PeftModel given as the model, into slots.
+"""Loads adapters into slots, from PEFT folders or from a PeftModel that the user passes as model.
 
 Configurations that differ from the slot's are refused or merged. The merged configuration has the
 larger rank and the union of the modules; rank_pattern must be equal, and all other fields keep the
@@ -88,8 +88,8 @@ def plan_copy(
 ) -> AdapterPlan:
     """Plan to load an adapter of a PEFT folder into a slot; the slot does not change yet.
 
-    The adapter's configuration is compared with `becomes`, which the slot gets; if None, with the
-    slot's present configuration. Different configurations are merged if `merge`, else refused. An
+    The adapter's configuration is compared with `becomes`, the slot's next configuration; if None,
+    with its present one. Different configurations are merged if `merge`, else refused. An
     adapter of another base raises CheckpointError; a merged configuration that cannot be trained
     raises ConfigError.
     """
@@ -142,7 +142,7 @@ def plan_copy(
 def _check_tensors(
     state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], what: str, base: str
 ) -> None:
-    """Raise CheckpointError unless the tensors are the A and B with these shapes, in floats."""
+    """Raise CheckpointError unless `state` has just the tensors of `shapes`, in 16 bits or more."""
     for key in sorted({*shapes, *state}):
         tensor = state.get(key)
         # Torch does not compute in floats of 8 bits.

@@ -103,9 +103,9 @@ def resize_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> Resized |
 
 
 def grown(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A (R, in) grown by rows of `fresh` (R', in), and B (out, R) by as many zero columns.
+    """Append rows of `fresh` to A (R, in), and as many zero columns to B (out, R); return both.
 
-    `fresh` is an initial A with R' >= R.
+    `fresh` (R', in) is an initial A with R' >= R.
     """
     missing = len(fresh) - len(a)
     if not missing:
@@ -117,8 +117,8 @@ def cut(a: Tensor, b: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return A and B of a smaller rank, nearest to B A, and the sorted singular values of B A.
 
     A is (R, in), B (out, R), and `fresh` an initial A (R', in), R' <= R, in the dtype of the
-    result. If R' exceeds the rank of B A, the remaining rows of A are initial rows and the columns
-    of B zero: if both were zero, neither would have a gradient.
+    result. If R' exceeds the rank of B A, the remaining rows of A are those of `fresh`, and the
+    remaining columns of B are zero: if both were zero, neither would have a gradient.
     """
     # The R singular values of the product are those of a small matrix (R, R).
     left, upper = torch.linalg.qr(b.double())

@@ -31,7 +31,7 @@ class AdapterSlots:
 
     `config` holds the LoRA settings of new slots. `seed` seeds the initial A, which is the same for
     all slots of one configuration, so that agents differ only by training. `target_sets` maps names
-    to `target_modules`; a slot may adapt those of one name.
+    to `target_modules`; a slot may adapt the modules of one of these names.
     """
 
     def __init__(
@@ -75,10 +75,11 @@ class AdapterSlots:
         return tuple(self._params)
 
     def add(self, name: str, config: LoraConfig | None = None, *, trainable: bool = True) -> None:
-        """Add a slot under a new name without dots, as its `init_lora_weights` says.
+        """Add a slot under a new name without dots, with initial weights as its settings say.
 
-        With False, B is random; otherwise the slot does not change the model's outputs yet.
-        `config` replaces the default settings. `trainable` is False for a frozen reference.
+        If `init_lora_weights` is False, B is random; otherwise the slot does not change the model's
+        outputs yet. `config` replaces the default settings. `trainable` is False for a frozen
+        reference.
         """
         if name in self._params or not name or "." in name:
             raise ConfigError(
@@ -95,7 +96,7 @@ class AdapterSlots:
         self._begin(name)
 
     def _begin(self, name: str) -> None:
-        """Register a slot with its current parameters."""
+        """Give a slot with new parameters a version; set their `requires_grad` and device."""
         self.mark_changed(name)
         self.derived.clear()
         for parameter in self._params[name].values():
@@ -150,7 +151,7 @@ class AdapterSlots:
         return next(usable, None)
 
     def _add_like(self, name: str, like: str, settings: LoraConfig) -> None:
-        """Add a slot with the modules of another slot, layer by layer, to PEFT's lists.
+        """Add a slot that adapts the modules of the slot `like`, layer by layer.
 
         With PEFT's `add_adapter`, 64 agents would take 25 times as long as 8.
         """
@@ -204,7 +205,7 @@ class AdapterSlots:
         self.restore_trainable()
 
     def _set_kind(self, name: str, kind: _Kind, settings: LoraConfig) -> None:
-        """Give a slot new matrices in the layers of another configuration, layer by layer."""
+        """Make a slot adapt the layers of `kind`, with new matrices, one layer after another."""
         active = name in self.peft.active_adapters
         if active and len(self._params) > 1:  # else PEFT activates another adapter and warns
             self.activate(next(other for other in self._params if other != name))
@@ -269,7 +270,7 @@ class AdapterSlots:
         self.mark_changed(target)
 
     def activate(self, name: str) -> None:
-        """Make a slot PEFT's active adapter, which the population forward ignores."""
+        """Make a slot PEFT's active adapter; the population forward ignores which one is active."""
         self.peft.set_adapter(self._known(name))
         self.restore_trainable()
 
@@ -353,7 +354,7 @@ class _Kind:
     """The slots whose configurations differ at most in rank and alpha.
 
     Attributes:
-        config: The configuration of its first slot.
+        config: The configuration of the first slot.
         written: `config` as PEFT stores it, with names in place of `all-linear`.
         state: The initial tensors of the first slot by PEFT's file keys, on the CPU.
         slots: The existing slots.

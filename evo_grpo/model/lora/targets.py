@@ -89,10 +89,10 @@ def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
 def checked_modules(
     base: SharedBase, config: LoraConfig, what: str = "lora.target_modules"
 ) -> frozenset[str]:
-    """Return the full names of the layers that a settled configuration adapts.
+    """Return the full names of the layers that a configuration of `resolve_targets` adapts.
 
-    Layers that cannot be adapted raise ConfigError, and layers whose inputs do not have the rows in
-    a known order ModelError. `what` names the setting in messages.
+    Layers that cannot be adapted raise ConfigError. Layers whose inputs do not have the rows in a
+    known order raise ModelError. `what` names the setting in messages.
     """
     linear, unserved = linear_modules(base.model), _unserved(base)
     adapted = adapted_modules(base.model, config)

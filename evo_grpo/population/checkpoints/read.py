@@ -69,7 +69,7 @@ _SCHEMA = TypeAdapter(_Attributes)
 
 
 def refuse_foreign_files(folder: Path) -> None:
-    """Refuse a checkpoint with a link, pipe or device in it; its folder may itself be a link."""
+    """Refuse a checkpoint with a link, pipe or device in it; `folder` itself may be a link."""
     try:
         for name in _OWN:
             refuse_links(folder / name, MAX_JSON_BYTES)
@@ -91,7 +91,7 @@ def peft_folder(folder: Path) -> Path | None:
 
 
 def read_attributes(folder: Path) -> dict[str, Any]:
-    """Read attributes.json of a checkpoint, and check its format."""
+    """Read attributes.json of a checkpoint; CheckpointError if it is missing or damaged."""
     refuse_foreign_files(folder)
     file = folder / ATTRIBUTES
     if not file.is_file():
@@ -117,7 +117,7 @@ def read_attributes(folder: Path) -> dict[str, Any]:
 
 
 def read_state(attributes: Mapping[str, Any], folder: Path) -> tuple[Hparams, list[Score]]:
-    """Return hyperparameters and history of attributes.json."""
+    """Return the agent's hyperparameters and its history of scores from attributes.json."""
     try:
         history = [score_from_json(score) for score in attributes["history"]]
         return Hparams(**attributes["hparams"]), history
@@ -154,8 +154,8 @@ def load_agent(
     `path` is a folder that `save_agent` wrote, a plain PEFT folder, or a folder with a PEFT folder
     actor/. The weights of a PEFT folder become the actor, and the reference if the agent has its
     own. All files are read and checked before the slot changes. `load_optimizer` loads AdamW's
-    moments; `overwrite_reference_adapter` uses the actor as the reference in any case;
-    `merge_lora_configs` accepts a LoRA configuration other than the slot's.
+    moments; `overwrite_reference_adapter` uses the actor as the reference, even if the checkpoint
+    has another; `merge_lora_configs` accepts a LoRA configuration other than the slot's.
     """
     folder = Path(path)
     state = cohort.check_slot(slot)
@@ -210,7 +210,7 @@ def load_agent(
 
 
 def _config(cohort: Cohort, state: AgentState, hparams: Hparams, actor: Path) -> LoraConfig:
-    """Return the LoRA configuration of an agent's adapter under a checkpoint's hyperparameters."""
+    """Return the LoRA configuration that an agent's adapter has with a checkpoint's `hparams`."""
     config = adapter_config(cohort.slots, hparams, state.adapter)
     searched = f"{LORA}target_modules" in cohort.hp_config.names()
     if searched and hparams.lora_target_modules is None:
@@ -236,9 +236,9 @@ def _with_its_own(cohort: Cohort, slot: int) -> Hparams:
 def _about_reference(
     cohort: Cohort, folder: Path, attributes: Mapping[str, Any], *, own: bool
 ) -> list[str]:
-    """Return a note if an agent without a reference slot has another reference than the checkpoint.
+    """Return a note if the reference of a loaded agent is not the reference of the saved agent.
 
-    `own` says whether the checkpoint contains a reference adapter.
+    The loaded agent has no reference slot. `own` says whether the checkpoint contains a reference.
     """
     starts = cohort.references.start
     if own and starts:
@@ -257,7 +257,7 @@ def _about_reference(
 
 
 def _check_one_adapter(cohort: Cohort, actor: AdapterPlan) -> None:
-    """Refuse a checkpoint with other LoRA ranks or modules if agents share a DeepSpeed adapter."""
+    """If agents share DeepSpeed's adapter, refuse a checkpoint with another LoRA configuration."""
     if cohort.trains_jointly and actor.config is not None:
         raise ConfigError(
             f"checkpoint {actor.origin}: expected the ranks and modules of this population's "
@@ -267,7 +267,7 @@ def _check_one_adapter(cohort: Cohort, actor: AdapterPlan) -> None:
 
 
 def _check_base(attributes: Mapping[str, Any], folder: Path, base: SharedBase) -> list[str]:
-    """Compare a checkpoint's base with the loaded one by digest, or by name; return warnings."""
+    """Compare a checkpoint's base with the loaded base, by digest or else by name; return notes."""
     if attributes["vocabulary"] != base.vocabulary:
         raise CheckpointError(
             f"checkpoint {folder}: made for base {attributes['base']!r} with a vocabulary of "
@@ -307,7 +307,7 @@ def _check_digests(attributes: Mapping[str, Any], folder: Path, without_referenc
 
 
 def _about_peft(folder: Path, config: LoraConfig, base: SharedBase) -> str:
-    """Return a note about the state that a PEFT folder lacks, and about its base if it differs."""
+    """Return a note about what a PEFT folder lacks, and about its base if that is another one."""
     note = (
         f"checkpoint {folder}: a PEFT folder, so its weights are taken alone: hyperparameters, "
         "steps and history stay as they are, AdamW starts afresh"
@@ -322,7 +322,7 @@ def _about_peft(folder: Path, config: LoraConfig, base: SharedBase) -> str:
 def _saved_moments(
     attributes: Mapping[str, Any], folder: Path, actor: AdapterPlan, notes: list[str]
 ) -> dict[int, dict[str, Tensor]]:
-    """Read the moments of a checkpoint; add a note if it was saved without them."""
+    """Read AdamW's moments from a checkpoint; if it was saved without them, add a note."""
     if OPTIMIZER in attributes["files"]:
         remedy = "or load without load_optimizer to start AdamW afresh"
         digest = {OPTIMIZER: attributes["files"][OPTIMIZER]}
@@ -368,7 +368,7 @@ def _read_moments(folder: Path, plan: AdapterPlan) -> dict[int, dict[str, Tensor
 
 
 def _fit(moments: Mapping[str, Tensor], shape: tuple[int, ...] | None) -> bool:
-    """Return whether the moments of a parameter are floats of its shape."""
+    """Return whether AdamW's moments of a parameter are float tensors of the parameter's shape."""
     return all(
         value.shape == (() if name == "step" else shape)
         and value.is_floating_point()

@@ -1,7 +1,7 @@
 """Writes an agent: copies its state at one moment, and writes the files of a checkpoint.
 
 <path>/actor/adapter_model.safetensors + adapter_config.json
-<path>/reference/...                     if it is an adapter; in a run, only if the agent's own
+<path>/reference/...                     an adapter as reference; in a run, only the agent's own
 <path>/attributes.json                   settings, hyperparameters, member, history, base model
 <path>/optimizer.safetensors             AdamW's moments, by the names of actor/'s tensors
 
@@ -46,7 +46,7 @@ class Snapshot:
         return replace(self, attributes=attributes)
 
     def to_send(self) -> Snapshot:
-        """Return a copy without views, because a pickled view contains its whole buffer."""
+        """Return a copy whose tensors are no views: a pickled view contains its whole storage."""
 
         def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: tensor.clone() for name, tensor in tensors.items()}
@@ -64,7 +64,7 @@ class Snapshot:
         return replace(self, tensors=tensors)
 
     def write(self, path: str | Path) -> dict[str, str]:
-        """Write the files over an earlier checkpoint; return the SHA-256 of each by its path."""
+        """Write the files, over those of an old checkpoint; return their SHA-256 by file name."""
         # A value that JSON cannot represent is an error before any file is written.
         json.dumps(self.attributes)
         folder = Path(path)
@@ -88,7 +88,7 @@ class Snapshot:
         return {**files, ATTRIBUTES: _sha256(folder / ATTRIBUTES)}
 
     def _moments(self) -> dict[str, Tensor]:
-        """Return AdamW's moments by PEFT's file keys."""
+        """Return AdamW's moments by name: the adapter's tensor in PEFT's file, then the moment."""
         keys = list(self.tensors.actor.state)
         return {
             f"{keys[place]}.{name}": value
@@ -110,10 +110,10 @@ def save_agent(
     lora_only: bool = True,
     save_optimizer: bool = True,
 ) -> dict[str, str]:
-    """Write an agent to a folder over an earlier checkpoint; return the SHA-256 of each file.
+    """Write an agent to a folder, over an old checkpoint; return SHA-256 by path in the folder.
 
-    Digests are by path in the folder, without those of the base. Without `lora_only`, the shared
-    base is saved in `base/`. All ranks that train together call this function; rank 0 writes.
+    Without `lora_only`, the shared base is saved too, in `base/`; its digests are not returned. All
+    ranks that train together call this function; rank 0 writes.
     """
     snapshot = snapshot_agent(
         cohort, slot, lora_only=lora_only, save_optimizer=save_optimizer, start=True
@@ -130,9 +130,9 @@ def save_agent(
 
 
 def snapshot_again(cohort: Cohort, slot: int, earlier: Snapshot | None) -> Snapshot:
-    """Return `earlier` with the agent's current scores, or a new snapshot if it is None.
+    """Return `earlier` with the agent's current scores; without `earlier`, a new snapshot.
 
-    The weights must not have changed since `earlier`.
+    The agent's weights must not have changed since `earlier`.
     """
     if earlier is None:
         return snapshot_agent(cohort, slot)

@@ -1,4 +1,4 @@
-"""Copies agents: to spare slots, into the archive, as a mean, and as they are between rounds."""
+"""Copies agents to spare slots and into the archive, mixes them, and keeps the last whole round."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,9 +17,9 @@ class LastWholeRound:
     """Keeps the population of a cohort as it was after its latest finished round.
 
     The copies on the CPU take 12 bytes per parameter of an adapter, 16 if an agent has its own
-    reference. With several processes nothing is kept, because an error in one ends all of them; nor
-    with DeepSpeed, whose state in the middle of a step is unknown. `slots`, without the archive,
-    and the number of finished `rounds` are those of the last call of `keep`.
+    reference. With several processes nothing is kept, because an error in one process ends all. The
+    same holds with DeepSpeed, because its state in the middle of a step is unknown. `slots`
+    (without the archive) and `rounds`, the number of finished rounds, are those of the last copy.
     """
 
     def __init__(self, cohort: Cohort) -> None:
@@ -31,7 +31,7 @@ class LastWholeRound:
         self._known: frozenset[int] = frozenset()
 
     def keep(self, slots: Sequence[Slot], rounds: int) -> None:
-        """Keep the agents of these slots and the archive, after `rounds` finished rounds."""
+        """Copy the agents in `slots` and the archive to the CPU, after `rounds` finished rounds."""
         cohort = self._cohort
         self._agents = []  # free their memory first
         if cohort.team.size > 1 or cohort.trains_jointly:
@@ -47,9 +47,10 @@ class LastWholeRound:
         self._agents = agents  # all of them, or none after Ctrl-C
 
     def put_back(self) -> bool:
-        """Restore the kept population and remove later slots; return whether a population was kept.
+        """Restore the kept population; return False if no population was kept.
 
-        Slots and member ids that were used since are not used again.
+        Slots that were added since are removed. Their numbers, and member ids that were assigned
+        since, are not used again.
         """
         if not self._agents:
             return False
@@ -89,7 +90,7 @@ def add_spare_like(cohort: Cohort, slot: int) -> Slot:
 
 
 def put_into_archive(cohort: Cohort, slot: int, score: Score) -> None:
-    """Copy an agent, with its fitness, into the slot of the best agent so far."""
+    """Copy an agent, with its fitness `score`, into the archive, the slot of the best agent."""
     state = cohort.agents[slot]
     if cohort.archive is None:
         cohort.archive = cohort.add_spare(state.member, state.hparams, state.rank)
@@ -118,12 +119,12 @@ def may_mix(cohort: Cohort, first: int, second: int) -> bool:
 
 
 def mix_agents(cohort: Cohort, sources: Sequence[int], target: int) -> None:
-    """Write the mean of the adapters of agents of this rank, `sources`, to the slot `target`.
+    """Write the mean of the adapters of the agents `sources`, of this rank, to the slot `target`.
 
-    The mean is taken of A and of B. If the rank, alpha or modules are searched, A and B of
-    different agents may not correspond; then the mean is taken of the products B A, with the
-    largest rank and the modules of all agents. The target's `lora_target_modules` is then None if
-    these modules are no named set.
+    The mean is taken of A and of B separately. But if the rank, alpha or modules are searched, A
+    and B of different agents may not correspond. The mean is then taken of the products B A, with
+    the largest rank and the modules of all agents, and the target's `lora_target_modules` is None
+    if these modules are no named set.
     """
     states = [cohort.agents[slot] for slot in sources]
     names, into = [state.adapter for state in states], cohort.agents[target]

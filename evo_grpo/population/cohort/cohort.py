@@ -110,13 +110,13 @@ class Cohort:
     def begin(
         self, env: Environment[StartT], starts: Sequence[Sequence[StartT]], sizes: Sequence[int]
     ) -> Play:
-        """Begin a play; if all ranks train together, only the first rank plays."""
+        """Begin a play of an environment; if ranks train together, only the first rank plays."""
         if self.trains_jointly and self.team.size > 1:
             return together.FirstRankPlay(lambda: env.begin(starts, sizes), self.team)
         return env.begin(starts, sizes)
 
     def parts_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
-        """Divide this rank's agents among `slots` into parts, one per shard; a part is a batch."""
+        """Divide the agents in `slots` that this rank has into parts, one batch for each shard."""
         shard = attrgetter("shard")
         agents = sorted((self.agents[slot] for slot in filter(self.is_local, slots)), key=shard)
         parts = [tuple(agent.slot for agent in part) for _, part in groupby(agents, shard)]
@@ -155,13 +155,13 @@ class Cohort:
 
     @property
     def engine(self) -> RolloutEngine:
-        """The rollout engine, created at its first use and woken."""
+        """The rollout engine, which is created at its first use and woken at each use."""
         engine = self.open_engine()
         engine.wake()
         return engine
 
     def open_engine(self) -> RolloutEngine:
-        """Create the rollout engine if there is none."""
+        """Return the rollout engine; create it if there is none."""
         if self._engine is None:
             engine = self._make_engine(self.slots, self.settings)
             divided = self.trains_jointly and self.team.size > 1
@@ -184,7 +184,7 @@ class Cohort:
         return {name: value for name, value in bounds.items() if value is not None}
 
     def take_decodes_by(self) -> tuple[str, ...]:
-        """Return and clear `RolloutEngine.decodes_by`."""
+        """Return and forget the names of implementations that have sampled since the last call."""
         names: set[str] = getattr(self._engine, "decodes_by", set[str]())
         decodes_by = tuple(sorted(names))
         names.clear()
@@ -199,8 +199,8 @@ class Cohort:
     def adapt_to(self, env: Environment[Any]) -> None:
         """Adopt the defaults of an environment, check its prompts, and load its reward models.
 
-        The defaults are the tokenizer if the base has none, the completion length, and the searched
-        weights and names that an agent lacks.
+        The defaults are the tokenizer if the base has none, the completion length, and, if they are
+        searched and an agent lacks them, reward weights and hyperparameters with choices.
         """
         self.overlap.takes_turns(env)
         check_prompts(env, self.hp_config)
@@ -219,7 +219,7 @@ class Cohort:
             env.prepare_rewards(str(self.base.device))
 
     def next_call(self) -> int:
-        """Return a number that gives a call outside of rounds a separate random stream."""
+        """Count a call outside of rounds; return its number, which gives it a random stream."""
         self.calls += 1
         return self.calls
 
@@ -273,7 +273,7 @@ class Cohort:
             state.has_reference = True
 
     def freeze_reference(self, slot: int) -> None:
-        """Make the current policy of an agent its reference."""
+        """Copy the current policy of an agent into its reference slot; add the slot if missing."""
         self.add_reference(slot)
         state = self.agents[slot]
         copy_slot(self.slots, state.adapter, state.reference)
@@ -281,7 +281,10 @@ class Cohort:
     def fresh_optimizer(
         self, slot: int, hparams: Hparams, rank: int | None = None
     ) -> torch.optim.Optimizer:
-        """Return a stock AdamW over one slot, without moments; `rank` None is the slot's rank."""
+        """Return a stock AdamW without moments over one slot.
+
+        `rank` is the rank that has the slot; None means the rank in the agent's state.
+        """
         here = self.is_local(slot) if rank is None else self._has(rank)
         # "agent" tells `update_lr` that learn sets this group's lr.
         placeholder = torch.nn.Parameter(torch.empty(0))
@@ -299,7 +302,7 @@ class Cohort:
     def set_hparams(self, slot: int, hparams: Hparams) -> None:
         """Set an agent's hyperparameters, after `check_hparams`; resize its adapter if necessary.
 
-        The optimizer gets the new lr; for its moments see `resize`.
+        The optimizer gets the new lr; `resize` says what becomes of AdamW's moments.
         """
         self.check_hparams(hparams)
         state = self.agents[slot]
@@ -308,9 +311,10 @@ class Cohort:
         state.hparams = hparams
 
     def copy(self, source: int, target: int, *, inherit_optimizer: bool = True) -> None:
-        """Copy the weights and, with `inherit_optimizer`, the moments of an agent over another.
+        """Copy the weights of agent `source` to agent `target`, which keeps its hyperparameters.
 
-        All ranks make this call; the agents may be on two ranks. The caller sets hyperparameters.
+        With `inherit_optimizer`, AdamW's moments are copied too, else the target has none. All
+        ranks make this call; the agents may be on two ranks.
         """
         parent, child = self.agents[source], self.agents[target]
         hparams = child.hparams
@@ -472,7 +476,7 @@ class Cohort:
         return metrics
 
     def mutated(self, slot: int) -> None:
-        """Run an agent's mutation hooks."""
+        """Call the hooks of an agent whose hyperparameters were mutated."""
         for hook in self.agents[slot].hooks:
             hook()
 

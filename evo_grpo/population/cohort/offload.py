@@ -1,4 +1,4 @@
-"""Keeps agents that do not compute in host memory, with `engine.offload_adapters`.
+"""With `engine.offload_adapters`, keeps in host memory the agents that are not computing.
 
 Agents compute part by part (see `deal`). The weights, references and AdamW's moments of the current
 part are on the device, and those of the next part are copied there meanwhile. All other agents are
@@ -30,9 +30,10 @@ _ALIGNED = 16
 
 @dataclass(frozen=True)
 class _Prefetched:
-    """A prefetched slot: copied to the device, while the slot itself is still in host memory.
+    """A copy of a slot on the device; the slot itself is still in host memory.
 
-    `version` and `moments` are the slot's when it was copied; `tensors` are the copies.
+    `tensors` are the copies. `version` is the slot's version and `moments` are its AdamW moments at
+    the time of the copy, to detect later changes.
     """
 
     version: int
@@ -44,8 +45,8 @@ class _Prefetched:
 class Offload:
     """Moves agents between a device and host memory; new slots begin in host memory.
 
-    Later agents are added to the mapping `agents`. `order` has the parts of the agents of
-    this process, in the order in which they compute.
+    `agents` is a mapping to which its owner may add agents later. `order` has the parts into which
+    the agents of this process are divided, in the order in which they compute.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Offload:
         slots.begin_on_host = True
 
     def bring(self, agents: Iterable[int]) -> None:
-        """Bring agents, and the rest of their part, to the device; prefetch the next part.
+        """Bring agents, with all other agents of their part, to the device; prefetch the next part.
 
         All other agents return to host memory. Nothing is copied for slot -1, the base alone.
         """
@@ -154,7 +155,7 @@ class Offload:
         return torch.empty(count, dtype=torch.uint8)
 
     def _install(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Replace the tensors of a slot, in the order of `_tensors`."""
+        """Replace the tensors of a slot by `tensors`, which are in the order of `_tensors`."""
         remaining = iter(tensors)
         for parameter in self.slots.parameters(name):
             parameter.data = next(remaining)
@@ -169,7 +170,7 @@ class Offload:
         return [value for values in self._states(name) for value in values.values()]
 
     def _states(self, name: str) -> list[dict[str, Any]]:
-        """Return AdamW's state of each parameter of a slot that has one."""
+        """Return AdamW's state of each parameter of a slot; skip parameters without state."""
         for agent in self._agents.values():
             if agent.adapter == name:
                 state = agent.optimizer.state
@@ -177,14 +178,14 @@ class Offload:
         return []
 
     def _names(self, agents: Iterable[int]) -> dict[str, None]:
-        """Return the slots of agents of this process, and those of their references."""
+        """Return the names of the slots of this process's `agents` and of their references."""
         states = [self._agents[slot] for slot in sorted(agents) if slot in self._agents]
         here = [state for state in states if state.adapter in self.slots.names]
         names = [name for s in here for name in (s.adapter, self._references.of(s)) if name]
         return dict.fromkeys(names)
 
     def _at(self, name: str) -> set[torch.device]:
-        """Return the devices that have tensors of a slot: both if Ctrl-C interrupted a move."""
+        """Return the devices of a slot's tensors: one, or two after Ctrl-C interrupted a move."""
         return {tensor.device for tensor in self._tensors(name)}
 
     @contextmanager

@@ -16,7 +16,10 @@ from evo_grpo.types import CompletionGroup
 
 @final
 class PopulationSampler:
-    """Samples from N policies, each an agent or the base alone, with one request each."""
+    """Samples from N policies, with one request for each.
+
+    A policy is an agent, or the base without an adapter.
+    """
 
     def __init__(self, cohort: Cohort, requests: Sequence[RolloutRequest]) -> None:
         self._cohort = cohort
@@ -44,8 +47,8 @@ class PopulationSampler:
     ) -> PopulationSampler:
         """Return a sampler for comparisons, in which all policies sample with the same draws.
 
-        A slot of None is the base model without an adapter. Sampling uses no top-k or top-p. Each
-        agent has its own limit of completion tokens, the base that of the run.
+        A slot of None is the base model without an adapter. Sampling uses no top-k or top-p. An
+        agent's own limit of completion tokens applies to it; the run's limit applies to the base.
         """
         sampling = Sampling(
             temperature=temperature,
@@ -81,7 +84,7 @@ class PopulationSampler:
     def sample(self, ask: Ask) -> list[list[CompletionGroup]]:
         """Sample the completions that a play requests; return one group per prompt for each policy.
 
-        All policies share one generation call; those without prompts get no groups.
+        All policies share one generation call; policies without prompts get no groups.
         """
         requests = [
             replace(

@@ -1,4 +1,4 @@
-"""Defines the state of an agent: its adapter, how copies inherit it, and how ranks exchange it."""
+"""Defines the state of an agent; copies it to another agent, to the CPU or to another rank."""
 
 import copy
 import math
@@ -37,8 +37,8 @@ COUNTERS = ("steps", "dead_steps", "reference_updates")
 class AgentTensors:
     """The tensors of an agent at one moment, copied to the CPU so that training can continue.
 
-    `reference` is None if it is not copied. `moments` are by parameter position, empty without
-    AdamW's state. For `rank_error` see `AgentState`.
+    `reference` is None if no reference was copied. `moments` has AdamW's state by parameter
+    position; it is empty if no state was copied. For `rank_error` see `AgentState`.
     """
 
     actor: AdapterCopy
@@ -58,8 +58,8 @@ class AgentState:
         history: Scores of the current member, latest last.
         steps: GRPO steps that the weights have taken, in this slot and in those of its parents.
         dead_steps: Latest steps in a row in which all groups of the agent had equal rewards.
-        rank_error: Relative error of reducing the LoRA rank before this round; None if it was not
-            reduced, and in processes without the agent's weights.
+        rank_error: Relative error of B A because its rank or layers were cut before this round;
+            None if they were not cut, and in processes without the agent's weights.
         last: Metrics of the last learn call.
         reference_updates: Argument of the last call of `set_reference_policy`.
         has_reference: Whether the agent has its own frozen reference slot.
@@ -199,7 +199,7 @@ def put_tensors(
     values: AgentTensors,
     fresh_optimizer: Callable[[], torch.optim.Optimizer],
 ) -> None:
-    """Load copied tensors and moments into an agent's slot, which takes their configuration."""
+    """Load copied tensors and moments into an agent's slot, and give the slot their LoRA config."""
     for name, adapter in ((state.adapter, values.actor), (state.reference, values.reference)):
         if adapter is not None:
             fit_slot(slots, name, adapter.config)
@@ -213,7 +213,7 @@ def put_tensors(
 
 
 def rank_alpha(config: LoraConfig) -> RankAlpha:
-    """Return the LoRA rank and alpha of a configuration."""
+    """Return the rank and alpha in a LoRA configuration of PEFT."""
     return RankAlpha(config.r, config.lora_alpha)
 
 
@@ -237,9 +237,10 @@ def check_rank(slots: AdapterSlots, hparams: Hparams) -> None:
 
 
 def adapter_config(slots: AdapterSlots, hparams: Hparams, adapter: str | None = None) -> LoraConfig:
-    """Return the configuration of an agent's adapter, changed by its hyperparameters.
+    """Return the LoRA configuration of an adapter with the rank, alpha and layers in `hparams`.
 
-    `adapter` is the agent's slot; None means a new adapter with the run's configuration.
+    Values that `hparams` does not set are those of the slot `adapter`, or, for a new adapter
+    (None), those of the run's configuration.
     """
     run, targets = slots.config, hparams.lora_target_modules
     config = run if adapter is None else slots.lora_config(adapter)
@@ -252,9 +253,9 @@ def adapter_config(slots: AdapterSlots, hparams: Hparams, adapter: str | None = 
 
 
 def with_choices(hparams: Hparams, space: HyperparameterConfig) -> Hparams:
-    """Return hyperparameters in which searched names without a value have their first choice.
+    """Return `hparams`, in which searched hyperparameters without a value get their first choice.
 
-    `lora_target_modules` is returned unchanged; it is None for layers that match no named set.
+    `lora_target_modules` stays unchanged, because it is None for layers that match no named set.
     """
     targets = hparams.lora_target_modules
     return with_first_choices(hparams, space).replace(lora_target_modules=targets)
@@ -298,7 +299,8 @@ def _resized(
 ) -> dict[int, dict[str, Tensor]]:
     """Return AdamW's moments by parameter position, for parameters that were scaled or grown.
 
-    `moments` are by PEFT's file keys. The gradient of c B is that of B divided by c.
+    `moments` are by PEFT's file keys, and so is the factor c by which each parameter was
+    multiplied. The gradient with respect to c B is the gradient with respect to B, divided by c.
     """
     resized: dict[int, dict[str, Tensor]] = {}
     for place, (key, shape) in enumerate(shapes.items()):

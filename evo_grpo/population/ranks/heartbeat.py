@@ -18,14 +18,14 @@ from evo_grpo.schema.validation import shown
 VARIABLE = "EVO_GRPO_RANK_TIMEOUT"
 """Environment variable with the seconds of silence after which a rank counts as lost."""
 SECONDS = 900.0
-"""Default limit, long enough for a C function that holds the GIL and so prevents signs."""
+"""Default of `VARIABLE`, long enough for a C function that holds the GIL and so prevents signs."""
 _EVERY = 1.0
 _RANKS_A_SECOND = 32
-"""Number of ranks that adds a second to the time between looks, which read all signs."""
+"""The number of ranks divided by this gives the seconds between two looks, which read all signs."""
 _LOOKS_TO_MISS = 3
-"""Looks without a sign after which a rank with a closed connection counts as ended."""
+"""Number of looks without a sign after which a rank counts as ended if a connection closed."""
 _LOOKS_AFTER_END = 10
-"""Most looks after a closed connection until a rank names the most silent rank in any case."""
+"""Number of looks, after a connection closed, until the most silent rank is named in any case."""
 
 THREAD = "heartbeat"
 """Name of the thread that writes signs."""
@@ -87,7 +87,7 @@ class Heartbeat:
         return self._named(silent=not self._cut_off)
 
     def closed(self) -> str:
-        """Return a clause that names the rank whose end closed a connection, or ""."""
+        """Find the rank whose end closed a connection; return a clause that names it, or ""."""
         for looks in range(_LOOKS_AFTER_END):
             # Name the rank that was silent first: ranks that noticed it may have ended since, and
             # on a busy machine another rank may be late.
@@ -99,7 +99,7 @@ class Heartbeat:
         return ""
 
     def _named(self, *, silent: bool) -> str:
-        """Return a clause that names the rank silent for longest, or rank 0, the store's host."""
+        """Return a clause on the most silent rank; if none is silent, on rank 0, the store."""
         most = max(self._missed)
         rank = self._missed.index(most) if most >= _LOOKS_TO_MISS else 0
         time.sleep(
@@ -128,7 +128,7 @@ class Heartbeat:
 
 
 def silence(rank: int, size: int, seconds: float) -> str:
-    """Return a sentence that reports a rank as lost."""
+    """Return a sentence that says for how many seconds a rank has given no sign."""
     return (
         f"rank {rank} of {size} has given no sign of life for {seconds:.0f} s: its process is "
         "stopped, or its machine is out of reach"

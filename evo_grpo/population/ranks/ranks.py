@@ -37,7 +37,7 @@ PATIENCE = timedelta(days=365)
 START_VARIABLE = "EVO_GRPO_RANK_START_MINUTES"
 """Environment variable with the minutes within which all ranks must start."""
 START_MINUTES = 10.0
-"""Default if the variable is not set."""
+"""Minutes within which all ranks must start if `START_VARIABLE` is not set."""
 TO_SHARE = timedelta(minutes=1)
 """How long a rank that failed before the ranks connected tries to send its error to the others."""
 
@@ -50,7 +50,7 @@ _heartbeat: heartbeat.Heartbeat | None = None
 #: Boards of this process; each is a part of the store.
 _boards = 0
 _AT_ONCE = 1000
-"""Most texts that are written to the store in one message."""
+"""Greatest number of texts that are written to the store in one message."""
 
 
 @final
@@ -183,9 +183,9 @@ class Ranks(Team):
         return int(shared)
 
     def _meet(self, exchange: Callable[[], object], error: BaseException | None = None) -> None:
-        """Exchange a message with other ranks, without a time limit, unless a rank is lost.
+        """Call `exchange` and wait for it without a time limit, unless a rank is lost.
 
-        If that fails and this rank has an `error`, that error is raised.
+        If the exchange fails and this rank has an `error`, raise that error.
         """
         result: Future[object] = Future()
 
@@ -206,7 +206,8 @@ class Ranks(Team):
     def _finish_passes(self, error: BaseException | None) -> None:
         """Take part in the remaining passes of other ranks before an exchange.
 
-        After an error in the middle of a pass, this rank ends instead, which other ranks detect.
+        After an error of this rank in the middle of a pass, or of an exchange, raise it instead:
+        the other ranks then detect that this rank ends.
         """
         broken = self._broken or (self._lockstep is not None and self._lockstep.broken)
         if error is not None and broken:
@@ -215,13 +216,13 @@ class Ranks(Team):
             self._lockstep.idle()
 
     def check_for_lost_ranks(self) -> None:
-        """Raise an error if a rank is lost for which this rank may wait."""
+        """Raise LostRankError if a rank is known to be lost, because this rank may wait for it."""
         if why := self._heartbeat.lost():
             raise self._lost(why)
 
     @contextmanager
     def naming_the_lost_rank(self, error: BaseException | None = None) -> Generator[None]:
-        """Raise an error that names the lost rank if a message does not arrive."""
+        """If an exchange in the context fails, raise `error`, or else an error on the lost rank."""
         try:
             yield
         except (OtherRankError, torch.OutOfMemoryError):
@@ -242,7 +243,7 @@ class Ranks(Team):
 
 @final
 class _Board:
-    """A `Board` in the store by which the ranks connected."""
+    """A `Board` in torch.distributed's store, through which the ranks connected."""
 
     def __init__(self, store: Any, ranks: Ranks) -> None:  # noqa: ANN401 -- torch exports no Store
         self._store = store
@@ -305,7 +306,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _wait(begun: Iterable[dist.Work | None]) -> None:
-    """Begin all transfers, then wait for them, because one by one each costs a round trip."""
+    """Begin all transfers, then wait for all, because one by one each would cost a round trip."""
     for work in list(begun):
         if work is not None:
             work.wait()
@@ -422,7 +423,7 @@ def _join(to_meet: timedelta) -> None:
 def _loopback_store(to_meet: timedelta) -> Any:  # noqa: ANN401 -- torch exports no Store
     """Return a store that listens on the loopback alone, if the ranks meet there; else None.
 
-    torch's store accepts connections on all interfaces. The store of a launcher is not replaced.
+    torch's own store accepts connections on all interfaces. None too if a launcher has a store.
     """
     try:
         address = socket.gethostbyname(os.environ["MASTER_ADDR"])

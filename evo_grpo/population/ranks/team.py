@@ -1,4 +1,4 @@
-"""The team of ranks of a run: exchanges, division of agents, and passes of all ranks.
+"""Defines the team of ranks of a run: exchanges of messages, division of agents, joint passes.
 
 This module does not import torch, so that the command line can call `is_one_of_several`.
 """
@@ -85,9 +85,9 @@ class Team:
         raise AssertionError(f"rank {source} is not the only one of this run")
 
     def board(self) -> Board | None:
-        """Return a new board for small texts of all ranks, None for one process.
+        """Return a new board, on which all ranks read and write small texts; None for one process.
 
-        All ranks make the same number of calls. A board may be used at any time, in any thread.
+        All ranks call this equally often. A board may be used at any time, in any thread.
         """
         return None
 
@@ -124,10 +124,10 @@ def deal(agents: Sequence[T], shards: int) -> tuple[tuple[T, ...], ...]:
 def order_transfers(transfers: Iterable[T], ends: Callable[[T], tuple[int, int]]) -> list[T]:
     """Order transfers between ranks so that many run at the same time.
 
-    Every rank goes through the transfers in this order, and waits in each of its transfers for the
-    other rank. So transfers are divided into consecutive groups in which no rank has two transfers;
-    each transfer is put into the earliest possible group. `ends` returns the two ranks of a
-    transfer; a transfer within a rank never waits.
+    Every rank goes through the transfers in the returned order, and in each transfer of its own it
+    waits for the other rank. Therefore transfers are divided into consecutive groups in which no
+    rank has two transfers, and each transfer is put into the earliest possible group. `ends`
+    returns the two ranks of a transfer; a transfer within a rank never waits.
     """
     groups: list[set[int]] = []
     numbered: list[tuple[int, T]] = []
@@ -144,9 +144,10 @@ def order_transfers(transfers: Iterable[T], ends: Callable[[T], tuple[int, int]]
 
 
 class Pass(IntEnum):
-    """The kinds of passes. If ranks request different kinds, the higher kind runs first.
+    """The kinds of passes. If ranks request different kinds, the kind of greatest value runs first.
 
-    So all ranks run the costly backward together. IDLE requests no pass.
+    Forwards therefore run before a backward, and all ranks run the costly backward together. IDLE
+    requests no pass.
     """
 
     IDLE = 0
@@ -179,11 +180,11 @@ class Lockstep:
         self.broken = False
 
     def forward(self) -> AbstractContextManager[None]:
-        """Return a context for a forward of this rank; on entry, join earlier passes of others."""
+        """Return a context for a forward; on entry, first take part in passes of other ranks."""
         return self._pass(Pass.FORWARD)
 
     def backward(self) -> AbstractContextManager[None]:
-        """Return a context for a backward of this rank; on entry, join earlier passes of others."""
+        """Return a context for a backward; on entry, first take part in passes of other ranks."""
         return self._pass(Pass.BACKWARD)
 
     def idle(self) -> None:

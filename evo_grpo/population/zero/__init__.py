@@ -1,1 +1,1 @@
-"""Trains by DeepSpeed's ZeRO through accelerate, with one engine that agents use in turn."""
+"""Trains agents by DeepSpeed's ZeRO through accelerate, with one engine that they use in turn."""

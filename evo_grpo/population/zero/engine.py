@@ -1,9 +1,9 @@
 """Defines one DeepSpeed engine over a shared base; agents take turns on the engine's adapter.
 
 The engine's adapter is a slot that belongs to no agent. A turn begins by copying an agent's weights
-and moments into the engine, and ends by copying both back. So agents are added, copied and removed
-without DeepSpeed, whose engines do not support this; the memory of an agent is its adapter and its
-part of the moments.
+and moments into the engine, and ends by copying both back. Agents are therefore added, copied and
+removed without DeepSpeed, whose engines do not support this. In a process, an agent takes the
+memory of its adapter and of the process's part of its moments.
 
 The engine's adapter has the largest rank and all layers of any agent. In ranks and layers that an
 agent lacks, A and B are zero, and so is their gradient, so they stay zero.
@@ -34,13 +34,13 @@ from evo_grpo.schema.validation import shown
 
 #: AdamW's state of the parts of a flat partition, by the number of its sub-group.
 LocalMoments: TypeAlias = dict[int, dict[str, Tensor]]
-"""For each number: `exp_avg` and `exp_avg_sq`, of the size of the flat tensor, and `step` ()."""
+"""Number of a flat tensor -> its AdamW `exp_avg` and `exp_avg_sq`, of equal size, and `step` ()."""
 #: The slot of DeepSpeed's adapter.
 TURN = "turn"
 
 
 class _Parts(nn.Module):
-    """The modules whose parameters DeepSpeed divides; calling it runs the trunk."""
+    """A module of all modules whose parameters DeepSpeed divides; a call runs the base's trunk."""
 
     def __init__(self, parts: Sequence[nn.Module], run: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -57,7 +57,8 @@ class ZeroEngine:
 
     `config`, of the engine's adapter, has the largest rank and all layers of any agent. Stage 2
     divides the adapter's moments and gradients among the processes; stage 3 also its weights and
-    the decoder layers of the base, but not head and embedding. `accelerator` has the active plugin.
+    the decoder layers of the base, but not head and embedding. `accelerator` is an Accelerator
+    whose active DeepSpeed plugin has this stage.
     """
 
     def __init__(
@@ -105,11 +106,11 @@ class ZeroEngine:
 
     @property
     def grad_norm(self) -> float:
-        """Norm of the gradient of the last step before clipping; inf if it was not finite."""
+        """Norm, before clipping, of the last step's gradient; inf for a gradient not finite."""
         return float(self.engine.get_global_grad_norm())
 
     def check_holds(self, rank: int, layers: Collection[str]) -> None:
-        """Check that an adapter of a LoRA rank over layers fits into the engine's adapter."""
+        """Raise ConfigError if the engine's adapter has a rank below `rank` or lacks a layer."""
         most, modules = self.slots.lora_config(TURN).r, self.slots.modules(TURN)
         if rank > most or not modules.issuperset(layers):
             raise ConfigError(
@@ -155,7 +156,7 @@ class ZeroEngine:
         return moments
 
     def micro_batch(self, *, last: bool) -> None:
-        """Set, before a forward, whether a step follows its backward."""
+        """Set, before a forward, whether an optimizer step follows the backward of that forward."""
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: Tensor) -> None:
@@ -193,7 +194,7 @@ class ZeroEngine:
         return whole
 
     def own_moments(self, moments: dict[int, dict[str, Tensor]]) -> LocalMoments:
-        """Return this process's part of moments by parameter position; empty without moments."""
+        """Return this process's part of whole moments, which are by parameter position."""
         local_moments: LocalMoments = {}
         for number, flat in enumerate(self.flats if moments else ()):
             members = self._members(number)
@@ -204,7 +205,7 @@ class ZeroEngine:
         return local_moments
 
     def _members(self, number: int) -> list[tuple[int, Any]]:
-        """Return the parameters of a flat tensor, with their positions."""
+        """Return (position, parameter) for each parameter that flat tensor `number` contains."""
         zero = self.engine.optimizer
         groups = zero.fp16_groups if self.stage == 3 else zero.bit16_groups
         positions = {id(parameter): place for place, parameter in enumerate(self.parameters)}
@@ -216,7 +217,7 @@ class ZeroEngine:
         return parts
 
     def _joined(self, number: int, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Join parts into tensors with the shapes of the parameters."""
+        """Join all processes' parts of flat tensor `number` into tensors shaped as parameters."""
         shapes = [self._shapes[index] for index, _ in self._members(number)]
         if self.stage == 2:  # one flat tensor of all parameters was cut
             pieces = torch.cat(list(parts)).split([*map(math.prod, shapes), self._padding])[:-1]
@@ -284,7 +285,7 @@ def fill(target: Tensor, values: Tensor | None) -> None:
 
 
 def part_of(whole: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the first rows and columns of a tensor, as a view."""
+    """Return a view of the first rows and columns of a tensor, with shape `shape`."""
     return whole[tuple(slice(0, size) for size in shape)]
 
 
@@ -309,7 +310,7 @@ def _leaves(slots: AdapterSlots) -> list[nn.Module]:
 
 
 def _part(flat: Tensor, size: int, rank: int) -> Tensor:
-    """Return a process's part of a flat tensor, padded with zeros to its size."""
+    """Return the part of a flat tensor that a rank has, padded with zeros to `size` entries."""
     part = flat[rank * size : (rank + 1) * size]
     return nn.functional.pad(part, (0, size - len(part)))
 
@@ -336,7 +337,7 @@ _PARTITIONING: dict[str, Any] = {
 
 
 def own_accelerator(stage: int, device: torch.device) -> Any:  # noqa: ANN401 -- accelerate is untyped
-    """Return an accelerator with DeepSpeed's plugin for stage 2 or 3, computing on a device."""
+    """Return an accelerator for a device, with DeepSpeed's plugin for stage 2 or 3."""
     import_deepspeed(device)
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState, is_initialized

@@ -1,4 +1,4 @@
-"""Trains each agent in all processes together: divided sampling, optimizers and steps.
+"""Trains each agent in all processes, which divide its sampling, optimizer and steps.
 
 Every process has all agents and all rows, and makes the same decisions. The rows of a micro-batch
 are divided among processes. DeepSpeed sums the gradients; metrics are summed at the end of a learn
@@ -96,7 +96,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 def widest(slots: AdapterSlots, space: HyperparameterConfig) -> LoraConfig:
-    """Return a configuration with the largest rank and all layers that any agent may have."""
+    """Return a LoRA configuration with the largest rank and all layers that any agent may have."""
     names, rank = space.names(), f"{LORA}r"
     ranks = [slots.config.r, *(slots.lora_config(name).r for name in slots.names)]
     ranks += [int(space[rank].max)] if rank in names else []
@@ -114,9 +114,10 @@ def learn_in_turns(
     batches: Sequence[AgentBatch],
     team: Team,
 ) -> list[dict[str, float]]:
-    """Call a learner with `EngineSteps` for one agent after the other; return all metrics.
+    """Let agents learn one after the other, each in its turn on the engine; return their metrics.
 
-    All processes call this with equal agents and batches.
+    `learn` belongs to a learner whose updates are `EngineSteps`. All processes call this with equal
+    agents and batches.
     """
     digest = hashlib.sha256()
     for row in (row for batch in batches for row in batch.rows):
@@ -141,7 +142,7 @@ def make_zero_engine(
     team: Team,
     accelerator: Any = None,  # noqa: ANN401 -- accelerate is untyped
 ) -> ZeroEngine:
-    """Build the engine of a cohort that has an agent; all processes call this.
+    """Build the DeepSpeed engine of a cohort, after its first agent; all processes call this.
 
     `accelerator` is the user's, with DeepSpeed's plugin for the stage; None creates one.
     """
@@ -181,14 +182,14 @@ def check_equal(team: Team, digest: str, call: str) -> None:
 
 @final
 class EngineSteps:
-    """Takes optimizer steps on the engine's adapter; see `Updates`."""
+    """The `Updates` of a learner that takes its optimizer steps on the adapter of the engine."""
 
     def __init__(self, engine: ZeroEngine, team: Team) -> None:
         self.engine, self.team = engine, team
         self.parts, self.plain = engine.ranks, True
 
     def share(self, bucket: Bucket, *, last: bool) -> tuple[Bucket, bool]:
-        """Return this rank's rows and True, or, if it has none, the first row and False."""
+        """Return this rank's rows of a micro-batch and True; if it has none, a row and False."""
         self.engine.micro_batch(last=last)
         rows = bucket[self.engine.rank :: self.parts]
         # Every process makes the same passes, because each pass sums gradients.

@@ -1,1 +1,1 @@
-"""Writes a run, training or finished, or several runs side by side, as a page with figures."""
+"""Writes an HTML page with figures of a run, finished or not, or of several runs side by side."""

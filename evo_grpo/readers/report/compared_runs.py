@@ -1,4 +1,4 @@
-"""Compares runs: their results, paired differences to the first run, settings that differ.
+"""Compares runs: their results, their differences from the first run, and their settings.
 
 `evo-grpo compare` prints the tables and writes them as a page.
 """
@@ -36,25 +36,25 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 VALUE = 40
-"""Longest value of a setting that is shown in full."""
+"""Characters of the longest value of a setting that is shown in full."""
 _SAME_PROMPTS = ("seed", "env", "model.name", "evolve.fitness.test_prompts",
                  "evolve.fitness.test_samples", "evolve.fitness.temperature")  # fmt: skip
 """Settings that must be equal for two runs to be tested on the same prompts."""
 _SAME_REWARD = ("env.kind", "env.reward", "env.reward_weights", "env.args")
 """Settings that must be equal for the rewards of two runs to have the same unit."""
 _WITHOUT_EFFECT = ("name", "record")
-"""Settings that do not act on a result."""
+"""Settings that have no effect on results."""
 
 
 @dataclass(frozen=True)
 class RunDifference(Difference):
-    """A run's test result minus the first run's, NaN before both are tested.
+    """The test result of a run minus that of the first run; NaN until both are tested.
 
     Attributes:
-        why: Why the difference is not paired, so that it has no interval; empty if it is paired.
-        same_reward: Whether both rewards have the same unit, so that a winner can be ahead.
-        shown: 1 if the run's winner is significantly ahead of the first run's winner on these
-            prompts, -1 if behind, else 0; at `TEST_LEVEL` over all pairs of the runs.
+        why: Why the difference is not paired and has no interval; empty if it is paired.
+        same_reward: Whether the rewards of both runs have the same unit and can be compared.
+        shown: 1 if the run's winner is significantly ahead of the first run's winner on the test
+            prompts, -1 if behind, else 0; `TEST_LEVEL` is the level for all pairs together.
     """
 
     why: str = ""
@@ -75,8 +75,8 @@ class RunDifference(Difference):
 class ComparedRuns:
     """Several runs under unique names.
 
-    `differences` has the difference of each run but the first to the first run; `settings` has the
-    settings that differ, with the value of each run.
+    `differences` has, for each run after the first, its difference from the first run. `settings`
+    has the settings that differ, each with its values in all runs.
     """
 
     runs: Sequence[RunView]
@@ -119,7 +119,7 @@ def compare_runs(runs: Sequence[str | Path]) -> ComparedRuns:
 
 
 def _names(places: Sequence[Path]) -> list[str]:
-    """Return the last part of each path, preceded by as many parts as make all names unique."""
+    """Return names for paths: the last parts of each path, as many as make all names unique."""
     depth = 1
     while True:
         names = ["/".join(place.parts[-depth:]) for place in places]
@@ -143,7 +143,7 @@ def _difference(name: str, run: RunView, first_name: str, first: RunView) -> Run
 
 
 def _changed(run: RunView, first: RunView) -> tuple[str, bool]:
-    """Return why two runs have different test prompts, and whether they have the same reward."""
+    """Return why two runs cannot be paired ("" if they can), and whether the reward is the same."""
     configs = run.config, first.config
     reasons = [f"{name} differs" for name in _SAME_PROMPTS if _differs(name, *configs)]
     same_reward = not any(_differs(name, *configs) for name in _SAME_REWARD)
@@ -246,7 +246,7 @@ def write_compared_runs(compared: ComparedRuns, out: str | Path) -> Path:
 
 
 def results_table(compared: ComparedRuns) -> Table:
-    """Return the result of each run, with its tokens for training and evaluation."""
+    """Return a table of the results of runs, with all tokens of training and evaluation."""
     titles = ["run", "test", "base", "gain", "best fitness"]
     titles += ["rounds", "tokens", "seconds", "winner"]
     named_runs = zip(compared.names, compared.runs, strict=True)
@@ -271,7 +271,7 @@ def _result(name: str, run: RunView) -> list[tuple[str, object]]:
 
 
 def differences_table(compared: ComparedRuns) -> Table:
-    """Return the difference of each run but the first to the first run."""
+    """Return a table with the difference of each further run from the first run."""
     titles = ["run", f"minus {compared.names[0]}", "95% interval", "paired", "result"]
     rows: list[list[tuple[str, object]]] = [
         [
@@ -290,7 +290,7 @@ def differences_table(compared: ComparedRuns) -> Table:
 
 
 def settings_table(compared: ComparedRuns) -> Table:
-    """Return the settings in which the runs differ."""
+    """Return a table of the settings in which the runs differ."""
     titles = ["setting", *compared.names]
     rows: list[list[tuple[str, object]]] = [
         [(name, name), *((_shown(value), _shown(value)) for value in values)]
@@ -300,7 +300,7 @@ def settings_table(compared: ComparedRuns) -> Table:
 
 
 def plot_tests(compared: ComparedRuns) -> go.Figure:
-    """Draw the test scores of winners and base models, with intervals of 95%."""
+    """Draw the test scores of the winners, with intervals of 95%, and of the base models."""
     figure = axes.new_figure("mean reward (test)", "", height=120 + 48 * len(compared.names))
     tests, bases = (
         [summary_score(run.summary, key) for run in compared.runs] for key in ("best", "base")
@@ -320,7 +320,7 @@ def plot_tests(compared: ComparedRuns) -> go.Figure:
 
 
 def plot_progress(compared: ComparedRuns) -> go.Figure:
-    """Draw the best fitness so far of each run against its tokens."""
+    """Draw the best fitness so far of each run against the tokens that it has sampled."""
     figure = axes.new_figure("tokens sampled", "best fitness so far (validation)")
     figure.update_xaxes(exponentformat="none", separatethousands=True)
     for index, (name, run) in enumerate(zip(compared.names, compared.runs, strict=True)):

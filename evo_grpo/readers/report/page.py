@@ -1,7 +1,7 @@
-"""Builds one HTML file of a run, with markup, styles, scripts, plotly and figures.
+"""Builds a page as one HTML file that contains its styles, scripts, plotly and figures.
 
 The page loads nothing from a network and runs only its two scripts, which a content security policy
-names by digest. Data is JSON without HTML tags, and strings are escaped.
+names by digest. Data is JSON with escaped tags, and strings are escaped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REFRESH = 15
 
 @dataclass
 class Page:
-    """A page to which sections are added; a `live` page (of a training run) reloads itself."""
+    """A page to which sections are added; a `live` page, of an unfinished run, reloads itself."""
 
     title: str
     lead: str
@@ -49,14 +49,14 @@ class Page:
 
     @contextmanager
     def legend(self, entries: str) -> Generator[None]:
-        """Put the sections of the body below a legend, which stays in sight; `entries` is HTML."""
+        """Put the block's sections below a legend that stays in sight; `entries` is its HTML."""
         begin = f'<div class="figures"><div class="page-legend">{entries}</div>'
         self._sections.append(("", "", begin))
         yield
         self._sections.append(("", "", "</div>"))
 
     def chart(self, figure: go.Figure, *, legend: bool = True) -> str:
-        """Add a figure and return its HTML element; without `legend`, the page's legend applies."""
+        """Add a figure and return its HTML element; without `legend`, the figure has no legend."""
         if not legend:
             figure.update_layout(showlegend=False)
         self._figures.append(str(figure.to_json()))
@@ -67,11 +67,11 @@ class Page:
         )
 
     def data(self, name: str, values: Any) -> None:  # noqa: ANN401 -- anything JSON can hold
-        """Pass values to the script of the page."""
+        """Pass values to the script of the page, under a name."""
         self._data[name] = values
 
     def render(self) -> str:
-        """Return the page."""
+        """Return the page as the text of an HTML file."""
         plotly = _plotly_js()
         script = _part("page.js")
         policy = (
@@ -105,7 +105,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page; each cell has a text and a value to sort by, None if missing."""
+    """A table of a page; a cell is (text, value to sort by); the value is None if missing."""
 
     titles: Sequence[str]
     rows: Sequence[Sequence[tuple[str, object]]]
@@ -117,7 +117,7 @@ def text(value: object) -> str:
 
 
 def known(value: float) -> float | None:
-    """Return None for NaN, so that a table sorts the value as missing."""
+    """Return a value, or None for NaN, so that a table sorts NaN as a missing value."""
     return None if math.isnan(value) else value
 
 
@@ -132,7 +132,7 @@ def cards(values: Sequence[tuple[str, str, str]]) -> str:
 
 
 def sortable(table: Table, classes: Sequence[str] = ()) -> str:
-    """Return a table as HTML that sorts by column; `classes` has the CSS class of each row."""
+    """Return a table as HTML that users can sort by column; `classes` has each row's CSS class."""
     heads = "".join(
         f'<th scope="col"><button type="button">{text(title)}</button></th>'
         for title in table.titles

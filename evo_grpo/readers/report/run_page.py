@@ -1,4 +1,4 @@
-"""Writes a run as one page, again while the run trains; and a short form for notebooks."""
+"""Writes a run as a page, again after rounds while the run trains, and in a form for notebooks."""
 
 import math
 import time
@@ -41,17 +41,17 @@ MOST = 32
 SHARE = 10
 """Least pause before the page is written again, in multiples of the time of the last write."""
 COMPLETIONS = 2000
-"""Completions in a page; a longer run shows the best and the worst of all, and the latest."""
+"""Most completions in a page; if a run has more, the best, the worst and the latest are shown."""
 CHARACTERS = 4000
-"""Characters of a prompt or a completion in a page; a longer one is cut."""
+"""Characters after which a prompt or a completion is cut in a page."""
 EXTREMES = 200
-"""Number of best completions, and of worst completions, that are always kept."""
+"""Number of the best and number of the worst completions that are always shown."""
 _WITHIN_OTHERS = ("checkpoint", "tie")
-"""Columns that the table leaves out, or shows in cells of another column."""
+"""Columns of the leaderboard that the page leaves out, or shows in cells of another column."""
 AGENTS = 16
 """Rows of the leaderboard that a notebook shows."""
 WITHOUT = ("member", "parent", "round", "tokens", "wall_seconds")
-"""Columns that a notebook leaves out, so that the others fit beside each other."""
+"""Columns that a notebook leaves out, so that all others have room."""
 _CELL_TAG = '<td style="white-space: nowrap">'  # notebooks break numbers at "-" and around "±"
 _TITLES = {"wall_seconds": "seconds", "round": "last round", "left": "left after round"}
 
@@ -93,7 +93,7 @@ class ReportReader:
         self._behind |= isinstance(entry, RunStarted | RoundDone | RunFinished)
 
     def flush(self) -> bool:
-        """Write the page, unless it was written moments ago; return whether it is up to date."""
+        """Write an outdated page once a pause has passed; return whether the page is up to date."""
         if self._behind and time.monotonic() >= self._next:
             self._write()
         return not self._behind
@@ -111,7 +111,7 @@ class ReportReader:
 
 
 def report_html(view: RunView, *, samples: bool = True) -> str:
-    """Return the page of a run; without `samples`, the page has no rows of the user's data."""
+    """Return the page of a run as HTML; without `samples`, it shows no rows of the user's data."""
     finished = view.summary is not None
     if not samples and view.text:
         settings = yaml.safe_dump(without_rows(view.config), sort_keys=False, allow_unicode=True)
@@ -154,7 +154,7 @@ def _overview(view: RunView) -> str:
 
 
 def _legend(view: RunView) -> str:
-    """Return the legend of all figures as HTML: the agents, and the lines of no agent."""
+    """Return the common legend of all figures as HTML: agents, and lines that are no agent's."""
     agent_looks, named_agents = looks(view), sorted(named(view))
     agents = "".join(
         f'<button type="button" data-agent="{agent_name(agent)}" aria-pressed="false">'
@@ -180,7 +180,10 @@ def _add_figures(page: Page, view: RunView) -> None:
 
 
 def drawn(view: RunView) -> RunView:
-    """Return a run reduced to what figures show: the winner's lines and at most `MOST` agents."""
+    """Return a run reduced to the agents that its figures show.
+
+    These are all ancestors of the winner, and from the leaderboard's top as many as make `MOST`.
+    """
     all_agents = {agent.agent for agent in view.played}
     if len(all_agents) <= MOST:
         return view
@@ -280,7 +283,7 @@ def _add_tables(page: Page, view: RunView, *, samples: bool) -> None:
 
 
 def _add_arms(page: Page, run: RunView) -> None:
-    """Add the comparison and the replay of a run, if any, to its page."""
+    """Add the comparison and the replay of a run, if there are any, to the page of the run."""
     if run.comparison is not None:
         body = _arms_html(comparison_arms(run.comparison))
         page.section("comparison", "Without evolution", body, "The same population, not evolved.")
@@ -291,7 +294,7 @@ def _add_arms(page: Page, run: RunView) -> None:
 
 
 def _arms_html(compared: Arms) -> str:
-    """Return results, differences and sentences of arms as HTML."""
+    """Return a comparison as HTML: results of its arms, differences, and sentences on them."""
     titles = ["arm", "test", "spread", "tokens"]
     rows: list[list[tuple[str, object]]] = [
         [
@@ -326,7 +329,7 @@ _COMPLETIONS = """<div class="controls">
 
 
 def leaderboard_table(view: RunView, without: Sequence[str] = ()) -> Table:
-    """Return the leaderboard `without` some columns; rounds count from 1."""
+    """Return the leaderboard as a table, `without` some columns; rounds count from 1."""
     rows = view.leaderboard
     visible = columns(rows, (*_WITHIN_OTHERS, *redundant(rows), *without))
     # The scores are beside the name: on a phone, only the first columns are in sight.
@@ -337,13 +340,13 @@ def leaderboard_table(view: RunView, without: Sequence[str] = ()) -> Table:
 
 
 def completions_table(view: RunView) -> dict[str, Any]:
-    """Return sample completions, newest first, and their total number."""
+    """Return {"rows": completions to show, newest first, "total": number of all completions}."""
     rows = list(view.completions())
     return {"total": len(rows), "rows": [_completion(row) for row in reversed(_chosen(rows))]}
 
 
 def _chosen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the completions to show, in order: those of extreme reward, and the latest."""
+    """Choose at most `COMPLETIONS` rows, in order: those of extreme rewards, and the latest."""
     if len(rows) <= COMPLETIONS:
         return rows
     order = sorted(range(len(rows)), key=lambda i: _reward(rows[i]))
@@ -378,7 +381,7 @@ def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values(rewards: object) -> dict[str, float | None]:
-    """Return the value of each reward function; empty if fewer than two are recorded."""
+    """Return reward function -> value for a completion; {} if fewer than two are recorded."""
     values = cast("dict[str, Any]", rewards) if isinstance(rewards, dict) else {}
     if len(values) < 2:
         return {}
@@ -406,7 +409,7 @@ def _cell(name: str, row: Mapping[str, Any]) -> tuple[str, object]:
 
 
 def headline(view: RunView) -> list[tuple[str, str, str]]:
-    """Return the numbers at the top of a report, each with a title and a description."""
+    """Return the numbers at the top of a report as (title, number as text, description)."""
     cards: list[tuple[str, str, str]] = []
     summary = view.summary
     winner, base = view.winner, view.base
@@ -438,7 +441,7 @@ def _gain(summary: Mapping[str, Any]) -> str:
 
 
 def as_html(run: Run, title: str) -> str:
-    """Return a run in HTML without scripts; its heading, `title`, is plain text."""
+    """Return a run as HTML without scripts, for a notebook; `title` is a heading in plain text."""
     view = view_of(run)
     sentences = [text(sentence.text) for sentence in view.story]
     if view.rounds:

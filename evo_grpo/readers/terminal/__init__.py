@@ -1,4 +1,4 @@
-"""Shows progress, leaderboard and family tree of a run in a terminal, a notebook or a pipe.
+"""Shows the progress and the result of a run in a terminal, a notebook or a pipe.
 
 Both `api` and `cli` import this package, for `Population.train` and `evo-grpo run`.
 """

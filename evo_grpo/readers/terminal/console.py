@@ -1,4 +1,4 @@
-"""Prints to a terminal, with its width and colours, or to a pipe.
+"""Prints to a terminal, in its width and with colours, to a notebook, or to a pipe.
 
 All output passes `safe`, `say` or `warnings_to`, which escape control characters: names, paths,
 completions and messages may come from strangers.
@@ -20,22 +20,23 @@ from evo_grpo.escaping import printable, shorten
 from evo_grpo.working import LOGGER
 
 WARNING_CHARACTERS = 1000
-"""Greatest length of a warning; those of this package are shorter."""
+"""Characters after which a warning is cut; this package's warnings are shorter."""
 #: The only colours, legible on black and on white. A colour always repeats what the text says.
 GOOD, BAD, NOTICE = "green", "red", "magenta"
 PIPE_WIDTH = 200
-"""Columns of a table in a pipe or a file, which have no width."""
+"""Assumed width of a pipe or a file, in characters; neither has a width."""
 
 
 LONG_WORK = 2.0
-"""Seconds after which work that `evo_grpo.working` reports is shown."""
+"""Seconds after which work that `evo_grpo.working` reports is shown, if the work still lasts."""
 
 
 @final
 class WorkLines(logging.Handler):
-    """A log handler and context manager that shows work of `evo_grpo.working` while it lasts.
+    """A log handler that prints a line for each long piece of work that `evo_grpo.working` reports.
 
-    A timer thread prints, because the working thread is busy until the work is done.
+    It handles records within its `with` block. A timer thread prints, because the working thread is
+    busy until the work is done.
     """
 
     def __init__(self, console: Console) -> None:
@@ -59,7 +60,7 @@ class WorkLines(logging.Handler):
             timer.cancel()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show work that has begun, unless it ends within `LONG_WORK`."""
+        """Print a line `LONG_WORK` after a piece of work begins, unless the work ends before."""
         if vars(record)["begins"]:
             line = f"  {record.getMessage()} …"
             timer = threading.Timer(LONG_WORK, say, (self._console, line, "dim"))
@@ -79,22 +80,22 @@ def standard_output() -> Console:
 
 
 def safe(text: str, style: str | Style = "") -> Text:
-    """Return a string as one line: no markup, no emoji codes, control characters escaped."""
+    """Return a string as a line of text: without markup or emoji, control characters escaped."""
     return Text(printable(text), style=style)
 
 
 def say(console: Console, text: str | Text, style: str | Style = "", *, wrap: bool = False) -> None:
     """Print one line: a string, which is made `safe`, or a result of `safe`.
 
-    With `wrap`, a long line is wrapped between words in a terminal, but never in a pipe, so that it
-    can be searched.
+    With `wrap`, a terminal wraps a long line between words. A pipe never does, so that lines can be
+    searched.
     """
     line = safe(text, style) if isinstance(text, str) else text
     console.print(line, soft_wrap=not (wrap and console.is_terminal))
 
 
 def show(console: Console, *parts: RenderableType) -> None:
-    """Print tables and trees, in a pipe without trailing blanks."""
+    """Print tables and trees; in a pipe, lines have no trailing blanks."""
     if console.is_terminal or console.is_jupyter:
         console.print(*parts)
         return
@@ -121,9 +122,9 @@ def plain_table(titles: Sequence[str], rows: Sequence[Sequence[str]], texts: int
 
 @contextmanager
 def warnings_to(report: Callable[[str], None]) -> Generator[None]:
-    """Report each warning for users in the body as one line, without its place in the source.
+    """Pass each UserWarning of the `with` block to `report` as one line, without file and line.
 
-    Warnings for developers, such as deprecations, keep Python's form.
+    Warnings of other kinds, such as deprecations, keep Python's form.
     """
     with warnings.catch_warnings():
         usual = warnings.showwarning

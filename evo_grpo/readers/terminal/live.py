@@ -1,4 +1,4 @@
-"""Shows the progress of a run as a redrawn table, or selects how to show it in a console."""
+"""Shows the progress of a run as a redrawn table, and chooses the form for each console."""
 
 import os
 from collections.abc import Sequence
@@ -43,9 +43,9 @@ OPTIONAL = (STANDARD_ERROR, "zero-var", "KL", "reward", "member")
 """Columns that a narrow terminal leaves out, in the order in which they are left out."""
 LEAST_BAR, MOST_BAR = 6, 32
 BESIDE_BAR = 66
-"""Greatest width of the text beside the bar: 80 columns hold both in one line."""
+"""Greatest width of the text beside the bar, in columns; both fit in a line of 80 columns."""
 BESIDE_ROWS = 3
-"""Lines of a terminal that the header and the bar take, and one that stays free."""
+"""Lines of a terminal that the table's rows cannot use: its header, the bar, and a free line."""
 UNLIMITED = 10_000
 """Width to measure a table in, greater than that of any table."""
 ARROWS = {"up": " ↑", "down": " ↓"}
@@ -53,7 +53,7 @@ ARROWS = {"up": " ↑", "down": " ↓"}
 
 @final
 class PaceColumn(ProgressColumn):
-    """A column with the elapsed time, the estimated remaining time and the speed."""
+    """A column of the bar with the elapsed time, the estimated remaining time and the speed."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__(Column(no_wrap=True))
@@ -99,12 +99,12 @@ class LiveTable(RunProgress):
         self.live.start()
 
     def _show(self, round: int, stage: str = "", done: int | None = None) -> None:
-        """Show the round beside the bar, and its stage."""
+        """Show a round and its stage beside the bar; if `done` is set, advance the bar to it."""
         title = f"round {min(round + 1, self.rounds)}/{self.rounds}"
         self.bar.update(self.task, description=title, stage=stage, completed=done)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
-        """Show the stage of the round."""
+        """Show a stage of the round beside the bar."""
         super().stage(round, name, done, total)
         self._show(round, f"{name} {done}/{total}" if total > 1 else name)
 
@@ -134,7 +134,7 @@ class LiveTable(RunProgress):
             self.live = self._fresh()
 
     def render(self) -> RenderableType:
-        """Return the current display."""
+        """Return what is drawn: the table of the last round, if any, and the bar."""
         self.line.bar_width = min(MOST_BAR, max(LEAST_BAR, self.console.width - BESIDE_BAR))
         return Group(self.bar) if self.last is None else Group(self._table(self.last), self.bar)
 
@@ -208,9 +208,10 @@ def progress(
     hyperparameters: Sequence[str] = (),
     anywhere: bool = False,
 ) -> RunProgress:
-    """Return the progress of a call in Python, shown in a terminal or a notebook.
+    """Return an observer that shows the progress of a call in Python.
 
-    A pipe or a file shows it only with `anywhere`. For the other arguments, see `RunProgress`.
+    Progress is shown in a terminal or a notebook, and with `anywhere` also in a pipe or a file. For
+    the other arguments, see `RunProgress`.
     """
     console = standard_output()
     is_shown = anywhere or console.is_terminal or console.is_jupyter
@@ -221,7 +222,7 @@ def progress(
 
 
 def progress_on(console: Console, **options: Any) -> RunProgress:
-    """Return a live table if the console can redraw (notebooks: with ipywidgets), else lines.
+    """Return a `LiveTable` if the console can redraw (notebooks: with ipywidgets), or `PlainLines`.
 
     `options` are those of `RunProgress`.
     """

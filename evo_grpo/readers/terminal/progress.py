@@ -1,4 +1,4 @@
-"""Keeps the progress of a run, and prints it as plain lines where a terminal cannot redraw."""
+"""Keeps the progress of a run, and prints it as plain lines where nothing can be redrawn."""
 
 import math
 import time
@@ -22,7 +22,7 @@ from evo_grpo.settings import PopulationConfig, RunConfig
 from evo_grpo.types import Slot
 
 RECENT = 3
-"""Number of latest rounds whose mean time is the estimate for the next round."""
+"""Number of latest rounds from whose mean time the next round is estimated."""
 BESIDE_LEARNING = 1.2
 """Estimated time of the first round, as a multiple of the time of its training steps."""
 SECONDS_BETWEEN_LINES = 30.0
@@ -31,12 +31,12 @@ SECONDS_BETWEEN_LINES = 30.0
 
 @final
 class Pace:
-    """Estimates the time until the end of a run, the test excluded, from the reported progress.
+    """Estimates the time until the end of a run, without its test, from the reported progress.
 
     Args:
-        clock: Returns the time in seconds.
-        whole: Whether the stage "learn" covers the whole run with its test, as in a replay, rather
-            than the training steps of one round.
+        clock: Function that returns the time in seconds.
+        whole: Whether the stage "learn" is the whole run with its test, as in a replay, and not the
+            training steps of one round.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, whole: bool = False) -> None:
@@ -44,7 +44,7 @@ class Pace:
         self.start(0, 0)
 
     def start(self, rounds: int, first_round: int) -> None:
-        """Start a run, or continue it at the 0-based `first_round`."""
+        """Begin to estimate at the start of a run, or at round `first_round` (from 0) of it."""
         self.rounds, self.done = (1, 0) if self.whole else (rounds, first_round)
         self.tokens_per_second: float | None = None
         self._durations: deque[float] = deque(maxlen=RECENT)
@@ -53,20 +53,20 @@ class Pace:
         self._tokens = 0.0
 
     def stage(self, name: str, done: int, total: int) -> None:
-        """Note the progress of a stage."""
+        """Update the estimate of the first round, if the stage is "learn"."""
         if name == "learn" and done:
             spent = self.clock() - self._began
             self._first = spent * total / done * (1 if self.whole else BESIDE_LEARNING)
 
     def step_done(self, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
-        """Note a step of all agents."""
+        """Count the tokens in the `metrics` of a step, and in the first round set the speed."""
         spent = self.clock() - self._began
         self._tokens += sum(agent_metrics.get("tokens", 0.0) for agent_metrics in metrics.values())
         if not self._durations and spent > 0:
             self.tokens_per_second = self._tokens / spent
 
     def round_done(self, record: RoundRecord) -> None:
-        """Note a finished round."""
+        """Add the time of a finished round to the estimate, and set the speed to that round's."""
         now = self.clock()
         self._durations.append(now - self._began)
         self._began, self.done = now, record.round + 1
@@ -86,15 +86,15 @@ class Pace:
 
 
 class RunProgress(Observer):
-    """Keeps the progress of a run for messages about errors; subclasses show it while it trains.
+    """Keeps the progress of a run for messages about errors; subclasses also show the progress.
 
-    It is a context manager. If `started` gets a RunConfig, this replaces `title` and
-    `hyperparameters`.
+    The object is a context manager. If `started` gets a RunConfig, that RunConfig replaces `title`
+    and `hyperparameters`.
 
     Args:
-        console: Where notes and the ending are shown; None shows nothing.
+        console: Where notes and the result of the run are shown; None shows nothing.
         title: The first line: the model, the task and the size of the run.
-        hyperparameters: Hyperparameters to show beside `ALWAYS_SHOWN`.
+        hyperparameters: Hyperparameters to show, in addition to `ALWAYS_SHOWN`.
         limited: Whether a round may end before all its steps.
         pace: The estimate of the remaining time; None takes a new one.
 
@@ -131,13 +131,13 @@ class RunProgress(Observer):
         self.close()
 
     def loading(self, what: str) -> None:
-        """Show `what`, the name of the model or run that is being loaded, as the first line."""
+        """Show that `what`, the name of a model or a run, is being loaded."""
         self.note(f"loading {what} …")
 
     def started(
         self, run_dir: Path | None, rounds: int, first_round: int, settings: object
     ) -> None:
-        """See `Observer`."""
+        """Keep the folder and the numbers of rounds, and show the first line; see `Observer`."""
         self.run_dir, self.rounds, self.rounds_done = run_dir, rounds, first_round
         self.began = True
         title = self.title
@@ -152,34 +152,34 @@ class RunProgress(Observer):
         self.begin(heading)
 
     def begin(self, heading: str) -> None:
-        """Show the first line of a run; does nothing here."""
+        """Show the first line of a run; does nothing in this base class."""
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
-        """See `Observer`."""
+        """Update the estimated time; see `Observer`."""
         self.pace.stage(name, done, total)
 
     def step_done(self, round: int, step: int, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
-        """See `Observer`."""
+        """Update the speed; see `Observer`."""
         self.pace.step_done(metrics)
 
     def round_done(self, record: RoundRecord) -> None:
-        """See `Observer`."""
+        """Count a finished round; see `Observer`."""
         self.rounds_done = record.round + 1
         self.pace.round_done(record)
 
     def note(self, text: str) -> None:
-        """See `Observer`."""
+        """Print a sentence; see `Observer`."""
         say(self.console, text, wrap=True)
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """See `Observer`."""
+        """Stop drawing; see `Observer`."""
         self.close()
 
     def close(self) -> None:
-        """Stop drawing and restore the terminal; does nothing here, or when it is called again."""
+        """Stop drawing and restore the terminal; does nothing here, nor at a second call."""
 
     def show_ending(self, run: RunView) -> None:
-        """Show the leaderboard and the story of a run with finished rounds."""
+        """Show the leaderboard and the story of a run, if it has finished rounds."""
         self.close()
         if run.rounds and not self.console.quiet:
             show_ending(self.console, run)
@@ -187,7 +187,7 @@ class RunProgress(Observer):
                 show_next(self.console, str(self.run_dir), worse=bool(run.loss))
 
     def how_to_resume(self) -> str:
-        """Return the progress of an interrupted run, and the command that continues it."""
+        """Return a line on when an interrupted run stopped, with the command that continues it."""
         if self.run_dir is None:
             return "stopped before the run began"
         if not self.began:
@@ -202,7 +202,7 @@ class PlainLines(RunProgress):
     """Prints a block of lines after every round, and single lines during a long round."""
 
     last_line = -math.inf
-    """Time of the last line, by `time.monotonic`."""
+    """Time at which the last line was printed, by `time.monotonic`."""
 
     def begin(self, heading: str) -> None:
         """Print the heading."""
@@ -274,7 +274,7 @@ def shown_names(hyperparameters: Iterable[str]) -> list[str]:
 
 
 def direction(changes: Mapping[str, tuple[Value, Value]], name: str) -> str:
-    """Return "up" or "down" for a number that a mutation changed, else an empty string."""
+    """Return "up" or "down" if a mutation changed the number `name`, else ""."""
     ends = ("clip_coef", "clip_low", "clip_high") if name == "clip_coef" else (name,)
     for end in ends:
         if end in changes:
@@ -291,7 +291,7 @@ def clock(seconds: float) -> str:
 
 
 def round_line(record: RoundRecord, rounds: int) -> str:
-    """Return the result of a round in one line; the whole run has `rounds` rounds."""
+    """Return the result of a round in one line; `rounds` is the number of rounds of the run."""
     best = best_agent(record)
     means = [mean for agent in record.agents if math.isfinite(mean := columns.fitness(agent))]
     tokens = sum(agent.tokens for agent in record.agents)
@@ -315,11 +315,11 @@ def round_line(record: RoundRecord, rounds: int) -> str:
 
 
 def evolution(record: RoundRecord, arrow: str = " -> ") -> dict[str, str]:
-    """Return the copies and mutations after a round that are not among its decisions.
+    """Return the copies and mutations after a round that its decisions do not state, as text.
 
-    "copied" has "0 -> 1, ..." for copies without a recorded decision. "mutated" has
-    "1: clip 0.2 -> 0.16; ...", without an lr that the decision about the agent states. A key
-    without changes is missing.
+    The value of "copied" is "0 -> 1, ...", with agents. The value of "mutated" is
+    "1: clip 0.2 -> 0.16; ...", with an agent before the colon; lr is left out for an agent with a
+    decision, which states it. A key without changes is missing.
     """
     slots = {agent.member: agent.agent for agent in record.agents}
     decided = {d.agent for d in record.decisions if d.kind in ("copied", "restored")}

@@ -41,22 +41,22 @@ BEST = f"bold {GOOD}"
 STRINGS = ("checkpoint",)
 SCORES = ("fitness", "final", "test")
 OPTIONAL = ("final", "test", "left")
-"""Columns that a table leaves out where no row has a value."""
+"""Columns of the leaderboard that are left out if no row has a value."""
 IN_OTHERS = ("round", "tie")
-"""Columns that the table shows in cells of other columns: the round in `left`, a tie in `rank`."""
+"""Columns that the leaderboard shows in cells of others: the round in `left`, a tie in `rank`."""
 ONLY_WIDE = ("parent", "tokens", "wall_seconds", "checkpoint")
 WIDE = 150
-"""Width of a terminal from which the table shows all columns."""
+"""Least width of a terminal, in columns of text, at which the leaderboard has all columns."""
 MADE = {
     "restore": "restored",
     "steer-clone": "cloned by hand",
     "steer-set": "set by hand",
     "steer-restore": "restored, then steered by hand",
 }
-"""Words of the tree for members that neither selection nor mutation created."""
+"""Operation that made a member, other than selection or mutation -> words in the family tree."""
 ONLY_MEDIUM = ("member",)
 MEDIUM = 90
-"""Width from which the table shows all columns but `ONLY_WIDE`."""
+"""Least width of a terminal at which the leaderboard has all columns but `ONLY_WIDE`."""
 BAR_WIDTH = 40
 WINNERS = {
     "last": "the best agent of the last round",
@@ -65,9 +65,9 @@ WINNERS = {
 }
 PROGRAM = "evo-grpo"
 PARAGRAPHS = {"schedule": "winner", "validation": "choice"}
-"""Kind of a sentence -> the kind of the sentences whose paragraph it continues."""
+"""Kind of a sentence -> another kind, whose paragraph the sentence continues."""
 TROUBLES_SHOWN = 5
-"""Problems that an ending shows; a run can have one for each agent and round."""
+"""Most problems that are shown after a run; it can have one for each agent and round."""
 
 
 def leaderboard_markdown(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -80,25 +80,25 @@ def leaderboard_markdown(names: Sequence[str], rows: Sequence[Mapping[str, Any]]
 
 
 def scores(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the columns of a leaderboard that are scores, with a standard error each."""
+    """Return the columns of a leaderboard that are scores: each has a column of standard errors."""
     return [n for n in (rows[0] if rows else ()) if f"{n}_se" in rows[0]]
 
 
 def columns(rows: Sequence[Mapping[str, Any]], hidden: Sequence[str]) -> list[str]:
-    """Return the columns of a leaderboard that are not hidden, empty or standard errors."""
+    """Return the columns of a leaderboard without `hidden`, empty columns and standard errors."""
     empty = [name for name in OPTIONAL if all(row[name] is None for row in rows)]
     within = [f"{name}_se" for name in scores(rows)]
     return [name for name in (rows[0] if rows else ()) if name not in (*hidden, *empty, *within)]
 
 
 def redundant(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the redundant columns of the clip range: clip_coef for a pair, else both bounds."""
+    """Return the clip columns to leave out: clip_coef if any row has a pair, else both bounds."""
     pair = any(row["clip_coef"] is None for row in rows)
     return ("clip_coef",) if pair else ("clip_low", "clip_high")
 
 
 def leaderboard_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    """Return a leaderboard as a table; a narrow terminal gets the essential columns only."""
+    """Return a leaderboard as a table; it leaves out columns if `width` characters are too few."""
     names = columns(rows, IN_OTHERS)
     if "left" in names:
         names.append(names.pop(names.index("left")))
@@ -115,14 +115,14 @@ def leaderboard_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
 
 
 def show_leaderboard(console: Console, view: RunView) -> None:
-    """Print the leaderboard of a run with finished rounds, with a note on its order if unusual."""
+    """Print the leaderboard of a run with finished rounds, and a note if its order is unusual."""
     show(console, leaderboard_table(view.leaderboard, console.width))
     if view.order:
         say(console, view.order, "dim", wrap=True)
 
 
 def _width(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return the width of a leaderboard, in columns of a terminal."""
+    """Return the width of a leaderboard with the columns `names`, in characters."""
     titles = (0 if name == "left" else len(short_name(name)) for name in names)
     cells = (max((len(_shown_cell(name, row)) for row in rows), default=0) for name in names)
     return sum(map(max, titles, cells)) + 2 * (len(names) - 1)
@@ -144,7 +144,7 @@ def _table(names: Sequence[str], rows: Sequence[Mapping[str, Any]], *, short: bo
 
 
 def family_tree(view: RunView) -> Tree:
-    """Return the family tree of a run; members that are alive in the last round are bold.
+    """Return the family tree of a run as a tree of text; members alive in the last round are bold.
 
     A mean that won is the last branch. Before the first finished round the tree is empty.
     """
@@ -192,7 +192,7 @@ def _mean(member: FamilyMember, view: RunView) -> str:
 
 
 def winner_label(view: RunView) -> str:
-    """Return the mark of the winner in a family tree: its test score, or "best" before the end."""
+    """Return the winner's mark in a family tree: its test score, or "best" before the run's end."""
     winner = view.winner
     if winner is None or winner.test is None:
         return "best"
@@ -201,7 +201,7 @@ def winner_label(view: RunView) -> str:
 
 
 def _first_and_last(member: FamilyMember, view: RunView) -> str:
-    """Return the first and the last fitness of a member; without any, its rewards in training."""
+    """Return a member's first and last fitness as text; if it has none, its training rewards."""
     played = [a for record in view.rounds for a in record.agents if a.member == member.id]
     trained = [a.score is not None and a.score.steps > 0 for a in played]
     fitness = [
@@ -214,7 +214,7 @@ def _first_and_last(member: FamilyMember, view: RunView) -> str:
 
 
 def _shown_cell(name: str, row: Mapping[str, Any], *, short: bool = False) -> str:
-    """Return a cell of the table: a rank with its tie, a score with its standard error."""
+    """Return the text of a cell; a rank includes its tie, a score its standard error."""
     value = row[name]
     if name == "rank":
         return f"{value} tie" if row["tie"] else str(value)
@@ -230,7 +230,7 @@ def _shown_cell(name: str, row: Mapping[str, Any], *, short: bool = False) -> st
 
 
 def cell(name: str, value: Any) -> str:  # noqa: ANN401 -- a value of any column
-    """Return a value of a column as text, "-" for a missing one."""
+    """Return a value of the column `name` as text, "-" if it is None."""
     if value is None:
         return "-"
     if name == "front":
@@ -283,7 +283,7 @@ def show_next(
 
 
 def _commands(path: str, *, worse: bool) -> tuple[str, ...]:
-    """Return commands that work in this shell and with the installed packages."""
+    """Return commands that show and export the run at `path`, and that work in this shell."""
     program = program_name()
     # The report needs plotly, an optional package.
     subcommand = "report" if find_spec("plotly") else "lineage"
@@ -292,9 +292,9 @@ def _commands(path: str, *, worse: bool) -> tuple[str, ...]:
 
 
 def program_name() -> str:
-    """Return the word that starts evo-grpo in the user's shell: its name, or a path if not in PATH.
+    """Return the command that starts evo-grpo in the user's shell: its name, or its path.
 
-    `make run` starts .venv/bin/evo-grpo, which is not in PATH unless the environment is activated.
+    The path is needed if the program is not in PATH: `make run` starts .venv/bin/evo-grpo.
     """
     called = Path(sys.argv[0])
     if called.name != PROGRAM or not called.is_file():  # a notebook, a script, another launcher
@@ -306,7 +306,7 @@ def program_name() -> str:
 
 
 def show_arms(console: Console, compared: Arms) -> None:
-    """Print the arms as bars, their differences, and the sentences about them."""
+    """Print a comparison: its arms as bars, their differences, and sentences about them."""
     console.print()
     show(console, arm_bars(compared, console.width))
     console.print()
@@ -318,7 +318,10 @@ def show_arms(console: Console, compared: Arms) -> None:
 
 
 def arm_bars(compared: Arms, width: int) -> RenderableType:
-    """Return one bar per arm, the run or its winner last, for a terminal of `width` columns."""
+    """Return a comparison as bars, one for each arm, for a terminal of `width` columns.
+
+    The last arm, the run or its winner, is bold.
+    """
     means = [0.0 if math.isnan(arm.test.mean) else arm.test.mean for arm in compared.arms]
     low, high = min(0.0, *means), max(1.0, *means)
     cells = [
@@ -347,7 +350,7 @@ def arm_bars(compared: Arms, width: int) -> RenderableType:
 
 
 def difference_rows(compared: Arms) -> tuple[list[str], list[list[str]]]:
-    """Return titles and rows of a table of differences, for the terminal and for a page."""
+    """Return the titles and the rows of a table of the differences between arms."""
     rows = [
         [
             compared.label(pair.first),

@@ -1,1 +1,1 @@
-"""Readers that write a run's log to a tracker, one module per kind; and trackers of accelerate."""
+"""Readers that write a run's log to trackers, a module for each kind, and `evo_grpo.Tracker`."""

@@ -41,7 +41,7 @@ from evo_grpo.types import Slot
 
 PROJECT = "evo-grpo"
 POPULATION = "population"
-"""Owner of values that do not belong to one agent."""
+"""The owner, in `Values`, of numbers that do not belong to one agent."""
 _UNSUITABLE = re.compile(r"[^\w./ -]")
 """Characters that MLflow, the strictest tracker, rejects in the name of a metric."""
 Settings = dict[str, str | float | None]
@@ -55,7 +55,7 @@ class TrackerReader(ABC):
 
     Attributes:
         environment: Default values of environment variables of the tracker's package.
-        makes_links: Whether the package creates links in its folder.
+        makes_links: Whether the package creates symbolic links in its folder.
         named_by_folder: Whether the package identifies a run by its folder.
     """
 
@@ -78,12 +78,12 @@ class TrackerReader(ABC):
         """
 
     def write(self, values: Values) -> None:
-        """Write the values of a step."""
+        """Write the numbers and texts of a step to the tracker."""
         texts = {f"lineage/{owner}": text for owner, text in values.texts.items()}
         self.run.log({**values.by_name(), **texts}, step=values.step)
 
     def read(self, entry: Entry) -> None:
-        """Write an entry of the log."""
+        """Write an entry of the log, if it has values for trackers."""
         values = values_of(entry)
         if values is not None:
             self.write(values)
@@ -91,8 +91,8 @@ class TrackerReader(ABC):
     def flush(self) -> bool:
         """Return whether the written values survive a kill of this process.
 
-        False for packages that write in another thread or process. The cursor is then saved only
-        when the reader is closed, and the values are written again after a kill.
+        The result is False for packages that write in another thread or process. The cursor is then
+        saved only when the reader is closed, and after a kill the values are written again.
         """
         return False
 
@@ -102,9 +102,10 @@ class TrackerReader(ABC):
 
 
 def open_tracker(config: TrackerConfig, run: Path | None, settings: object, id: str) -> Reader:
-    """Construct the reader of a tracker for a run with these settings.
+    """Construct the reader that writes a run to the tracker in `config`.
 
-    `run` is None for training without a run folder, and `id` is empty for a new run.
+    `run` is the run folder, None for training without one. `settings` are those of the run. `id` is
+    that of the run in the tracker, empty for a new run.
     """
     check_trackers([config])
     writer: type[TrackerReader] = import_module(f"{__package__}.{config.kind}").Writer
@@ -126,7 +127,7 @@ def open_tracker(config: TrackerConfig, run: Path | None, settings: object, id: 
 
 
 def flat_settings(settings: object) -> Settings:
-    """Return settings as path -> value for trackers; empty without settings.
+    """Return the settings of a run for trackers, path -> value; {} if `settings` is None.
 
     Few-shot rows are replaced by their number and digest, because a tracker may upload them.
     """
@@ -142,7 +143,7 @@ def flat_settings(settings: object) -> Settings:
 
 
 def of_agent(agent: int) -> str:
-    """Return the name of an agent in trackers, and of the agent's folders."""
+    """Return the name of an agent in trackers and folders: "agent-03"."""
     return f"agent-{agent:02d}"
 
 
@@ -151,9 +152,9 @@ class Values:
     """The values that a tracker writes at one step.
 
     Attributes:
-        step: GRPO steps of the run including this one, >= 1.
-        values: Finite numbers by owner (`agent-03` or `population`) and name of the metric.
-        texts: Sentences about the life of an agent or the decisions of a round, by owner.
+        step: Number of GRPO steps of the run up to this one, >= 1.
+        values: Finite numbers by owner ("agent-03" or "population") and name of the metric.
+        texts: By owner, sentences about the life of an agent or the decisions of a round.
     """
 
     step: int
@@ -161,9 +162,9 @@ class Values:
     texts: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def by_name(self) -> dict[str, float]:
-        """Return the values by name: `reward/agent-03` for an agent, `round` for the population.
+        """Return the values by name: "reward/agent-03" for an agent, "round" for the population.
 
-        Trackers show the names with the same part before the slash in one group of charts.
+        Trackers show names that are equal up to the slash in one group of charts.
         """
         return {
             name if owner == POPULATION else f"{name}/{owner}": value
@@ -173,7 +174,7 @@ class Values:
 
 
 def values_of(entry: Entry) -> Values | None:
-    """Return the values of a log entry; None if the entry has none."""
+    """Return the values that trackers write for a log entry; None if there are none."""
     texts: Mapping[str, str] = {}
     match entry:
         case StepDone():
@@ -217,9 +218,9 @@ def _texts(record: RoundRecord, names: Sequence[str]) -> dict[str, str]:
 
 
 def life(agent: AgentRecord, names: Sequence[str]) -> str:
-    """Return a sentence with the member, the parent, the changes and the choices of an agent.
+    """Return a sentence on an agent: its member, parent, changes, and non-numeric values.
 
-    Choices are non-numeric values of the searched `names`, such as a prompt or a loss.
+    The values are those of the searched hyperparameters `names`, such as a prompt or a loss.
     """
     text = f"member {agent.member}"
     if agent.parent is not None:
@@ -263,7 +264,7 @@ def _of_agent(agent: AgentRecord, names: Sequence[str]) -> dict[str, float | Non
 
 
 WAITING = 256
-"""Greatest length of the queue of entries; further entries are dropped while it is full."""
+"""Greatest number of queued entries; while the queue is full, new entries are dropped."""
 SECONDS_TO_FINISH = 60.0
 """How long the end of training waits for the tracker."""
 SECONDS_TO_STOP = 4.0
@@ -318,7 +319,7 @@ class Tracker(Observer):
     def started(
         self, run_dir: Path | None, rounds: int, first_round: int, settings: object
     ) -> None:
-        """See `Observer`."""
+        """Start a thread that writes to the tracker; see `Observer`."""
         if run_dir is None and first_round > 0 and self._writing is not None:
             return  # another call of `train` of the same population
         self.close()
@@ -328,22 +329,25 @@ class Tracker(Observer):
         self._writing = _Writing(self.kind, lambda: self._make(run_dir, settings))
 
     def step_done(self, round: int, step: int, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
-        """See `Observer`."""
+        """Queue the metrics of a step; see `Observer`."""
         per_round = self._steps_per_round
         self._steps = self._steps + 1 if per_round is None else round * per_round + step + 1
         self._put(StepDone(round, step, self._steps, metrics))
 
     def round_done(self, record: RoundRecord) -> None:
-        """See `Observer`."""
+        """Queue the record of a round; see `Observer`."""
         self._put(RoundDone(self._steps, record))
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """See `Observer`."""
+        """Queue the summary and close the tracker; see `Observer`."""
         self._put(RunFinished(self._steps, summary))
         self.close()
 
     def close(self, *, stopped: bool = False) -> None:
-        """Write queued entries and close the tracker; give up after a while, soon if `stopped`."""
+        """Write the queued entries and close the tracker; give up after a limit on the time.
+
+        The limit is `SECONDS_TO_STOP` if training was `stopped`, else `SECONDS_TO_FINISH`.
+        """
         if self._writing is not None:
             self._writing.end(SECONDS_TO_STOP if stopped else SECONDS_TO_FINISH)
             self._writing = None
@@ -357,7 +361,7 @@ class Tracker(Observer):
 class _Writing:
     """A thread that writes entries to a tracker, so that training does not wait for it.
 
-    `kind` is named in warnings; `make` constructs the reader in the thread.
+    `kind` is the tracker's name in warnings; the thread calls `make` to construct the reader.
     """
 
     def __init__(self, kind: str, make: Callable[[], Reader]) -> None:
@@ -379,7 +383,7 @@ class _Writing:
         return not self._failed
 
     def end(self, seconds: float) -> None:
-        """Wait for the thread, at most `seconds`; warn if the tracker failed or missed entries."""
+        """Wait up to `seconds` for the thread; warn if the tracker failed or missed entries."""
         self._entries.put(None)
         self._thread.join(seconds)
         reason = self._failed
@@ -406,7 +410,7 @@ class _Writing:
 
 @final
 class _AccelerateReader(TrackerReader):
-    """Writes to an `accelerate.tracking.GeneralTracker`, or an object with its methods."""
+    """Writes entries to an `accelerate.tracking.GeneralTracker`, or to an object like it."""
 
     def __init__(self, tracker: Any, settings: object) -> None:  # noqa: ANN401 -- by its methods
         self.run = tracker

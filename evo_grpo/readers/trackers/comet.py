@@ -1,4 +1,4 @@
-"""Comet: one experiment, by default an offline archive."""
+"""Writes a run to Comet, as an experiment, by default in an offline archive."""
 
 from importlib import import_module
 from typing import Any, final
@@ -11,12 +11,12 @@ _OFF = (
     *("log_code", "log_graph", "log_git_metadata", "log_git_patch", "log_env_details"),
     *("auto_metric_logging", "auto_param_logging", "auto_output_logging", "parse_args"),
 )
-"""Options of Comet that record facts about this process, which is not the one that trains."""
+"""Options of Comet that record facts on this process, switched off because it does not train."""
 
 
 @final
 class Writer(TrackerReader):
-    """An experiment of Comet."""
+    """Writes a run to an experiment of Comet."""
 
     environment = {"COMET_LOGGING_CONSOLE": "ERROR", "COMET_INTERNAL_SENTRY_DSN": ""}  # noqa: RUF012 -- read only
 

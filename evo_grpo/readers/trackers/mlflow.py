@@ -1,4 +1,4 @@
-"""MLflow: one run of an experiment, in a SQLite file or on a tracking server.
+"""Writes a run to MLflow, as a run of an experiment in a SQLite file or on a tracking server.
 
 accelerate's tracker is not used: it writes to a global run, with one call per value.
 """
@@ -14,14 +14,14 @@ from evo_grpo.settings.trackers import TrackerConfig
 
 T = TypeVar("T")
 _METRICS, _OTHERS = 1000, 100
-"""Greatest number of metrics, and of parameters or tags, in one call to a server."""
+"""Greatest number of metrics in a call to a server, and greatest number of parameters or tags."""
 _LONGEST = 500
-"""Greatest number of characters in a parameter that servers of all versions accept."""
+"""Greatest number of characters of a parameter's value that servers of all versions accept."""
 
 
 @final
 class Writer(TrackerReader):
-    """A run of MLflow."""
+    """Writes the log of a run to a run of MLflow."""
 
     environment = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # noqa: RUF012 -- read only
 

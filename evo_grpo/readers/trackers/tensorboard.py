@@ -1,4 +1,4 @@
-"""TensorBoard: one run per agent, so that a chart of a metric has a line for each agent.
+"""Writes a run to TensorBoard, as one run per agent: a chart of a metric has a line per agent.
 
 Events are written with TensorBoard's own writer, because the writers of torch and accelerate load
 torch.
@@ -16,13 +16,13 @@ from evo_grpo.settings.trackers import TrackerConfig
 
 @final
 class Writer(TrackerReader):
-    """Event files below a folder, one run per agent."""
+    """Writes event files below a folder, one subfolder (a run of TensorBoard) for each agent."""
 
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # noqa: RUF012 -- read only
     named_by_folder = True
 
     def open(self, target: TrackerConfig, settings: Settings, id: str) -> str:
-        """Open the folder of event files."""
+        """Import TensorBoard's writer, and return the folder of the event files as the id."""
         self._events: Any = import_module("tensorboard.compat.proto.event_pb2")
         self._summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
         self._writer: Any = import_module("tensorboard.summary.writer.event_file_writer")
@@ -33,7 +33,7 @@ class Writer(TrackerReader):
         return self._folder
 
     def read(self, entry: Entry) -> None:
-        """Write an entry of the log."""
+        """Write an entry of the log; at the start of a run, write its settings."""
         if isinstance(entry, RunStarted):
             self._purge = 0
             rows = [f"| {name} | {value} |" for name, value in self._settings.items()]

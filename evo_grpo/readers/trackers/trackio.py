@@ -1,4 +1,4 @@
-"""trackio: one run in a SQLite file of the project, or in a Space of Hugging Face.
+"""Writes a run to trackio, in a SQLite file of the project or in a Space of Hugging Face.
 
 accelerate's tracker is not used: it keeps settings in global state, takes no folder, and cannot
 continue a run.
@@ -18,7 +18,7 @@ _VARIABLE = "TRACKIO_DIR"
 
 @final
 class Writer(TrackerReader):
-    """A run of trackio."""
+    """Writes the log of a run to a run of trackio."""
 
     environment = {"HF_HUB_DISABLE_TELEMETRY": "1", "GRADIO_ANALYTICS_ENABLED": "False"}  # noqa: RUF012 -- read only
 
@@ -39,9 +39,10 @@ class Writer(TrackerReader):
 
 
 def _writing_to(folder: Path) -> Any:  # noqa: ANN401 -- a module without types
-    """Import trackio, which fixes the folder that it writes to when it is imported.
+    """Import trackio, so that it writes to `folder`.
 
-    If it was imported before with another folder, this raises ConfigError.
+    The first import fixes the folder. Raises ConfigError if trackio was imported with another
+    folder. If the user has set TRACKIO_DIR, trackio writes there instead.
     """
     if _VARIABLE in os.environ:  # set by the user
         return import_module("trackio")

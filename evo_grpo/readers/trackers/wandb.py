@@ -1,4 +1,4 @@
-"""Weights & Biases: one run, by default offline.
+"""Writes a run to Weights & Biases, by default offline.
 
 accelerate's tracker is not used: it has global settings, and cannot continue a run.
 """
@@ -13,7 +13,7 @@ from evo_grpo.settings.trackers import TrackerConfig
 
 @final
 class Writer(TrackerReader):
-    """A run of wandb."""
+    """Writes the log of a run to a run of wandb."""
 
     environment = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}  # noqa: RUF012 -- read only
     makes_links = True

@@ -45,14 +45,14 @@ _MUCH = 8
 
 
 class Ability(Enum):
-    """The batches for which decoding gives the same results as one forward pass."""
+    """Which prompts a batch may hold if decoding is to give the same as one forward pass."""
 
     ANY_LENGTHS = "any lengths"
     EQUAL_LENGTHS = "equal lengths"
 
 
 def ability_of(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
-    """Return how a base can be decoded; the probe bypasses the adapters of the LoRA layers."""
+    """Return which prompts a base can decode in one batch; a probe, if any, omits adapters."""
     if can_join_layers(base, adapted):
         return Ability.ANY_LENGTHS
     family, departures, key = is_llama_family(base), (), None
@@ -73,7 +73,7 @@ def ability_of(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
 def window_of(base: SharedBase) -> int:
     """Return a model's smallest window of local attention in tokens; 0 if it has none.
 
-    In rows up to that length, local attention equals global attention.
+    In rows of at most that many tokens, local attention equals global attention.
     """
     config = _text_config(base)
     windows = [
@@ -136,7 +136,7 @@ def _probed(base: SharedBase, adapted: dict[str, LoraLayer], *, altered: bool) -
 
 
 def _known_problem(base: SharedBase) -> str:
-    """Return why a model would be decoded wrongly though a probe may not show it, or ""."""
+    """Return why decoding a model gives wrong results that a probe may not show, or ""."""
     for path, module in base.trunk.named_modules():
         # State-space layers of Zamba2 and Nemotron-H of transformers 5 clamp in a forward alone.
         bounds: Any = getattr(module, "time_step_limit", None)
@@ -157,7 +157,7 @@ def _known_problem(base: SharedBase) -> str:
 
 
 def _problem(base: SharedBase, ability: Ability, ids: Tensor) -> str | None:
-    """Return how decoding and one forward differ, or None if they agree."""
+    """Return how far decoding deviates from one forward, or why it fails; None if they agree."""
     equal = ability is Ability.EQUAL_LENGTHS
     try:
         try:
@@ -182,9 +182,9 @@ def _problem(base: SharedBase, ability: Ability, ids: Tensor) -> str | None:
 
 
 def _gap(base: SharedBase, ability: Ability, ids: Tensor) -> tuple[float, float]:
-    """Return the error of decoding relative to the hidden states, and the tolerated error.
+    """Return the relative error of decoded hidden states (max over rows), and the tolerated error.
 
-    Two prompts are decoded, the first in two copies, one of which is removed half way. With
+    Two prompts are decoded, the first of them in two rows, one of which is removed half way. With
     `ANY_LENGTHS` the second prompt is shorter.
     """
     longest = ids.shape[1] - _STEPS

@@ -24,27 +24,29 @@ class Decoder(Protocol):
     """
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Return the final hidden states (NP, H) at the last token of each prompt.
+        """Run the prompts; return the final hidden states (NP, H) at the last token of each.
 
         Prompts `ids` (NP, Tp) int64 are padded on the right; `lengths` (NP,) exclude padding.
         """
         ...
 
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
-        """Expand NP prompt rows to B rows; `source` (B,) holds the prompt row of each.
+        """Expand the cache from NP prompt rows to B completion rows of `columns` columns.
 
-        The mask (B, 1, 1, columns) is True at the columns that a row attends to once filled.
+        `source` (B,) has the prompt row of each completion row. `mask` (B, 1, 1, columns) bool is
+        True at the columns that a row attends to once they are filled.
         """
         ...
 
     def keep(self, rows: Tensor) -> None:
-        """Remove all rows but those at the positions `rows`."""
+        """Remove all rows from the batch but those at the positions `rows`."""
         ...
 
     def reserve(self, columns: int) -> int | None:
         """Prepare for steps that use at most `columns` columns of the cache.
 
-        Returns a number that is the same as long as a CUDA graph can be used; None without graphs.
+        Returns a number that stays the same as long as a captured CUDA graph of a step can be
+        replayed; None if a step cannot be captured.
         """
         ...
 
@@ -63,7 +65,8 @@ class RefillDecoder(Decoder, Protocol):
     def refill(self, arrived: Self | None, moves: Refill) -> int:
         """Add the rows of `arrived`, from `beside`, and remove columns to which no row attends.
 
-        `arrived` is None if no row joins; do not use it again. Returns the number of used columns.
+        `arrived` is None if no row joins, and cannot be used afterwards. `moves` has the new
+        positions of rows. Returns the number of used columns.
         """
         ...
 
@@ -117,7 +120,7 @@ class _Layer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """The cache of a rollout: a row per (agent, prompt), later a row per unfinished completion."""
+    """The keys and values of a rollout: a row per prompt, later a row per unfinished completion."""
 
     def __init__(self, layers: int, columns: int) -> None:
         """Create the cache without memory; the first write determines the shapes."""
@@ -157,7 +160,7 @@ class ModuleDecoder:
         self._mask = self._mask.index_select(0, rows)
 
     def reserve(self, columns: int) -> None:
-        """Do nothing: there is room for all columns."""
+        """Do nothing, because `expand` has made room for all columns."""
         del columns
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -203,7 +206,7 @@ class EqualLengthDecoder:
         self.cache.reorder_cache(cast("torch.LongTensor", rows))
 
     def reserve(self, columns: int) -> None:
-        """Do nothing: the model's own cache grows."""
+        """Do nothing, because the model's cache grows by itself."""
         del columns
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -212,7 +215,7 @@ class EqualLengthDecoder:
         return self._run(tokens[:, None])
 
     def _run(self, ids: Tensor) -> Tensor:
-        """Run ids (B, T), and add them to the cache; return the last hidden states (B, H)."""
+        """Run ids (B, T) and cache them; return the hidden states (B, H) of the last column."""
         return self.base.run(self.cache, input_ids=ids)[:, -1]
 
 

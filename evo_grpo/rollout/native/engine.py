@@ -55,7 +55,8 @@ class NativeEngine(RolloutEngine):
     """Samples for all agents at once with the shared base and the current adapters.
 
     `settings` limit the context, and the rows and prompts decoded at once; None takes the defaults.
-    If a call has more, its prompts are split into pieces, each of which has all agents.
+    If a call has more rows or prompts, its prompts are split into pieces, each with prompts of all
+    agents.
     """
 
     exact = True
@@ -80,7 +81,7 @@ class NativeEngine(RolloutEngine):
         self._choose_path()
 
     def _choose_path(self) -> None:
-        """Choose the joined layers if the model matches its type, else how to decode by modules.
+        """Choose joined layers if the model's code is that of its type, else decoding by modules.
 
         The model's code may change between calls; each change is probed once.
         """
@@ -134,7 +135,7 @@ class NativeEngine(RolloutEngine):
     def _sampled(
         self, requests: Sequence[RolloutRequest], *, equal: bool = False
     ) -> list[list[CompletionGroup]]:
-        """Sample in pieces with all agents; pieces are larger where waiting rows can join."""
+        """Sample the requests in pieces of prompts; pieces are larger where rows can wait."""
         groups: list[list[CompletionGroup]] = [[] for _ in requests]
         refills = self._specialized and not self.max_prompts and refills_rows(self.base.device)
         per_prompt = sum(r.samples for r in requests)
@@ -254,7 +255,7 @@ class NativeEngine(RolloutEngine):
         output: Output,
         stopped: Mapping[int, int],
     ) -> list[list[CompletionGroup]]:
-        """Return the groups of all requests; `stopped` has the lengths of rows cut by a stop."""
+        """Return the groups of all requests; `stopped` has lengths of rows cut by a stop string."""
         tokens = output.tokens.t().cpu()
         counts: list[int] = (tokens >= 0).sum(1).tolist()
         for row, length in stopped.items():  # more may be drawn in the block that has the string

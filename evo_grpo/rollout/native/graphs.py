@@ -35,11 +35,11 @@ class StepGraphs:
         self.work = True
 
     def forget(self) -> None:
-        """Drop the capture, because the next step reads other memory."""
+        """Forget the captured graph, because the next step reads other memory."""
         self._memory = None
 
     def run(self, step: Callable[[], None], memory: object, count: int) -> None:
-        """Run a step `count` times; replay it if `memory` equals that of the last call."""
+        """Run a step `count` times; replay its graph if `memory` is as in the last call."""
         with torch.cuda.device(self._device):
             if memory != self._memory and self.work and count >= _WORTH:
                 is_first = self._memory is None
@@ -57,7 +57,7 @@ class StepGraphs:
                     graph.replay()
 
     def _beside(self, call: Callable[[], None]) -> None:
-        """Call a function on the stream of captures, in order with work on the current stream."""
+        """Call a function on the capture stream; order it with work on the current stream."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         try:
@@ -67,7 +67,7 @@ class StepGraphs:
             current.wait_stream(self._stream)
 
     def _capture(self, step: Callable[[], None]) -> None:
-        """Capture a step with memory from the pool."""
+        """Capture a step as a graph that takes memory from the pool."""
         error = self._tried(step)
         if error is not None and is_out_of_memory(error):
             # A capture, unlike a plain step, does not take back what the allocator has cached.

@@ -128,10 +128,10 @@ class Batch:
 
 @final
 class StopStrings:
-    """Finds rows whose text has a stop string, between blocks of decode steps.
+    """Finds the rows whose text has a stop string, after each block of decode steps.
 
-    `ends` says where completions end, and `rows` is the number of rows of the call. `lengths` has
-    the number of tokens of each completion that a stop string ended.
+    `ends` says where completions end, and `rows` is the number of rows of the call. `lengths` maps
+    each row that a stop string ended to the number of its tokens.
     """
 
     def __init__(self, ends: StopRules, rows: int) -> None:
@@ -140,7 +140,7 @@ class StopStrings:
         self._read: list[list[int]] = [[] for _ in range(rows)] if ends.strings else []
 
     def look(self, batch: Batch, output: Output, most: int) -> None:
-        """Read the new tokens of a batch, at most `most` of each row, and finish rows that stop."""
+        """Read at most `most` new tokens of each row; mark rows with a stop string as finished."""
         origin = batch.rows.origin
         rows = origin.tolist()
         places = np.array([len(self._read[row]) for row in rows]) + np.arange(most)[:, None]
@@ -213,7 +213,7 @@ class DecodeLoop:
         self._used = self._left = 0
 
     def run(self) -> Output:
-        """Decode all rows."""
+        """Decode all rows of the queue, and return their output."""
         queue = self.queue
         self._begin()
         while True:
@@ -265,7 +265,7 @@ class DecodeLoop:
         self._left -= count
 
     def _step(self) -> None:
-        """Run the last token of each row, and draw the next."""
+        """Run the model on the last token of each row, and draw the next token."""
         batch = self.batch
         # A finished row that is still in the batch may be at the model's last position.
         positions = (batch.before + batch.drawn).clamp_(max=self._last)
@@ -324,12 +324,12 @@ class DecodeLoop:
         self._go_on(batch)
 
     def _prefilled(self, decoder: Decoder, prompts: Prompts) -> Tensor:
-        """Run prompts; return the logits (NP, V) of the tokens after them."""
+        """Run prompts; return the logits (NP, V) of the first token after each prompt."""
         self.fused.set_layout(prompts.layout)
         return self.base.logits(decoder.prefill(prompts.ids, prompts.lengths))
 
     def _begun(self, rows: Rows, logits: Tensor, source: Tensor) -> Batch:
-        """Return a batch of rows with first tokens drawn; row b continues prompt `source[b]`."""
+        """Draw the first tokens of rows; return the batch. Row b continues prompt `source[b]`."""
         batch = self._undrawn(rows)
         batch.draw(lambda part: logits.index_select(0, source[part]), self._ends, self.output)
         return batch
@@ -353,9 +353,9 @@ class DecodeLoop:
 def refills_rows(device: torch.device) -> bool:
     """Return whether waiting rows take the places of rows that have ended.
 
-    On a CPU the time of a step is proportional to its rows, so steps with few rows at the end of a
-    piece cost little: refilling takes 1.15 to 1.19 times as long as decoding pieces
-    (`experiments/bench/tail.py`).
+    On a CPU the time of a step is proportional to its rows, so the last steps of a call, which have
+    few rows, cost little. There, refilling takes 1.15 to 1.19 times as long as decoding one part of
+    the rows after another (`experiments/bench/tail.py`).
     """
     return device.type != "cpu"
 

@@ -1,6 +1,6 @@
 """The rows of a decode loop, their output, and the conditions that end them.
 
-NP counts the (agent, prompt) rows, of which each becomes G completion rows.
+NP counts the (agent, prompt) rows, each of which becomes G completion rows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class Rows:
     """The rows that are still decoded, aligned with the rows of the cache.
 
     `origin` (B,) is the index of each row in the output. `draws` (steps, B) float64 in [0, 1) has
-    one draw per token of the longest completion, and one more if rows wait. `lengths` (B,) are the
-    prompts' lengths. `seen` (B, V) bool has the tokens of prompt and completion so far; None
-    without a penalty. `layout` has the adapters with rows, and the number of rows of each.
+    one draw per token of the longest completion, and one more if other rows wait to be decoded.
+    `lengths` (B,) are the prompts' lengths. `seen` (B, V) bool has the tokens of prompt and
+    completion so far; None without a penalty. `layout` has the adapters with rows, and the number
+    of rows of each.
     """
 
     origin: Tensor
@@ -97,8 +98,8 @@ def expand_rows(
 def prompt_mask(lengths: Tensor, prompt: int, columns: int) -> Tensor:
     """Return a mask (B, 1, 1, columns) bool of the columns that rows attend to.
 
-    `lengths` (B,) are the lengths of the rows' prompts. Decoded columns start after the longest
-    prompt, of `prompt` tokens; padding is masked.
+    `lengths` (B,) are the lengths of the rows' prompts, and `prompt` that of the longest one, after
+    which decoded columns begin. The padding between a prompt and the decoded columns is masked.
     """
     column = torch.arange(columns, device=lengths.device)
     return ((column < lengths[:, None]) | (column >= prompt))[:, None, None, :]
@@ -119,7 +120,10 @@ class Output:
     def write(
         self, drawn: Tensor, rows: Rows, tokens: Tensor, logprobs: Tensor, finished: Tensor
     ) -> None:
-        """Write the tokens with index `drawn` (1,) or (B,) of the rows that are not finished."""
+        """Write a token and a log-prob (B,) per row, at index `drawn` of its completion.
+
+        `drawn` is (1,) or (B,). For a row that is `finished` (B,), the token is -1.
+        """
         places = torch.add(rows.origin, drawn, alpha=self.tokens.shape[1])
         self.tokens.view(-1).index_copy_(0, places, tokens.masked_fill(finished, -1))
         self.logprobs.view(-1).index_copy_(0, places, logprobs)
@@ -128,7 +132,8 @@ class Output:
 class StopConditions:
     """End tokens and length limits of the rows in the batch.
 
-    `possible` reads nothing from the device: no row ends before the least minimum length.
+    `possible` knows from these limits whether a row can have ended, and reads nothing from the
+    device.
     """
 
     def __init__(
@@ -164,8 +169,8 @@ class StopConditions:
 class Prompts(NamedTuple):
     """The prompts `ids` (NP, Tp) of some rows, padded on the right.
 
-    `lengths` (NP,) exclude padding, `layout` has the adapters, and `source` (B,) is the index of
-    each row's prompt.
+    `lengths` (NP,) exclude padding, `layout` has the number of prompts of each adapter, and
+    `source` (B,) is the index of each row's prompt.
     """
 
     ids: Tensor
@@ -178,10 +183,10 @@ class Prompts(NamedTuple):
 class RowQueue:
     """The rows of a call, of which at most `places` (None for all) are decoded at once.
 
-    Rows wait by prompt, then by agent, so that all agents are at about the same prompt. There is
-    one of `requests` per agent. The prompts `ids` (NP, Tp) are padded on the right, and
-    `lengths` (NP,) are their lengths. `steps` is the length of the longest completion, and
-    `columns` that of the longest prompt. Decoders other than `RefillDecoder` decode all rows at
+    Rows wait in the order of prompts, then of agents, so that all agents are at about the same
+    prompt. `requests` has one request per agent. The prompts `ids` (NP, Tp) are padded on the
+    right, and `lengths` (NP,) are their lengths. `steps` is the length of the longest completion,
+    and `columns` that of the longest prompt. Decoders other than `RefillDecoder` decode all rows at
     once.
     """
 
@@ -215,14 +220,14 @@ class RowQueue:
             self._tokens = np.array([len(p.token_ids) for r in requests for p in r.prompts])
 
     def take(self, count: int) -> NDArray[np.int64]:
-        """Return the indices of the next rows, at most `count`, in ascending order."""
+        """Take at most `count` of the waiting rows; return their indices in ascending order."""
         start = len(self._order) - self.waiting
         rows = np.sort(self._order[start : start + count])
         self.waiting -= len(rows)
         return rows
 
     def begin(self) -> tuple[Prompts, Rows]:
-        """Return the next rows, as many as there are places, and their prompts."""
+        """Take the first rows, as many as there are places; return their prompts and the rows."""
         if self.places is None:
             self.waiting = 0
             layout = RowLayout(self._adapters, self._prompts)
@@ -235,7 +240,7 @@ class RowQueue:
         return self.rows.select(torch.from_numpy(rows).to(self._ids.device))
 
     def seen(self, prompts: Prompts) -> Tensor | None:
-        """Return the tokens (B, V) bool of each row's prompt; None if no row has a penalty."""
+        """Return a mask (B, V) of the tokens in each row's prompt; None if no row has a penalty."""
         if self.rows.sampling.penalty is None:
             return None
         ids, size = prompts.ids, self._vocabulary
@@ -245,7 +250,7 @@ class RowQueue:
         return marks[:, :-1].index_select(0, prompts.source)
 
     def prompts(self, rows: NDArray[np.int64]) -> Prompts:
-        """Return the prompts of some rows, each once."""
+        """Return the prompts of the rows with the indices `rows`, each prompt once."""
         needed, source = np.unique(self._prompt_of[rows], return_inverse=True)
         ends = np.cumsum(self._prompts)
         owners = np.searchsorted(ends, needed, side="right")

@@ -331,8 +331,8 @@ class PublishedAdapters:
 def folded(slots: AdapterSlots, name: str) -> dict[str, Tensor]:
     """Return an adapter's weights by PEFT's keys, with one LoRA rank and scale 1 in all layers.
 
-    vLLM has no ranks and scales per layer, so B includes its layer's scale, and smaller ranks are
-    padded with zeros.
+    vLLM has no ranks and scales per layer. So the scale of a layer is multiplied into its matrix B,
+    and smaller ranks are padded with zeros.
     """
     rank = rank_of(slots, name)
     state = slots.state(name)
@@ -366,7 +366,7 @@ def _config(slots: AdapterSlots, name: str) -> dict[str, object]:
 def _folder(below: str | None, fast: Path | None = None) -> Path:
     """Create a private folder for this engine in `below`.
 
-    If `below` is None, it is created in `fast` if that is writable, else among the temporary files.
+    If `below` is None, create it in `fast` if `fast` is writable, else among the temporary files.
     """
     if below is not None:
         place = Path(below).expanduser()

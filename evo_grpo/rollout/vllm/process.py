@@ -1,4 +1,4 @@
-"""The child process that runs vLLM: its Python, environment, base and keywords, and messages."""
+"""Starts the process that runs vLLM, and exchanges messages with it."""
 
 import json
 import logging
@@ -89,7 +89,7 @@ def find_vllm(settings: VLLMSettings) -> str:
 
 
 def environment(base: SharedBase, settings: AgentSettings) -> dict[str, str]:
-    """Return the environment of vLLM's process, made from that of this process."""
+    """Return the environment variables of vLLM's process, made from those of this process."""
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -116,7 +116,8 @@ def environment(base: SharedBase, settings: AgentSettings) -> dict[str, str]:
 def base_folder(base: SharedBase, settings: AgentSettings, scratch: Path) -> str:
     """Return the folder or hub id from which vLLM loads the base.
 
-    A base that is a module, from GGUF or loaded with `model.config` is written to `scratch`.
+    The base is written to `scratch` if it was given as a module, or comes from a GGUF file, or was
+    loaded with `model.config`.
     """
     model = settings.model
     if settings.engine.vllm.model is not None:
@@ -146,7 +147,7 @@ def rank_of(slots: AdapterSlots, name: str) -> int:
 
 
 def largest_rank(slots: AdapterSlots, settings: AgentSettings) -> int:
-    """Return the largest LoRA rank that vLLM reserves memory for."""
+    """Return the largest LoRA rank for which vLLM has to reserve memory."""
     trained = (rank_of(slots, name) for name in slots.names if slots.is_trainable(name))
     # Otherwise vLLM would be restarted for each larger rank that a mutation brings.
     space = settings.search_space()
@@ -173,7 +174,8 @@ def llm_keywords(
 ) -> dict[str, Any]:
     """Return the keywords of `vllm.LLM`.
 
-    `folder` is the folder or hub id of the base; `context` bounds prompt plus completion.
+    `folder` is the folder or hub id of the base; `context` bounds prompt plus completion, and
+    `rank` the LoRA rank.
     """
     base, engine, vllm = slots.base, settings.engine, settings.engine.vllm
     on_cpu = base.device.type == "cpu"
@@ -322,7 +324,8 @@ class Child:
     def _failed(self, operation: str, what: str) -> NoReturn:
         """End the process and raise an error, with the last lines of the log as notes.
 
-        A failed `start` raises an input error, because no round has been trained.
+        If `start` failed, the error is EngineUnavailable, because no round has been trained; else
+        it is RunFailedError.
         """
         lines = last_lines(self.log)
         # Keep the log, which the error names.
@@ -348,7 +351,7 @@ def _signal(number: int) -> str:
 
 
 def last_lines(log: Path) -> list[str]:
-    """Return the last lines of a log, each shortened to fit an error."""
+    """Return the last lines of a log, each shortened to fit an error message."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))

@@ -46,7 +46,7 @@ def send(link: BufferedRWPair, message: Mapping[str, Any]) -> None:
 
 
 def receive(link: BufferedRWPair) -> dict[str, Any]:
-    """Read a message."""
+    """Read a message; raise EOFError if the other end is closed."""
     line = link.readline()
     if not line.endswith(b"\n"):
         raise EOFError("the other end of the socket is closed")
@@ -80,8 +80,8 @@ def rows_of(message: Mapping[str, Any]) -> list[Row]:
     """Return the completions that a message requests, ordered by request, prompt, completion.
 
     The message has `requests`, each with `adapter`, `sampling`, `prompts` (P) and `samples` (G).
-    Its arrays have the prompts of all requests (`ids`, `lengths`, `limits`), and a seed per
-    completion.
+    Its arrays have the token `ids` of all prompts one after another, a length (`lengths`) and a
+    maximum length of completions (`limits`) per prompt, and a seed (`seeds`) per completion.
     """
     ids, lengths = message["ids"], message["lengths"]
     limits, seeds = message["limits"], iter(message["seeds"])
@@ -102,7 +102,7 @@ def rows_of(message: Mapping[str, Any]) -> list[Row]:
 
 
 class Session:
-    """Runs the operations `start`, `generate`, `sleep` and `wake`, each for a message."""
+    """Runs an operation for each message: `start`, `generate`, `sleep` or `wake`."""
 
     def __init__(self) -> None:
         self._vllm: Any = None
@@ -116,17 +116,18 @@ class Session:
         self._steps = 0
 
     def progress(self) -> int:
-        """Return a number that grows with vLLM's progress: its steps, or its log while it loads."""
+        """Return a number that grows: vLLM's steps, or the size of its log while vLLM loads."""
         return self._steps if self._llm is not None else os.fstat(1).st_size
 
     def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Run the `operation` of a message."""
+        """Run the operation that a message names, and return its answer."""
         return getattr(self, message["operation"])(message)
 
     def start(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Load vLLM and the base, and sample once.
 
-        `llm` has the keywords of `vllm.LLM`, `level` is the sleep level; see also `generate`.
+        In the message, `llm` has the keywords of `vllm.LLM`, and `level` is the sleep level; all
+        else is for `generate`.
         """
         self._vllm = importlib.import_module("vllm")
         if message["level"] == 2 and not reloads_with_adapters():
@@ -225,9 +226,9 @@ class Session:
         self._llm.collective_rpc(wipe_cache)
 
     def _sampled(self, rows: list[Row]) -> list[Any]:
-        """Sample a completion of every row, in a call for adapters and a call for the base.
+        """Sample a completion of every row, in one call for rows with adapters and one for others.
 
-        In one call on a CPU, vLLM applies another row's adapter to rows without one.
+        In one call for both, vLLM on a CPU applies another row's adapter to rows without one.
         """
         outputs: list[Any] = [None] * len(rows)
         for with_adapter in (True, False):

@@ -20,10 +20,10 @@ class Shape(NamedTuple):
         layers: Number of layers.
         hidden: Width of the hidden states.
         inner: Width of the gated MLP.
-        query_width: Width of the queries of all heads.
-        kv_width: Width of the keys of all heads, and of the values.
+        query_width: Width of the queries of all heads together.
+        kv_width: Width of the keys of all heads together; values have the same width.
         vocabulary: Number of logits per token.
-        heads: Query heads.
+        heads: Number of query heads.
     """
 
     layers: int
@@ -41,7 +41,7 @@ class Work:
 
     Attributes:
         agents: Agents that train in this process.
-        archive: Whether the best agent so far has a slot.
+        archive: Whether a copy of the best agent so far has a slot.
         references: Whether each agent has a reference adapter.
         parameters: Parameters of one adapter.
         rank: LoRA rank.
@@ -51,7 +51,7 @@ class Work:
         output_tokens: Tokens of the longest completion.
         start: Whether the adapter that all agents start from is their shared reference.
         filtered: Whether top-k or top-p sorts the vocabulary.
-        specialised: Whether the joined layers of the Llama family run instead of the modules.
+        specialised: Whether the joined layers of the Llama family replace the model's own modules.
         shards: Processes that divide the base's weights; 1 if each process has all of them.
         group: Completions of one prompt; the joined layers compute the prompt once for all of them.
         least_rows: Completions that have to be decoded together: all completions of one prompt of
@@ -83,11 +83,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the memory.
+    """One part of the memory that a run needs.
 
     Attributes:
         name: Name in the plan and in errors.
-        bytes: Size.
+        bytes: Size in bytes.
         settings: The settings that make the part smaller; empty if there are none.
     """
 
@@ -107,8 +107,8 @@ class EngineLoad:
         element: Bytes of one number in the base's dtype.
         weights: Bytes of the base's weights in its dtype, not quantised.
         base: Bytes of the base as the trainer holds it.
-        device: Where the base is.
-        capacity: Bytes of that device; None if unknown.
+        device: Kind of the device that has the base.
+        capacity: Memory of that device in bytes; None if unknown.
         number: Number of that device.
         graphs: Whether decode steps are CUDA graphs.
     """
@@ -128,9 +128,9 @@ class EngineLoad:
 class RolloutSettings(Group):
     """The settings of one rollout engine, and what the engine needs.
 
-    `evo-grpo check`, the memory plan and the checks of a configuration read this class, so it
-    loads no torch; the engine itself is the class that `implementation` names. A subclass
-    overrides the methods that apply to its engine. It is entered in `ENGINES` of
+    `evo-grpo check`, the memory plan and the checks of a configuration read this class, so it loads
+    no torch; the engine itself is the class that `implementation` names. A subclass overrides the
+    methods that apply to its engine. Each subclass is entered in `ENGINES` of
     `evo_grpo/settings/engine.py`.
     """
 
@@ -158,11 +158,11 @@ class RolloutSettings(Group):
         yield from ()
 
     def missing(self) -> Iterator[str]:
-        """Yield a warning for each requirement that this machine lacks; import nothing."""
+        """Yield a warning for each requirement that this machine lacks, without an import."""
         yield from ()
 
     def held_memory(self, load: EngineLoad) -> tuple[Part, ...]:
-        """Return the memory that the engine holds all the time, beside the trainer's."""
+        """Return the memory that the engine holds all the time, without that of the trainer."""
         del load
         return ()
 

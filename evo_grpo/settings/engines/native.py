@@ -24,11 +24,11 @@ class NativeSettings(RolloutSettings):
     shares_base: ClassVar[bool] = True
 
     def held_memory(self, load: EngineLoad) -> tuple[Part, ...]:
-        """Return the memory of a draw's logits if CUDA graphs keep them between generations."""
+        """Return the memory of the logits that tokens are drawn from, if CUDA graphs keep them."""
         return (_drawn(load),) if load.graphs else ()
 
     def sampling_memory(self, load: EngineLoad) -> tuple[Part, ...]:
-        """Return the memory of keys and values, the logits of a draw, and the joined adapters."""
+        """Return the memory of keys, values, joined adapters and, without CUDA graphs, logits."""
         shape, work, rows, element = load.shape, load.work, load.rows, load.element
         columns = work.prompt_tokens + work.output_tokens
         waiting = max(work.rows, work.evaluation_rows) - rows
@@ -58,7 +58,7 @@ def _drawn(load: EngineLoad) -> Part:
 
 
 def _joined(load: EngineLoad) -> int:
-    """Return the number of elements of all adapters, joined for decoding.
+    """Return the number of elements of all agents' adapters in the joined form for decoding.
 
     The LoRA matrix B of joined layers is block-diagonal, and its zeros count; a CPU may also keep
     the blocks. For kernels, LoRA A is concatenated to the weights, and LoRA B exists twice.

@@ -191,7 +191,7 @@ class VLLMSettings(RolloutSettings):
         return (Part("vLLM awake", self._awake(load) - self._asleep(load), _LOWERS),)
 
     def shortages(self, load: EngineLoad) -> Iterator[str]:
-        """Yield a sentence if vLLM's share of a GPU is too small for weights and one sequence."""
+        """Yield a sentence if vLLM's share of a GPU is too small for the base and one sequence."""
         share, least = self._share(load), self._least(load)
         if share is not None and share < least:
             yield (
@@ -223,7 +223,7 @@ class VLLMSettings(RolloutSettings):
         return on_cuda and chosen is not None and load.number not in chosen
 
     def _share(self, load: EngineLoad) -> int | None:
-        """Return the bytes of a device that vLLM may use; None without such a limit."""
+        """Return how many bytes of a device vLLM may use; None without such a limit."""
         if load.device != "cuda" or load.capacity is None or self.kv_cache_memory_bytes is not None:
             return None
         return int(self.gpu_memory_utilization * load.capacity)
@@ -239,7 +239,7 @@ class VLLMSettings(RolloutSettings):
         return tokens * shape.layers * 2 * shape.kv_width * size // self.tensor_parallel_size
 
     def _least(self, load: EngineLoad) -> int:
-        """Return the bytes of vLLM with one sequence: process, base, adapters, logits."""
+        """Return the least bytes of vLLM: process, base, adapters, logits and one sequence."""
         work = load.work
         agents = self.max_loras or work.agents
         weights = load.weights

@@ -37,7 +37,7 @@ def template(name: str = DEFAULT, file: str = YAML) -> str:
 
 
 def companions(name: str, file: str = YAML) -> dict[str, str]:
-    """Return the files that a template needs beside it: name -> text.
+    """Return the files that a template needs besides its configuration: name -> text.
 
     Args:
         name: A key of `TEMPLATES`.

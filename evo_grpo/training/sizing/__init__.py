@@ -1,1 +1,1 @@
-"""Predicts the size of a model and the memory of a run, without torch and without weights."""
+"""Predicts a model's size and a run's memory and time, without torch and without weights."""

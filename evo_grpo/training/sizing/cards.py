@@ -16,15 +16,15 @@ REACHED = 0.8
 
 
 class Card(NamedTuple):
-    """A row of the table of cards.
+    """The memory and the rates of a type of GPU.
 
     Attributes:
         gib: GiB that CUDA reports, rounded down; memory taken by error correction is not included.
         tflops: TFLOP/s of a large product in half precision, with sums in float32.
-        read: Bytes that can be read per second, in 10^12.
-        copy: Bytes that a copy reads and writes per second, summed, in 10^12.
-        measured: When and with what these rates were measured; empty if they are derived from the
-            data sheet by `REACHED`.
+        read: TB/s (10^12 bytes) that can be read.
+        copy: TB/s that a copy reads and writes, summed.
+        measured: When and with what the rates were measured; empty if they are `REACHED` times
+            those of the data sheet.
     """
 
     gib: float
@@ -35,7 +35,7 @@ class Card(NamedTuple):
 
     @classmethod
     def of(cls, gib: float, tflops: float, bandwidth: float) -> Card:
-        """Derive a card from its data sheet: dense TFLOP/s in half precision, and TB/s."""
+        """Derive a card from its data sheet: dense TFLOP/s in half precision, TB/s of memory."""
         rate = REACHED * bandwidth
         return cls(gib, REACHED * tflops, rate, rate)
 
@@ -83,7 +83,7 @@ class Gpu(NamedTuple):
 
     @property
     def card(self) -> Card | None:
-        """The GPU's row of the table of cards; None if the table lacks the GPU."""
+        """The GPU's entry in `CARDS`; None if the table lacks this type of GPU."""
         words = set(_plain(self.name).split("-"))
         matching = [name for name in CARDS if words.issuperset(name.split("-"))]
         if not matching or words & _OTHERS or any(re.fullmatch(r"\d+q", word) for word in words):
@@ -92,14 +92,14 @@ class Gpu(NamedTuple):
 
     @property
     def older(self) -> bool:
-        """Whether the GPU computes half precision in float16; see `model.loading.pick_dtype`."""
+        """Whether the GPU uses float16 as half precision; see `model.loading.pick_dtype`."""
         return _plain(self.name).startswith(OLDER)
 
 
 def parse_gpu(text: str) -> Gpu:
-    """Return the GPU that `24GB` (10^9 bytes each), `24GiB` (2^30) or `a100-80gb` describes.
+    """Return the GPU that a text describes, for instance "24GB", "24GiB" or "a100-80gb".
 
-    Raises ConfigError if the text is neither a size nor a known name.
+    A GB has 10^9 bytes, a GiB 2^30. Raises ConfigError if the text is no size and no known name.
     """
     name = _plain(text)
     if name in CARDS:
@@ -120,7 +120,7 @@ def _plain(text: str) -> str:
 
 
 def cuda_devices() -> list[Gpu | None]:
-    """Return the CUDA devices of this process, by nvidia-smi; None for one of unknown memory."""
+    """Return this process's CUDA devices from nvidia-smi; a device of unknown memory is None."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -168,7 +168,7 @@ def unseen_gpus(build: str) -> str | None:
 
 
 def _visible(devices: list[Gpu | None]) -> list[Gpu | None]:
-    """Return the devices that CUDA_VISIBLE_DEVICES selects, which nvidia-smi ignores."""
+    """Return the devices that CUDA_VISIBLE_DEVICES selects; nvidia-smi also lists all others."""
     setting = os.environ.get("CUDA_VISIBLE_DEVICES")
     if setting is None:
         return devices

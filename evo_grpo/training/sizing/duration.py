@@ -34,13 +34,13 @@ HALF = 2
 
 @dataclass(frozen=True)
 class Counted:
-    """The predicted seconds of a population's phases on a card, in half precision.
+    """Predicts the seconds of sampling and learning on a GPU, in half precision.
 
     Attributes:
         shape: Sizes of the base.
-        card: The rates of the card.
-        agents: Number of agents with an adapter on the card.
-        rank: Largest rank of these agents, assumed on all linear layers.
+        card: The rates of the GPU.
+        agents: Number of agents whose adapters are on the GPU.
+        rank: Largest LoRA rank of these agents, which each linear layer is assumed to have.
     """
 
     shape: Shape
@@ -50,7 +50,7 @@ class Counted:
 
     @property
     def linears(self) -> tuple[tuple[int, int, int], ...]:
-        """(inputs, outputs, summed ranks) of the four products of a block; q, k and v are one."""
+        """(inputs, outputs, summed ranks) of a layer's four products: qkv, o, gate and up, down."""
         s, r = self.shape, self.rank
         return (
             (s.hidden, s.query_width + 2 * s.kv_width, 3 * r),
@@ -64,7 +64,7 @@ class Counted:
         return launches * LAUNCH + max(flops / (self.card.tflops * 1e12), transfer)
 
     def step(self, rows: int, columns: int) -> float:
-        """Return the seconds of a decode step of `rows` rows, over `columns` of the cache."""
+        """Return the seconds of a decode step of `rows` rows with `columns` cached tokens each."""
         s, rate = self.shape, self.card.read
 
         def product(inputs: int, outputs: int, ranks: int) -> float:
@@ -84,7 +84,10 @@ class Counted:
         return s.layers * layer + head + 2 * other(words) + 3 * LAUNCH
 
     def rollout(self, rows: int, prompts: int, prompt: int, output: int) -> float:
-        """Return the seconds to sample `rows` completions; `prompt` and `output` are in tokens."""
+        """Return the seconds to sample `rows` completions of `prompts` prompts.
+
+        `prompt` is the number of tokens of a prompt, `output` that of a completion.
+        """
         steps = (output - 1) * self.step(rows, prompt + output // 2)
         flops = sum(2.0 * inputs * outputs for inputs, outputs, _ in self.linears)
         tokens = prompts * prompt
@@ -93,7 +96,7 @@ class Counted:
         return steps + prefill + CAPTURE
 
     def learn(self, rows: int, prompts: int, prompt: int, output: int) -> float:
-        """Return the seconds of one forward and backward of `rows` rows; see `rollout`."""
+        """Return the seconds of a forward and backward of `rows` rows; arguments: see `rollout`."""
         s, copy = self.shape, self.card.copy
         hidden, inner, rests = s.hidden, s.inner, rows * (output - 1)
         tokens = prompts * prompt + rests
@@ -131,8 +134,8 @@ class Duration(NamedTuple):
     Attributes:
         generate: Seconds of sampling in all steps.
         learn: Seconds of learning in all steps.
-        evaluate: Seconds of all evaluations, the final comparison and the test.
-        measured: When the rates of the card were measured; empty if they are from its data sheet.
+        evaluate: Seconds of all evaluations, including the final comparison and the test.
+        measured: When the rates of the GPU were measured; empty if they are from its data sheet.
     """
 
     generate: float
@@ -142,7 +145,7 @@ class Duration(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Seconds of the run."""
+        """Seconds of all phases."""
         return self.generate + self.learn + self.evaluate
 
 
@@ -155,15 +158,17 @@ def duration_of(
     rows: int,
     evaluated: Sequence[float],
 ) -> Duration | None:
-    """Return the time of a run that fits; None for a card, base or engine of unknown speed.
+    """Return the predicted seconds of a run.
+
+    None if the run does not fit in memory, or if the speed of its GPU, base or engine is unknown.
 
     Args:
         config: The settings of the run.
         fit: The device and the memory of the run.
-        prompt: Tokens of a prompt; 0 if unknown.
-        turns: Completions of an episode.
-        rows: Rows of all agents in a step.
-        evaluated: Rows of each evaluation.
+        prompt: Number of tokens of a prompt; 0 if unknown.
+        turns: Number of completions of an episode.
+        rows: Number of rows of all agents in a step.
+        evaluated: Number of rows of each evaluation.
     """
     setup, memory, prompt = fit.setup, fit.plan, prompt or PROMPT_TOKENS
     size, engine, algorithm = setup.size, config.engine, config.algorithm
@@ -216,7 +221,7 @@ def _learning(
 ) -> float:
     """Return the seconds of one forward and backward of all rows, in `least` micro-batches or more.
 
-    `work` has the rows of a step, rows per prompt, tokens of a prompt, and tokens of a completion.
+    `work` has the numbers of rows, rows per prompt, tokens of a prompt, tokens of a completion.
     """
     rows, group, prompt, output = work
     tokens = ceil(rows / group) * prompt + rows * output

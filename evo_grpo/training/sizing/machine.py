@@ -27,7 +27,7 @@ from evo_grpo.training.sizing.memory import (
 from evo_grpo.training.sizing.model_size import ModelSize
 
 MACHINE = "this machine"
-"""Name of the memory of a CPU."""
+"""Name of a CPU's memory in messages."""
 #: The limits of a batch, of `engine`, which a run chooses where they are null.
 LIMITS = ("max_decode_rows", "max_tokens_per_microbatch")
 #: Share of a memory that is planned for: allocators leave some of it in gaps.
@@ -58,7 +58,7 @@ class Setup(NamedTuple):
         dtype: Dtype of the base, unless the settings name one.
         device: Device of the base.
         capacity: Bytes that each process may use; 0 if unknown.
-        place: Name of the device or limit with these bytes.
+        place: What sets `capacity`, for messages: a device, or the setting engine.memory.
         processes: Number of processes.
         gpu: The GPU, if the device is a GPU of known memory.
         total: Bytes of the whole device, from which vLLM's share is computed; 0 means `capacity`.
@@ -75,7 +75,7 @@ class Setup(NamedTuple):
     total: int = 0
 
     def plan(self, config: RunConfig, **limits: int) -> MemoryPlan | None:
-        """Return the memory of a run, with `limits` as its batch limits; None if unknown."""
+        """Predict the memory of a run that has the batch limits `limits`; None if unknown."""
         work = work_of(config, self.size, self.output, self.device, self.processes)
         if work is None:
             return None
@@ -91,7 +91,7 @@ class Setup(NamedTuple):
         )
 
     def shortage(self, plan: MemoryPlan) -> str:
-        """Return a clause with the memory that a run takes and the memory that there is."""
+        """Return a clause on the memory that a run needs and the memory that it may use."""
         part = plan.largest
         return (
             f"the run takes about {format_bytes(plan.peak)} of memory and {self.place} has "
@@ -101,9 +101,10 @@ class Setup(NamedTuple):
 
 
 def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
-    """Return for each null limit in `LIMITS` the greatest value that fits, else the least value.
+    """Return, for each limit in `LIMITS` that is null, the greatest value that fits in memory.
 
-    The result is empty on a CPU without `engine.memory`, and for a model of unknown size.
+    If none fits, the value is the least possible one. The result is empty for a model of unknown
+    size, and on a CPU if `engine.memory` is not set.
     """
     rows, tokens = LIMITS
     engine, on_cpu, limits = config.engine, setup.device == "cpu", dict[str, int]()
@@ -127,7 +128,10 @@ def choose_limits(config: RunConfig, setup: Setup) -> dict[str, int]:
 def _largest(
     config: RunConfig, setup: Setup, known: Mapping[str, int], name: str, least: int, most: int
 ) -> int:
-    """Return the largest useful value of a limit that fits in memory, given the `known` limits."""
+    """Return the largest value of the limit `name` that fits in memory, or `least` if none fits.
+
+    `known` has the limits chosen before. Of values that need equal memory, the least is returned.
+    """
     needed: dict[int, int] = {}
     for value in (least, *(step for step in _STEPS if least < step <= most)):
         plan = setup.plan(config, **{**known, name: value})
@@ -144,9 +148,9 @@ class Fit(NamedTuple):
     Attributes:
         setup: The device of the run.
         plan: The memory of the run on this device.
-        chosen: Dotted name of each limit that is null -> the number that a run will record.
+        chosen: Name of each batch limit that is null -> the number that a run will choose.
         changes: Dotted name -> value of each setting that was changed to make the run fit.
-        proposal: The fit of a changed run; None if this run fits, or if no change helps.
+        proposal: The `Fit` of the run with changes; None if this run fits, or if no change helps.
     """
 
     setup: Setup
@@ -161,7 +165,7 @@ class Fit(NamedTuple):
         return self.plan.fits(self.setup.capacity)
 
     def sentence(self) -> str:
-        """Return a sentence on the shortage, and on the settings that would help."""
+        """Return a sentence on what the run lacks, and on the settings that would help."""
         text = self.setup.shortage(self.plan)
         if self.plan.peak <= self.setup.capacity:
             text = "; ".join(self.plan.shortages)
@@ -188,7 +192,7 @@ def fit_of(config: RunConfig, setup: Setup) -> Fit | None:
 
 
 def propose(config: RunConfig, setup: Setup) -> Fit | None:
-    """Return the `Fit` with the needed changes of the first sufficient proposal, or None."""
+    """Return the `Fit` of the first proposal that fits, without needless changes; else None."""
     for changes in _proposals(config, setup):
         if (fit := _tried(config, setup, changes)) is None:
             continue
@@ -201,7 +205,7 @@ def propose(config: RunConfig, setup: Setup) -> Fit | None:
 
 
 def _proposals(config: RunConfig, setup: Setup) -> Iterator[dict[str, object]]:
-    """Yield sets of changes that save memory, the cheapest first; each includes the one before."""
+    """Yield sets of changes that save memory, the cheapest first; each contains the set before."""
     engine, plan = config.engine, setup.plan(config)
     # Where limits are null, a run chooses them, on a CPU if it is told the memory.
     changes: dict[str, object] = {f"engine.{name}": None for name in LIMITS}
@@ -245,7 +249,7 @@ def _tried(config: RunConfig, setup: Setup, changes: Mapping[str, object]) -> Fi
 
 
 def changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:
-    """Return settings with dotted names changed; raise ConfigError for a contradiction."""
+    """Return settings with `changes`, dotted name -> value; ConfigError if settings contradict."""
     for name, value in changes.items():
         config = _changed(config, name.split("."), value)
     return config
@@ -258,7 +262,7 @@ def _changed(group: Any, path: Sequence[str], value: object) -> Any:  # noqa: AN
 
 
 def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:
-    """Return the possible dtypes of the base, each with its device; with `gpu`, only one."""
+    """Return the dtypes that the base may have, each with its device; only one if `gpu` is set."""
     dtype, device = config.engine.dtype, config.engine.device
     if gpu is not None:
         if device in ("cpu", "mps"):
@@ -311,7 +315,7 @@ def setup_here(
 
 
 def within(config: RunConfig, place: str, capacity: int | None) -> tuple[str, int | None]:
-    """Return the name and bytes of a memory, limited to the part that `engine.memory` allows."""
+    """Return (`place`, `capacity`), or ("engine.memory", the lesser number) if that is set."""
     budget = config.engine.memory_bytes
     return (
         (place, capacity) if budget is None else ("engine.memory", min(budget, capacity or budget))
@@ -329,7 +333,7 @@ def format_bytes(size: int) -> str:
 
 
 def machine_memory() -> int | None:
-    """Return the bytes of memory of this machine or container, per process; None if unknown."""
+    """Return the bytes of memory that each process on this machine may use; None if unknown."""
     try:
         size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not available on every system

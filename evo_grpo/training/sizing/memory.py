@@ -3,12 +3,12 @@
     peak = process + base + agents + rollout engine + max(sampling, learning) + checkpoints
 
 The memory of the agents is exact: 16 bytes per parameter of an adapter (weight, gradient and the
-two moments of AdamW, in float32). A reference takes 4 more, the archive 12, and an adapter from
-which all agents start 4. With `engine.offload_adapters`, only the agents of the shard that computes
-count, plus 12 bytes per parameter of the next shard's agents, and 4 for the stacked weights of the
-present shard. The terms of sampling and learning sum the tensors that exist at the same time.
-Measured peaks (experiments/bench/plan.py) agree within 7% of memory in use; glibc keeps up to 15%
-more on a CPU.
+two moments of AdamW, in float32). A reference takes 4 bytes more, the archive 12, and the adapter
+that all agents start from 4. With `engine.offload_adapters`, only the agents of the shard that
+computes count, plus 12 bytes per parameter of the next shard's agents, and 4 for the stacked
+weights of the present shard. The terms of sampling and learning sum the tensors that exist at the
+same time. Predictions are within 7% of the measured peaks of memory in use
+(experiments/bench/plan.py); on a CPU, glibc keeps up to 15% more.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ SHORT = 128
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of one process on one device.
+    """The predicted memory of one process on one device.
 
     Attributes:
         dtype: Dtype of the base.
@@ -53,10 +53,10 @@ class MemoryPlan:
         sampling: Additional memory while the engine samples.
         learning: Additional memory while agents learn; sampling and learning alternate.
         shortages: A sentence for each limit of the rollout engine that is too low.
-        decode_rows: Completions decoded at once.
-        micro_batch_tokens: Most tokens of a micro-batch.
+        decode_rows: Number of completions that are decoded at once.
+        micro_batch_tokens: Most padded tokens of a micro-batch.
         row: Tokens of the longest prompt and its completion.
-        remedies: Changes of the rollout engine's settings that need less memory, best first.
+        remedies: Changes to the rollout engine's settings that save memory, the best first.
     """
 
     dtype: str
@@ -70,7 +70,7 @@ class MemoryPlan:
     remedies: tuple[Mapping[str, object], ...] = ()
 
     def fits(self, capacity: float) -> bool:
-        """Return whether the peak is at most `capacity` bytes, and no limit is too low."""
+        """Return whether the peak is at most `capacity` bytes and there are no `shortages`."""
         return self.peak <= capacity and not self.shortages
 
     @property
@@ -92,7 +92,7 @@ class MemoryPlan:
 def work_of(
     config: RunConfig, size: ModelSize, output: int, device: Device, processes: int = 1
 ) -> Work | None:
-    """Return the largest amount of work that a process computes at once; None if unknown.
+    """Return the most work that a process computes at once; None if the layers are unknown.
 
     `output` is the number of tokens of the longest completion.
     """
@@ -139,7 +139,7 @@ def work_of(
 
 
 def reward_models(config: RunConfig, device: Device) -> list[Part]:
-    """Return the weights of each reward model, 0 bytes if unknown.
+    """Return the memory of each reward model's weights; 0 bytes if its size is unknown.
 
     Raises ModelError if a reward model does not exist or its files are damaged.
     """
@@ -156,12 +156,12 @@ def reward_models(config: RunConfig, device: Device) -> list[Part]:
 
 
 def trained_bytes(parameters: int, *, reference: bool) -> int:
-    """Return the bytes of an agent in training: adapter, gradient, Adam state, reference."""
+    """Return the bytes of an agent in training: adapter, gradient, Adam state, any reference."""
     return parameters * (_TRAINED_BYTES + (_REFERENCE_BYTES if reference else 0))
 
 
 def stored_bytes(parameters: int, *, reference: bool) -> int:
-    """Return the bytes of an agent in a checkpoint or message: adapter, Adam state, reference."""
+    """Return the bytes of an agent when saved or sent: adapter, Adam state, any reference."""
     return parameters * (_STORED_BYTES + (_REFERENCE_BYTES if reference else 0))
 
 
@@ -198,10 +198,10 @@ def predict(
     capacity: int | None = None,
     others: Sequence[Part] = (),
 ) -> MemoryPlan | None:
-    """Return the memory of a run; None if the model's layers are unknown.
+    """Predict the memory of a run; None if the model's layers are unknown.
 
-    `capacity` is the memory of the device in bytes. `others` are further parts that are held
-    throughout the run.
+    `capacity` is the memory of the device in bytes. `others` is memory that is also in use
+    throughout the run, for instance by reward models.
     """
     base = base_bytes(size, dtype, engine.quantization)
     weights = base_bytes(size, dtype)
@@ -248,7 +248,7 @@ def predict(
 def _held(
     size: ModelSize, work: Work, engine: EngineConfig, base: int, each: int, device: Device
 ) -> list[Part]:
-    """Return the memory that the trainer, without a rollout engine, holds throughout a run."""
+    """Return the memory in use throughout a run, except that of the rollout engine."""
     linears = sum(inputs * outputs for inputs, outputs in size.linears.values())
     largest = max(inputs * outputs for inputs, outputs in size.linears.values())
     sharded = (linears * each) // work.shards + (base - linears * each) if work.shards > 1 else base
@@ -279,13 +279,13 @@ def _resident(work: Work) -> int:
 
 @dataclass(frozen=True)
 class LearnBatch:
-    """The tokens of the largest micro-batch.
+    """The sizes of the largest micro-batch.
 
     Attributes:
         rows: Number of rows.
-        prefixes: Prompts that are computed once for several rows; 0 if whole rows are computed.
-        prompt: Tokens of a prompt.
-        rest: Tokens that are computed for each row.
+        prefixes: Number of prompts, each computed once for several rows; 0 if once for each row.
+        prompt: Number of tokens of a prompt.
+        rest: Number of tokens that are computed for each row.
     """
 
     rows: int
@@ -295,12 +295,12 @@ class LearnBatch:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a layer computes."""
+        """Number of tokens that a layer computes."""
         return self.prefixes * self.prompt + self.rows * self.rest
 
     @property
     def seen(self) -> int:
-        """Keys that a layer computes or copies."""
+        """Number of keys that a layer computes, or copies for a row."""
         per_row = self.rest + (self.prompt if self.prefixes else 0)
         return self.prefixes * self.prompt + self.rows * per_row
 

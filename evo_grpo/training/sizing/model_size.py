@@ -78,8 +78,8 @@ def read_model_size(name: str) -> ModelSize:
 def classifier_parameters(name: str) -> int | None:
     """Return the number of parameters of a sequence classifier; None if it is unknown.
 
-    The number comes from the weights, else from the config.json. Raises ModelError for a missing
-    model.
+    The number is read from the files with the weights; without them, it is computed from the
+    config.json. Raises ModelError for a missing model.
     """
     source = resolve(name)
     file = config_file(source)
@@ -131,7 +131,7 @@ def adapted_layers(size: ModelSize, lora: LoraSettings) -> dict[str, tuple[int, 
 def check_adapters_fit(
     model: ModelConfig, largest: LoraSettings, space: HyperparameterConfig, size: ModelSize
 ) -> None:
-    """Refuse sets of layers that the model lacks, and ranks above the width of a layer.
+    """Refuse LoRA settings with layers that the model lacks, or a rank above a layer's width.
 
     `largest` is the largest adapter of an agent. If the layers are unknown, nothing is checked.
     """
@@ -158,7 +158,7 @@ def _misfits(
 
 
 def rank_in(layer: str, lora: LoraSettings) -> int:
-    """Return the LoRA rank of a layer, by the first pattern that matches its end, as in PEFT."""
+    """Return a layer's LoRA rank by the first pattern that matches its name's end, as in PEFT."""
     ranks = (r for key, r in lora.rank_pattern.items() if re.match(ending(key), layer))
     return next(ranks, lora.r)
 

@@ -43,9 +43,9 @@ class PromptLengths(NamedTuple):
         most: Tokens of the longest prompt.
         read: Number of rows that were read.
         rows: Number of rows in all.
-        different: Number of different prompts of each split, with the template that makes fewest;
-            empty if not all rows were read.
-        too_long: Rows of each split, among those read, whose prompt leaves no room for a
+        different: Number of different prompts of each split, for the template that makes the
+            fewest; empty if not all rows were read.
+        too_long: Number of rows of each split that were read and whose prompt leaves no room for a
             completion; see `env.too_long`.
     """
 
@@ -73,13 +73,13 @@ def read_prompts(
 ) -> tuple[PromptLengths | None, FirstPrompt | None, list[str]]:
     """Return the lengths of a task's prompts, its first prompt, and warnings about the template.
 
-    Lengths and prompt are None for a task that generates its rows, because that would take long.
-    All lengths are 0 without a tokenizer.json. `context` is the most tokens of a prompt with its
-    completion, `vocabulary` the number of embeddings; None if unknown. `answer` is the number of
-    tokens that `env.too_long: truncate_left` leaves for a completion.
+    Lengths and prompt are None for a task that generates its rows, which would take long. All
+    lengths are 0 without a tokenizer.json. `context` is the most tokens of a prompt with its
+    completion, `vocabulary` the number of embeddings; either is None if unknown. `answer` is the
+    number of tokens that `env.too_long: truncate_left` leaves for a completion.
 
     Raises:
-        PromptTooLongError: A prompt leaves no room for a completion, by its row.
+        PromptTooLongError: A prompt leaves no room for a completion; the message names its row.
         ModelError: The tokenizer is damaged, or has tokens that the model does not have.
         ConfigError: The chat template refuses the messages.
     """
@@ -135,7 +135,7 @@ def _fitting(
     *,
     whole: bool,
 ) -> tuple[Mapping[Split, Sequence[DatasetRow]], dict[str, int]]:
-    """Return the rows that a run uses, and the number of too long rows of each split."""
+    """Return, for each split, the rows that a run uses and the number of rows that are too long."""
     if context is None or task.too_long == "error":
         return splits, {}
     whole = whole and task.too_long == "drop"
@@ -153,7 +153,7 @@ def _sample(rows: Sequence[DatasetRow], total: int) -> Sequence[DatasetRow]:
 
 @final
 class FileTokenizer:
-    """A tokenizer of a model's files, with the methods of transformers that render prompts.
+    """A tokenizer read from a model's files, with transformers' methods for rendering prompts.
 
     Attributes:
         backend: The tokenizer of the package tokenizers, None if there is no tokenizer.json.
@@ -176,7 +176,7 @@ class FileTokenizer:
     def __call__(
         self, texts: str | list[str], *, add_special_tokens: bool = True, verbose: bool = True
     ) -> dict[str, Any]:
-        """Return the ids of a text, or of each of several texts."""
+        """Return {"input_ids": ...}: the token ids of a text, or a list of them for each text."""
         del verbose
         batch = [texts] if isinstance(texts, str) else texts
         encoded = self.backend.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
@@ -186,17 +186,17 @@ class FileTokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, verbose: bool = True
     ) -> list[int]:
-        """Return the ids of a text."""
+        """Return the token ids of a text."""
         return self(text, add_special_tokens=add_special_tokens, verbose=verbose)["input_ids"]
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, special tokens included."""
+        """Return the text of token ids, with special tokens."""
         return self.backend.decode(ids, skip_special_tokens=False)
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, tokenize: bool, **keywords: Any
     ) -> str:
-        """Return the text of messages; ValueError if the template exceeds a limit (`MOST_...`)."""
+        """Render messages as text; ValueError if the template exceeds a limit (`MOST_...`)."""
         del tokenize
         try:
             with _bounded_memory(), _bounded_time():
@@ -212,7 +212,10 @@ class FileTokenizer:
 
 @contextmanager
 def _bounded_memory() -> Generator[None]:
-    """Raise MemoryError if the block, without threads, takes more than `MOST_MEMORY` (on Linux)."""
+    """Raise MemoryError if the block takes more than `MOST_MEMORY` bytes; only on Linux.
+
+    The block must not start threads.
+    """
     if sys.platform != "linux":
         yield
         return
@@ -231,7 +234,7 @@ def _bounded_memory() -> Generator[None]:
 
 @contextmanager
 def _bounded_time() -> Generator[None]:
-    """Raise ValueError if the block takes `MOST_SECONDS`; no limit outside the main thread."""
+    """Raise ValueError if the block takes over `MOST_SECONDS`; no limit outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -279,7 +282,7 @@ def has_chat_template(name: str) -> bool | None:
 
 
 def chat_template_of(name: str) -> str | dict[str, str] | None:
-    """Return a model's chat template, or several by name; "" if it has none, None if unknown."""
+    """Return a model's chat template, or its templates by name; "" without one, None if unknown."""
     source = resolve(name)
     if source.gguf_file is not None:
         header = gguf_header(name, Path(source.path) / source.gguf_file)
@@ -304,7 +307,7 @@ def chat_template_of(name: str) -> str | dict[str, str] | None:
 
 
 def _template_in(value: object) -> str | dict[str, str]:
-    """Return the chat template in a tokenizer's file; a list there becomes templates by name."""
+    """Convert the "chat_template" of a tokenizer's file; a list becomes templates by name."""
     if isinstance(value, list):
         entries = [entry for entry in cast("list[object]", value) if isinstance(entry, dict)]
         return {str(entry.get("name")): str(entry.get("template")) for entry in entries}

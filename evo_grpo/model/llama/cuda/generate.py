@@ -49,7 +49,7 @@ class AdaptedLinear:
     """A joined linear layer with the adapters of all agents.
 
     Attributes:
-        weight: (columns, in), the rows of the layer's weight, then, if `a` is None, those of A.
+        weight: (rows, in), the layer's weight, followed by the A of all agents if `a` is None.
         width: Output features of the layer.
         bias: (width,) or None.
         a: (low columns, in), the A of all agents if `weight` lacks them; else None.
@@ -78,7 +78,7 @@ class AdaptedLinear:
 
 @dataclass(frozen=True)
 class RowTables:
-    """Tables of rows: `owners` (B,) int64 has each row's agent, `tiles` (tiles, 3) int64 the tiles.
+    """Tables of rows: `owners` (B,) int64 has each row's agent; `tiles` (n, 3) int64 has n tiles.
 
     A tile has its first row, its number of rows and their agent.
     """
@@ -99,7 +99,7 @@ class RowTables:
 
 
 def adapted_layers(weights: LlamaWeights, fused: FusedForward) -> list[list[AdaptedLinear]]:
-    """Return the four joined linear layers of each layer, with the adapters of a rollout."""
+    """Return the four joined linear layers of each decoder layer, with a rollout's adapters."""
     base = weights.base
     plans = [[_Plan.of(weights, linear, fused) for linear in x.linears()] for x in weights.layers]
     unique = {plan.entries: None for group in plans for plan in group}
@@ -128,7 +128,7 @@ class _Plan:
 
     Attributes:
         stacks: The adapters of each part; None where no agent adapts it.
-        entries: The entries of the table, flat.
+        entries: The numbers of `AdaptedLinear.table`, flat.
         ranks: For each part, the LoRA ranks of all agents.
     """
 
@@ -139,7 +139,7 @@ class _Plan:
 
     @classmethod
     def of(cls, weights: LlamaWeights, base: JoinedLinear, fused: FusedForward) -> _Plan:
-        """Return the plan of a joined layer."""
+        """Plan the buffers of the joined layer `base`, for the adapters of a rollout."""
         adapters = fused.layout.adapters
         stacks: list[Stack | None] = []
         parts: list[list[tuple[int, int, int]]] = []
@@ -210,7 +210,7 @@ def _rank(fused: FusedForward, name: str, adapter: str | None) -> int:
 
 
 def _with_room(base: JoinedLinear, modules: Sequence[Any], rows: int) -> Tensor:
-    """Return a joined layer's weight with more rows; the parameters become views of it."""
+    """Copy a joined layer's weight into a tensor of `rows` rows; parameters become views of it."""
     old_weight = base.weight.detach()
     weight = old_weight.new_zeros(rows, old_weight.shape[1])
     weight[: len(old_weight)].copy_(old_weight)
@@ -256,7 +256,7 @@ def rotations_of(weights: LlamaWeights, columns: int) -> dict[str | None, Rotati
 
 
 def parts_of(weights: LlamaWeights) -> tuple[list[LayerParts], tuple[Tensor, float]]:
-    """Return the parts of each layer, and the weight and eps of the first norm."""
+    """Return the `LayerParts` of each layer, and the weight and eps of the first layer's norm."""
     norms = [*(layer.norms[0] for layer in weights.layers), weights.norm]
     assert norms[0] is not None, "a family of kernels has a norm before the attention"
     return [
@@ -290,7 +290,7 @@ def _norms(after: Norm | None, following: Norm) -> tuple[Tensor | None, float, T
 
 @final
 class KernelDecoder:
-    """One rollout over `LlamaWeights` with the active adapters; see `Decoder`.
+    """Decodes one rollout with `LlamaWeights` and the active adapters; see `Decoder`.
 
     `columns` is the maximum number of tokens of a row, for the rotary tables.
     """
@@ -343,7 +343,7 @@ class KernelDecoder:
         self._rows = None
 
     def keep(self, rows: Tensor) -> None:
-        """Drop rows; see `Decoder`."""
+        """Remove all rows but those at the positions `rows`; see `Decoder`."""
         for buffers in (self._keys, self._values):
             for i, buffer in enumerate(buffers):
                 buffers[i] = buffer.index_select(0, rows)
@@ -356,7 +356,7 @@ class KernelDecoder:
         return decoder
 
     def refill(self, arrived: KernelDecoder | None, moves: Refill) -> int:
-        """Exchange rows; see `RefillDecoder`."""
+        """Remove ended rows and add the rows of `arrived`; see `RefillDecoder`."""
         rows = len(moves.stay_to) + len(moves.join_to)
         joining = (arrived._keys, arrived._values) if arrived else ([], [])
         prompt_columns = joining[0][0].shape[2] if arrived else 0

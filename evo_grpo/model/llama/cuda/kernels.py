@@ -1,11 +1,13 @@
 """The Triton kernels of a forward pass; each is launched by an operator of `operators`.
 
-Rows are sorted by agent. A tile is up to 16 rows of one agent, (first row, rows, agent) in the
-table `tiles`. The table `adapters` holds, for each agent and each part of a joined layer, its first
-column in `low`, its rank, and where its B (rank, outputs) begins in `b`; B has rows of a multiple
-of 16 numbers. No program reads numbers of another agent, and the result for a row does not depend
-on neighbouring rows. Sums are in fp32. With `EXACT`, products are in fp32 too: for fp32 weights,
-and in the interpreter, which cannot multiply bf16.
+Rows are sorted by agent. A tile is up to 16 rows of one agent; the table `tiles` has its first row,
+its number of rows and its agent. For a joined linear layer, `z` has x W^T, the low columns `low`
+have x A^T of all agents, and `b` has the B of all agents. The table `adapters` holds, for each
+agent and each part of the joined layer, its first column in `low`, its rank, and where its B (rank,
+outputs) begins in `b`; B has rows of a multiple of 16 numbers. No program reads numbers of another
+agent, and the result for a row does not depend on neighbouring rows. Sums are in fp32. With
+`EXACT`, products are in fp32 too: for fp32 weights, and in the interpreter, which cannot multiply
+bf16.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -16,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def _rounded(value, like):
-    """Round fp32 numbers to the dtype of a pointer."""
+    """Round fp32 numbers to the dtype to which `like` points; return them in fp32."""
     return value.to(like.dtype.element_ty).to(tl.float32)
 
 
@@ -49,7 +51,7 @@ def embed_norm(
     tokens, table, weight, x, normed, factor, eps,
     H: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Read the embedding of a row's token, and normalize it."""
+    """Write the embedding of a row's token to `x`, and the normalized embedding to `normed`."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, COLUMNS)
     inside = c < H
@@ -152,8 +154,9 @@ def attend(
 ):  # fmt: skip
     """Attend to a row's columns up to its position, for the query heads of one key head.
 
-    With a SPLIT, a program attends only to that many columns, and writes sums of values in fp32,
-    and each head's maximum score and sum of weights to `sums`; see `join_splits`.
+    If SPLIT is not 0, a program attends to SPLIT columns only. It writes the weighted sums of their
+    values in fp32 to `out`, and each head's maximum score and sum of weights to `sums`; see
+    `join_splits`.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, d, c = tl.arange(0, PADDED), tl.arange(0, WIDTH), tl.arange(0, BLOCK)
@@ -207,7 +210,7 @@ def join_splits(
     mixed, sums, out,
     SPLITS: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Join the results of the splits of `attend` for a head of a row."""
+    """Join the results of `attend` for all splits of one head of one row."""
     first_split = tl.program_id(0).to(tl.int64) * SPLITS
     n, d = tl.arange(0, PADDED), tl.arange(0, WIDTH)
     top = tl.max(tl.load(sums + 2 * (first_split + n), n < SPLITS, float("-inf")), 0)
@@ -239,7 +242,7 @@ def add_norm(
     H: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
     BIAS: tl.constexpr, POST: tl.constexpr,
 ):  # fmt: skip
-    """Add adapter and bias to a row of a linear layer, add the residual, normalize the sum."""
+    """Add adapter and bias to a linear layer's output, add the residual, normalize; for one row."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, COLUMNS)
     inside = c < H
@@ -313,7 +316,7 @@ def gate_up(
 
 @triton.jit
 def _scaled(raw, temperature, scale, cap, CAP: tl.constexpr):
-    """Return logits (BLOCK,) fp32 of the head's outputs, divided by the temperature."""
+    """Scale and cap the head's outputs `raw` (BLOCK,) in fp32, and divide by the temperature."""
     z = raw.to(tl.float32) * scale
     if CAP:
         z = cap * (2.0 * tl.sigmoid(2.0 * z / cap) - 1.0)
@@ -322,7 +325,7 @@ def _scaled(raw, temperature, scale, cap, CAP: tl.constexpr):
 
 @triton.jit
 def _weighed(z):
-    """Return the maximum of logits and the sum of exp(z - maximum); -inf and 0 for none."""
+    """Return the maximum of z and the sum of exp(z - maximum); -inf and 0 if all z are -inf."""
     top = tl.max(z, 0)
     safe = tl.where(top == float("-inf"), 0.0, top)
     return top, tl.sum(tl.exp(z - safe), 0)
@@ -352,7 +355,7 @@ def weigh_blocks(
 
 @triton.jit
 def _place(weights, sums, target, places, end):
-    """Return the first index whose sum exceeds the target, else the last with weight > 0."""
+    """Return the first index whose cumulative sum exceeds the target, else the last with weight."""
     last_place = tl.max(tl.where(weights > 0, places, 0), 0)
     first_place = tl.min(tl.where((sums > target) & (weights > 0), places, end), 0)
     return tl.minimum(first_place, last_place)

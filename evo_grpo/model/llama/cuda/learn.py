@@ -80,7 +80,7 @@ class _Linear:
         return y, low
 
     def gradients(self, grad: Tensor, tiles: Tensor, *, of_x: bool = True) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x, to ignore if not `of_x`, and of the low columns."""
+        """Return the gradients of x, which is meaningless if not `of_x`, and of the low columns."""
         dx = torch.mm(grad, self.weight) if of_x else grad
         if self.adapters is None:
             return dx, grad
@@ -90,7 +90,7 @@ class _Linear:
         return dx, d_low
 
     def put_gradients(self, numbers: Tensor) -> None:
-        """Add the gradients in a layer's buffer to the gradients of the leaves."""
+        """Add this layer's gradients in the buffer `numbers` to the gradients of its leaves."""
         if self.adapters is None:
             return
         linear_grads = numbers[self.offset : self.offset + self.numbers]
@@ -156,7 +156,7 @@ class _Kept:
 
 
 class KernelForward(LlamaForward):
-    """Runs `LlamaForward` by kernels; micro-batches that these cannot run use the base class.
+    """Runs `LlamaForward` by kernels; the base class runs micro-batches that kernels cannot run.
 
     With `recompute`, only the input of each layer, plain and normalized, is kept.
     """
@@ -193,7 +193,7 @@ class KernelForward(LlamaForward):
     def tables(self, spans: Sequence[tuple[Sequence[int], int]]) -> list[Tensor]:
         """Return tiles sorted by agent, the first tile of each agent, and tiles that mix agents.
 
-        A span is the number of rows of each agent of the layout, and the tokens of a row.
+        A span has the number of rows of each agent of the layout, and the number of tokens per row.
         """
         tiles: list[tuple[int, int, int]] = []
         start = 0
@@ -294,7 +294,7 @@ class _Batch:
         return normed
 
     def add_gradients(self, grad: Tensor) -> None:
-        """Add the gradients of the adapters; `grad` is that of the final hidden states."""
+        """Add the gradients of the adapters, given the gradient of the final hidden states."""
         assert self.last is not None
         norm = self.run.weights.norm
         weight = norm.weight.detach()

@@ -1,8 +1,9 @@
 """The Triton kernels that only the learn pass needs; `operators` launches them.
 
-A tile is up to ROWS tokens of one agent, (first token, tokens, agent) in the table `tiles`. A
-joined layer has the matrices A (N, R, in) and B (N, R, out) of N agents, and `low` (M, R) for M
-tokens. No program reads numbers of another agent. Sums are in fp32, in a fixed order.
+A tile is up to ROWS tokens of one agent; the table `tiles` has its first token, its number of
+tokens and its agent. A joined layer has the matrices A (N, R, in) and B (N, R, out) of N agents.
+The low columns `low` (M, R) are x A^T of each token's agent, scaled. No program reads numbers of
+another agent. Sums are in fp32, in a fixed order.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -34,7 +35,7 @@ def project(
     R: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Write the products of a tile of x (M, SIZE) with some rows of its agent's matrix, scaled."""
+    """Write the scaled products of a tile of x (M, SIZE) with some rows of its agent's matrix."""
     rows, present, agent = _tile(tiles, tl.program_id(0), ROWS)
     r = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     agent_matrix = matrix + (agent * R + r[:, None]) * SIZE
@@ -56,7 +57,7 @@ def add_low(
     R: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add low columns times the agent's matrix to some columns of a tile of y (M, SIZE)."""
+    """Add a tile's low columns times its agent's matrix to some columns of y (M, SIZE)."""
     rows, present, agent = _tile(tiles, tl.program_id(0), ROWS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (c < SIZE)[None, :]
@@ -100,7 +101,7 @@ def outer(
     R: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     RANKS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Write a split of a block of the gradient of A, d_low^T x, or of B, low^T grad."""
+    """Write one split of a block of a gradient: d_low^T x for A, or low^T grad for B."""
     chunks: tl.constexpr = (R + RANKS - 1) // RANKS
     agent = tl.program_id(0).to(tl.int64) // chunks
     r = tl.program_id(0) % chunks * RANKS + tl.arange(0, RANKS)
@@ -125,7 +126,7 @@ def outer(
 def norm_backward(
     more, grad, x, weight, out, eps, H: tl.constexpr, COLUMNS: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a row of x, plus `more`; `grad` is that of the normalized row."""
+    """Write the gradient of a row of x, plus `more`; `grad` is the normalized row's gradient."""
     c = tl.arange(0, COLUMNS)
     offsets, inside = tl.program_id(0).to(tl.int64) * H + c, c < H
     g = tl.load(grad + offsets, inside, 0.0).to(tl.float32)
@@ -178,8 +179,8 @@ def qkv_backward(
 ):  # fmt: skip
     """Write the gradient of one head of 16 tokens of concatenated q, k and v.
 
-    With MORE, `more_q` is added at tokens from `start` on, and `more_k` and `more_v` at earlier
-    tokens, from the row that `places` gives unless it is negative.
+    With MORE, `more_q` is added at tokens from `start` on. At earlier tokens, the rows `places` of
+    `more_k` and `more_v` are added, except where `places` is negative.
     """
     head = tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16)

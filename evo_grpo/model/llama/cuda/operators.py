@@ -43,7 +43,10 @@ LAUNCHES: dict[str, Callable[..., Any]] = {}
 
 
 def operator(*written: str) -> Callable[[_Launch], _Launch]:
-    """Register a function as the operator of its name; it writes to the arguments `written`."""
+    """Return a decorator that registers a function as the operator of torch of the same name.
+
+    `written` are the names of the arguments to which the function writes.
+    """
 
     def made(launch: _Launch) -> _Launch:
         name = launch.__name__
@@ -88,7 +91,7 @@ def _learn_kernels() -> Any:  # noqa: ANN401 -- as above
 
 
 def padded(size: int) -> int:
-    """Return the row length of a B with `size` outputs."""
+    """Round `size` up to a multiple of 16: the row length in memory of a B with `size` outputs."""
     return -(-size // 16) * 16
 
 
@@ -132,7 +135,7 @@ def qkv(
     q_norm: Tensor | None, k_norm: Tensor | None, q_eps: float, k_eps: float,
     q: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
-    """Write q (M, heads, D), and keys and values (B, kv, room, D) or (M, kv, D)."""
+    """Write q (M, heads, D), and keys and values: (M, kv, D), or to a cache (B, kv, room, D)."""
     (tokens, heads, size), (rows, kv), cached = q.shape, keys.shape[:2], keys.ndim == 4
     _kernels().qkv[(tiles.shape[0], heads + 2 * kv)](
         z, z.stride(0), low, low.stride(0), b, adapters, z if bias is None else bias, tiles,
@@ -161,7 +164,7 @@ def _attend(
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int
 ) -> Tensor:
-    """Return the outputs (B, heads * D) of q (B, heads, D); window 0 is no window."""
+    """Return the attention outputs (B, heads * D) for q (B, heads, D); window 0 is no window."""
     out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
     _attend(q, keys, values, positions, scale, window, out, out, 1)
     return out
@@ -198,7 +201,7 @@ def add_norm(
     owners: Tensor, x: Tensor, post: Tensor | None, post_eps: float, weight: Tensor, eps: float,
     factor: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the residual x (M, H) plus a layer's output, plain and normalized."""
+    """Return x (M, H) plus the output of a linear layer: the sum, and the sum normalized."""
     rows, size = x.shape
     out, normed = torch.empty_like(x), torch.empty_like(x)
     columns = _power(size)
@@ -216,7 +219,7 @@ def gate_up(
     z: Tensor, low: Tensor, b: Tensor, adapters: Tensor, rank: int, bias: Tensor | None,
     tiles: Tensor, size: int, gelu: bool,
 ) -> Tensor:  # fmt: skip
-    """Return the input (M, size) of the down projection."""
+    """Return activated gate times up, (M, size): the input of the down projection."""
     out = z.new_empty(z.shape[0], size)
     # An fp32 tile has twice the bytes, and no instruction multiplies it whole.
     block = min(_GATE_COLUMNS // (4 if _exact(z) else 1), _power(size, 16))
@@ -238,7 +241,7 @@ def weigh_blocks(
     logits: Tensor, temperature: Tensor, drawn: Tensor, minimum: Tensor | None, ends: Tensor,
     scale: float, cap: float,
 ) -> Tensor:  # fmt: skip
-    """Return maxima and sums (B, blocks, 4) fp32 of logits (B, V)."""
+    """Return maxima and sums (B, blocks, 4) fp32 of the blocks of logits (B, V); see `kernels`."""
     rows, vocabulary = logits.shape
     block = drawn_block(vocabulary)
     count = -(-vocabulary // block)
@@ -257,7 +260,11 @@ def draw_token(
     minimum: Tensor | None, limit: Tensor, ends: Tensor, origin: Tensor, scale: float, cap: float,
     drawn: Tensor, finished: Tensor, tokens: Tensor, out_tokens: Tensor, out_logprobs: Tensor,
 ) -> None:  # fmt: skip
-    """Write the next tokens (B,), and rows of `out_tokens` and `out_logprobs` (T, B)."""
+    """Draw the next token of each row, and write it to `tokens` (B,).
+
+    The token and its log-prob are also written to `out_tokens` and `out_logprobs`, both (steps,
+    rows of the rollout), at the row's step in `drawn`.
+    """
     rows, vocabulary = logits.shape
     count = weighed.shape[1]
     _kernels().draw_token[(rows,)](
@@ -274,7 +281,7 @@ def draw_token(
 def head_slopes(
     targets: Tensor, inverse: Tensor, slopes: int, logits: Tensor, above: Tensor, out: Tensor
 ) -> None:
-    """Write log-probs, entropies and factors (M, 4) fp32, and slopes over logits (M, V)."""
+    """Write log-probs, entropies and factors to `out` (M, 4); overwrite logits (M, V) by slopes."""
     rows, vocabulary = logits.shape
     _kernels().head_slopes[(rows,)](
         targets, inverse, logits, above, out, logits.stride(0), vocabulary,
@@ -290,7 +297,7 @@ def _ranks(rank: int) -> tuple[int, int]:
 
 @operator()
 def project(x: Tensor, matrix: Tensor, scale: Tensor, tiles: Tensor) -> Tensor:
-    """Return low columns (M, R) of x (M, in), given matrices (N, R, in) and scales (N, R)."""
+    """Return x matrix^T scale (M, R), for x (M, in) and agents' matrix (N, R, in), scale (N, R)."""
     _, rank, size = matrix.shape
     out = x.new_empty(x.shape[0], rank)
     block, blocks = _ranks(rank)
@@ -303,7 +310,7 @@ def project(x: Tensor, matrix: Tensor, scale: Tensor, tiles: Tensor) -> Tensor:
 
 @operator("y")
 def add_low(low: Tensor, matrix: Tensor, tiles: Tensor, y: Tensor) -> None:
-    """Add the product of low columns (M, R) and matrices (N, R, out) to y (M, out)."""
+    """Add the product of `low` (M, R) and each agent's matrix (N, R, out) to y (M, out)."""
     _, rank, size = matrix.shape
     block = min(128, _power(size, 16))
     _learn_kernels().add_low[(tiles.shape[0], -(-size // block))](
@@ -317,10 +324,10 @@ def outer(
     d_low: Tensor, x: Tensor, low: Tensor, grad: Tensor, tiles: Tensor, firsts: Tensor,
     offset: int, out: Tensor,
 ) -> None:  # fmt: skip
-    """Write the gradients of A (N, R, in) and B (N, R, out) to splits (S, numbers) fp32.
+    """Write the gradients of A (N, R, in) and B (N, R, out) to `out` (S, numbers) fp32.
 
-    The gradients start at `offset` in each split, A before B. `firsts` (N + 1,) has the index of
-    each agent's first tile.
+    Each of the S splits has a part of the sum over tokens. In a split, the gradients start at
+    `offset`, A before B. `firsts` (N + 1,) has the index of each agent's first tile.
     """
     agents, (_, rank) = firsts.shape[0] - 1, low.shape
     inputs, outputs, splits = x.shape[1], grad.shape[1], out.shape[0]
@@ -338,7 +345,7 @@ def outer(
 def norm_backward(
     more: Tensor | None, grad: Tensor, x: Tensor, weight: Tensor, eps: float
 ) -> Tensor:
-    """Return the gradient (M, H) of x, plus `more`; `grad` is that of the normalized x."""
+    """Return the gradient (M, H) of x, plus `more`; `grad` is the gradient of the normalized x."""
     rows, size = x.shape
     out, columns = torch.empty_like(x), _power(size)
     _learn_kernels().norm_backward[(rows,)](
@@ -350,7 +357,7 @@ def norm_backward(
 
 @operator("both", "grad")
 def glu_backward(gelu: bool, both: Tensor, grad: Tensor) -> None:
-    """Overwrite gate and up (M, 2 I) with their gradients, `grad` (M, I) with the GLU's output."""
+    """Overwrite `both` (M, 2 I) with its gradient, and `grad` (M, I) with the output of the GLU."""
     rows, size = grad.shape
     block = min(1024, _power(size, 16))
     _learn_kernels().glu_backward[(rows, -(-size // block))](
@@ -366,9 +373,9 @@ def qkv_backward(
 ) -> Tensor:  # fmt: skip
     """Return the gradient (M, (heads + 2 kv) D) of concatenated q, k and v.
 
-    `more` has gradients to add: of queries, for the last tokens; of keys and values, for the first
-    M' tokens. `places` (M',) is the row of each of the first tokens in the gradients of keys and
-    values, -1 for no row. `joined` is the input of the norms of q and k.
+    `more` has further gradients: those of queries are added at the last tokens, those of keys and
+    values at the first M' tokens. `places` (M',) has, for each of these first tokens, its row in
+    the further gradients of keys and values, or -1. `joined` is the input of the norms of q and k.
     """
     (tokens, heads, size), kv = dq.shape, dk.shape[1]
     out = dq.new_empty(tokens, (heads + 2 * kv) * size)
@@ -387,7 +394,7 @@ def qkv_backward(
 
 @operator("out", "sums", "more_sums")
 def join_parts(more: Tensor, out: Tensor, sums: Tensor, more_sums: Tensor) -> None:
-    """Join outputs (M', heads, D) of the last tokens into out (M, heads, D).
+    """Join the outputs `more` (M', heads, D) of the last M' tokens into `out` (M, heads, D).
 
     The log-sum-exps `sums` (heads, M) and `more_sums` (heads, M') fp32 are overwritten with the
     joined log-sum-exps.

@@ -29,8 +29,8 @@ class Segments:
     """Which tokens of a micro-batch attend to which, in the format of flash kernels.
 
     Attributes:
-        alone: Every row, or every prefix and rest, attending to itself.
-        over: The rests of each prefix, attending to it; None without prefixes.
+        alone: Offsets for every row, or every prefix and rest, to attend to itself.
+        over: Offsets for the rests of each prefix to attend to the prefix; None without prefixes.
         real: Indices of the prefixes' real tokens; None if none is padding.
         start: First token of the rests.
     """
@@ -68,7 +68,7 @@ class Segments:
     def gradients(
         self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, kept: list[Tensor], scale: float
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return dq, dk and dv of the attention `alone` and of `over`, empty without prefixes.
+        """Return dq, dk and dv of the attention `alone`, and a list of those of `over` or [].
 
         In the second list, dq has the tokens of the rests; dk and dv have the prefixes' real
         tokens.
@@ -93,8 +93,9 @@ class Segments:
 class WindowSegments(Segments):
     """`Segments` for a layer whose window is shorter than some rows.
 
-    In one call, each rest attends to itself and to a copy of the last keys of its prefix, which the
-    window reaches. A second call handles the prefixes, or whole rows.
+    One call of the kernel computes the rests: each attends to itself and to copies of the last keys
+    of its prefix, which the window reaches. Another call computes the prefixes. Without shared
+    prefixes, there is one call for whole rows.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class WindowSegments(Segments):
     def gradients(
         self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, kept: list[Tensor], scale: float
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """See `Segments`."""
+        """See `Segments.gradients`."""
         n = len(q) if self._rests is None else self.start
         dq, dk, dv = self._backward(
             grad[:n], out[:n], *kept[:3], q[:n], *kv[:, :n], *self.alone, scale, self._window
@@ -191,7 +192,7 @@ def flash_backward(  # noqa: PLR0913 -- the arguments of torch
     v: Tensor, queries: Tensor, keys: Tensor, longest_query: int, longest_key: int, causal: bool,
     scale: float, window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dq, dk and dv."""
+    """Return the gradients dq, dk and dv of `flash_forward`, given the gradient of its outputs."""
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, sums, queries, keys, longest_query, longest_key, 0.0, causal, state,
         unused, scale=scale, **_reach(window),

@@ -1,7 +1,7 @@
 """Defines the style of figures: colours, markers, axes and ticks, and names at ends of lines.
 
-Colours are those of Okabe and Ito (2008), which readers with a colour deficiency can tell apart,
-with a darker yellow for light backgrounds. Markers and dashes distinguish agents without colour.
+The colours are those of Okabe and Ito (2008), but the yellow is darker, for light backgrounds.
+People with a colour deficiency can tell them apart. Markers and dashes also distinguish agents.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ GLYPHS = ("●", "■", "◆", "▲", "✚", "✖", "★", "⬢")
 """Characters that look like the markers, for legends and labels."""
 DASHES = ("solid", "dash", "dot", "dashdot")
 GREY = "#8a8f98"
-"""Colour of what belongs to no agent: the winner's line, the base model, mutations."""
+"""Colour of lines and marks that belong to no agent: the winner's line, the base model."""
 WINNER = "the winner's line"
 HEIGHT = 420
 TOP, BOTTOM = 24, 48
-"""Pixels of the margins above and below."""
+"""Pixels of the margins above and below a plot."""
 PLOT_HEIGHT = HEIGHT - TOP - BOTTOM
-"""Pixels between these margins."""
+"""Pixels of a plot's height, between these margins."""
 MARGIN = 96
 """Pixels of the right margin, for the names at the ends of lines."""
 APART, SIZE = 14, 11
-"""Least distance of two names, and height of their letters, in pixels."""
+"""Least vertical distance between two names in the margin, and size of their font, in pixels."""
 MARKERS = 60
-"""Greatest number of drawn markers in a trace; all points have hover texts."""
+"""Greatest number of markers that are drawn in a trace; all points have hover texts."""
 SHARE = 0.1
 """Least span of an axis, as a share of the largest absolute value on it."""
 PAD = 0.06
 """Free space at either end of an axis, as a share of its span."""
 DECADE = 10.0
-"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
+"""Least ratio of the largest to the smallest value at which an axis is logarithmic."""
 BETWEEN = ((1.2, (1, 2, 5)), (2.5, (1, 3)), (math.inf, (1,)))
-"""(Greatest span of a logarithmic axis in powers of ten, multiples of each power with a tick)."""
+"""(Powers of ten that a logarithmic axis spans at most, multiples of a power that get ticks)."""
 
 Place = Mapping[str, Any]
 """The `row` and `col` of a subplot; empty in a figure without subplots."""
@@ -59,20 +59,20 @@ ALONE: Place = {}
 
 @dataclass(frozen=True)
 class Look:
-    """The style of an agent or a run: a CSS colour for light and dark, a plotly marker and dash."""
+    """The style of an agent or a run: a colour for light and dark pages, a marker, and a dash."""
 
     color: str
     symbol: str = "circle"
     dash: str = "solid"
 
     def named(self, name: str) -> str:
-        """Return HTML: a marker of this look, then `name`, which is HTML too."""
+        """Return HTML with a marker of this look, and then `name`, which must be HTML."""
         glyph = GLYPHS[SYMBOLS.index(self.symbol)]
         return f'<span style="color:{self.color}">{glyph}</span> {name}'
 
 
 def look_of(index: int) -> Look:
-    """Return the look with an index >= 0; the first 256 differ from each other."""
+    """Return the look number `index`, >= 0; the first 256 looks differ from each other."""
     cycle = index // len(COLORS)
     return Look(
         COLORS[index % len(COLORS)],
@@ -89,7 +89,7 @@ class Line:
         self.texts: list[str] = []
 
     def begin(self) -> None:
-        """Leave a gap between the last point and the next one."""
+        """Leave a gap between the points so far and the points that are added next."""
         if self._points:
             self.add(math.nan, math.nan)
 
@@ -114,7 +114,7 @@ def draw(
     legend: bool = False,
     **more: Any,
 ) -> None:
-    """Draw a line; `more` has options of plotly, which take precedence."""
+    """Draw a line; `more` has options of plotly, which override those of `look`."""
     x, y, errors = line.columns()
     options: dict[str, Any] = {
         "legendgroup": name,
@@ -130,14 +130,14 @@ def draw(
 
 
 def error_bars(errors: np.ndarray, color: str) -> dict[str, Any] | None:
-    """Return plotly's error bars for standard errors, None if all are unknown."""
+    """Return plotly's settings of error bars for standard errors, None if all are NaN."""
     if not np.isfinite(errors).any():
         return None
     return {"array": errors, "color": color, "thickness": 1, "width": 3}
 
 
 def graph_objects(what: str) -> Any:  # noqa: ANN401 -- a module that may be missing
-    """Return plotly.graph_objects, or raise EngineUnavailable, which names the caller `what`."""
+    """Return plotly.graph_objects, or raise EngineUnavailable, which names the caller: `what`."""
     try:
         import plotly.graph_objects as module
     except ImportError as error:
@@ -202,7 +202,7 @@ def linear(
     least: float = 0.0,
     names: Sequence[str] = (),
 ) -> Scale:
-    """Return a linear scale for the finite values and the values in `include`.
+    """Return a linear scale that contains the finite `values` and all values in `include`.
 
     The span is at least `least`, and at least a tenth of the largest absolute value, so that small
     differences look small.
@@ -220,7 +220,7 @@ def linear(
 
 
 def scale_of(values: Iterable[float], names: Sequence[str] = ()) -> Scale:
-    """Return a scale, logarithmic if all values are positive and span a factor of 10."""
+    """Return a scale for values, logarithmic if all are positive and span a factor of 10."""
     finite = [value for value in values if math.isfinite(value)]
     if names or not finite or min(finite) <= 0 or max(finite) < DECADE * min(finite):
         return linear(finite, names=names)
@@ -230,7 +230,7 @@ def scale_of(values: Iterable[float], names: Sequence[str] = ()) -> Scale:
 
 
 def noise(curves: Iterable[Sequence[float]]) -> float:
-    """Return the standard deviation of the noise of curves, from differences of neighbours."""
+    """Estimate the standard deviation of the noise in curves from differences of neighbours."""
     pairs = (pair for curve in curves for pair in pairwise(curve))
     steps = [abs(after - before) for before, after in pairs if math.isfinite(after - before)]
     # The median of |a - b| is 0.954 standard deviations for normal noise.
@@ -238,7 +238,7 @@ def noise(curves: Iterable[Sequence[float]]) -> float:
 
 
 def log_ticks(scale: Scale) -> list[float]:
-    """Return the ticks of a logarithmic axis: powers of ten, with multiples if they are few."""
+    """Return the ticks of a logarithmic axis: powers of ten, and multiples if the span is small."""
     low, high = math.log10(scale.low), math.log10(scale.high)
     factors = next(factors for most, factors in BETWEEN if high - low <= most)
     powers = range(math.floor(low), math.ceil(high) + 1)
@@ -275,7 +275,7 @@ def tick_distance(rounds: int) -> int:
 
 
 class End(NamedTuple):
-    """The end of a line: the name of the line as HTML, and the agent, None for other lines."""
+    """The last point of a line, the line's name as HTML, and its agent; None if it has no agent."""
 
     x: float
     y: float
@@ -286,10 +286,10 @@ class End(NamedTuple):
 def name_ends(
     figure: go.Figure, ends: Sequence[End], scale: Scale, pixels: float, place: Place = ALONE
 ) -> None:
-    """Write the names of lines in the right margin, moved apart so that no two overlap.
+    """Write the names of lines in the right margin, moved apart so that no two names overlap.
 
-    `ends` are sorted by importance; names without room are left out. The vertical axis has the
-    range of `scale` and is `pixels` long.
+    `ends` are sorted by importance, the most important first; names without room are left out. The
+    vertical axis has the range of `scale` and is `pixels` long.
     """
 
     def position(value: float) -> float:  # annotations have exponents on a log axis
@@ -321,7 +321,7 @@ def name_ends(
 def apart(heights: Sequence[float], least: float = APART) -> list[float]:
     """Return heights moved as little as possible so that any two differ by `least` or more.
 
-    Neighbours that overlap form a block around their mean position, as in isotonic regression.
+    Heights that are too close form a block around their mean, as in isotonic regression.
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     blocks: list[list[float]] = []  # sum (less `least` per height below) and number

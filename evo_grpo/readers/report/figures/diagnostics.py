@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 ROLLING = 10
-"""Steps of a rolling mean."""
+"""Number of steps of which a rolling mean is taken."""
 POINTS = 6000
-"""Most points of a metric; with more, each drawn point is the mean of several neighbours."""
+"""Most points of a metric that are drawn; with more, a drawn point is the mean of neighbours."""
 FEW = 13
 """Number of points of an agent up to which all points have markers."""
 LABELS = {
@@ -37,7 +37,7 @@ LABELS = {
     "grad_norm": "gradient norm",
     "ratio_max": "largest probability ratio",
 }
-"""Metrics in the order in which they are drawn; the rewards of single functions follow `reward`."""
+"""Metric -> title, in the order of drawing; rewards of single functions come after `reward`."""
 SHOWN = {
     "kl": (0.0, 0.01),
     "zero_variance": (0.0, 1.0),
@@ -49,15 +49,15 @@ SHOWN = {
     "grad_norm": (0.0, 0.1),
     "ratio_max": (0.0, 2.0),
 }
-"""Values that the axis of a metric shows in any case, so that rounding and noise look small."""
+"""Metric -> values that its axis always includes, so that rounding and noise look small."""
 QUIET = 8
-"""Least span of an axis, in standard deviations of the noise from step to step."""
+"""Least span of a metric's axis, in standard deviations of the noise from step to step."""
 COLUMNS, ROW, HEIGHT, TITLE = 2, 260, 260, 36
 BETWEEN, ABOVE = 80, 80
-"""Pixels between two rows, and above the first one for its titles and the legend."""
+"""Pixels between two rows of subplots, and above the first row, for titles and the legend."""
 _PREFIX = "reward/"
 PATTERNS = ("", "/", "x", ".", "\\", "+", "-", "|")
-"""Patterns that distinguish bars without colours."""
+"""Plotly's names of patterns, which distinguish bars without colours."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Curve:
 
 
 Curves = dict[str, list[Curve]]
-"""Curves by the names of their metrics."""
+"""Name of a metric -> its curves."""
 
 
 def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
@@ -107,7 +107,7 @@ def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
 
 
 def plot_metric(view: RunView, measured: Curves, name: str) -> go.Figure:
-    """Draw one metric; see `plot_diagnostics`."""
+    """Draw the curves of one metric as a figure, in the style of `plot_diagnostics`."""
     figure = axes.new_figure("step", "", height=HEIGHT)
     title = {"text": label(name), "font": {"size": 13}, "x": 0, "xref": "paper"}
     figure.update_layout(title=title, showlegend=False, margin_t=TITLE)
@@ -131,9 +131,9 @@ def _add_curves(
     pixels: float,
     place: axes.Place = axes.ALONE,
 ) -> None:
-    """Draw the curves of a metric: a trace for each agent, with gaps where its weights change.
+    """Draw a metric: a trace for each agent, with gaps where the agent takes other weights.
 
-    Agents are added to the legend unless they are `in_legend`. `pixels` is the height of the axis.
+    Agents that are not `in_legend` are added to the legend. `pixels` is the height of the axis.
     """
     width = max(1, math.ceil(sum(len(curve.steps) for curve in metric_curves) / POINTS))
     points: dict[int, tuple[float, float]] = {}
@@ -168,13 +168,13 @@ def _add_curves(
 
 
 def _last(steps: np.ndarray, values: np.ndarray) -> tuple[float, float]:
-    """Return the last known point of a curve."""
+    """Return the step and the value of a curve's last point with a finite value."""
     finite = np.flatnonzero(np.isfinite(values))
     return (float(steps[finite[-1]]), float(values[finite[-1]])) if len(finite) else (0.0, math.nan)
 
 
 def scale_of_metric(name: str, metric_curves: Sequence[Curve]) -> axes.Scale:
-    """Return the vertical axis of a metric."""
+    """Return the scale of a metric's vertical axis."""
     values = (value for curve in metric_curves for value in curve.values)
     if name in SHOWN:
         return axes.linear(values, include=SHOWN[name])
@@ -182,19 +182,19 @@ def scale_of_metric(name: str, metric_curves: Sequence[Curve]) -> axes.Scale:
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate curves, with NaN between them."""
+    """Concatenate the parts of a curve, with NaN after each, so that gaps are drawn."""
     return np.concatenate([value for part in parts for value in (part, [np.nan])])
 
 
 def rolling(values: np.ndarray) -> np.ndarray:
-    """Return the mean of each value and the nine before it, without NaNs."""
+    """Return, for each value, the mean of it and the nine values before; NaNs are left out."""
     import pandas as pd
 
     return pd.Series(values).rolling(ROLLING, min_periods=1).mean().to_numpy()
 
 
 def thinned(curve: Curve, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps and values of a curve, averaged over blocks of `width` neighbours."""
+    """Return the steps and values of a curve, each averaged over blocks of `width` neighbours."""
     steps, values = (np.array(column, dtype=np.float64) for column in (curve.steps, curve.values))
     if width == 1:
         return steps, values
@@ -259,7 +259,7 @@ def _of_steps(rows: Iterable[Mapping[str, Any]], per_round: int) -> Iterator[_Po
 
 
 def _of_rounds(view: RunView) -> Iterator[_Point]:
-    """Yield each round's mean metrics at its last step, and the recorded rewards of all steps."""
+    """Yield the mean metrics of each round, as of its last step, and the recorded step rewards."""
     for record in view.rounds:
         first_step = record.round * view.steps_per_round + 1
         for agent in record.agents:

@@ -1,4 +1,4 @@
-"""Draws the family tree: members as nodes, mutations on edges, a broad line to the winner."""
+"""Draws a run's family tree: members as nodes, mutations on edges, a broad line to the winner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 WRITTEN_OUT = 40
-"""Greatest number of mutations that are written on their edges; hovering shows all."""
+"""Greatest number of mutations at which edges have labels; hovering always shows mutations."""
 CROWD = 400
 """Number of members above which edges are drawn thin and faint."""
 LANE = 34
@@ -28,7 +28,7 @@ LETTER, LINE = 6, 13
 """Pixels of a letter's width and of a line's height in a label."""
 
 _Box = tuple[float, float, float, float]
-"""A box in a figure: its middle, its width and its height, in pixels."""
+"""A box in a figure, in pixels: x and y of its middle, width and height."""
 _Life = list[AgentRecord]
 """The records of one member, one per round, first to last."""
 
@@ -37,7 +37,7 @@ def plot_lineage(run: Run) -> go.Figure:
     """Draw the family tree of a run, with a row for each agent and a node where a member begins.
 
     An edge leads from a parent, in the parent's last round before the child begins, to the child.
-    Its label is the mutation. The winner's line of ancestors is broad.
+    The label of an edge is the mutation. A broad line leads along the winner's ancestors.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -81,7 +81,7 @@ def _lives(view: RunView) -> dict[int, _Life]:
 
 
 def _edge(lives: dict[int, _Life], child: AgentRecord) -> tuple[AgentRecord, AgentRecord] | None:
-    """Return the records at both ends of an edge to `child`; None if its parent played no round."""
+    """Return the records at both ends of the edge to `child`; None if the parent has no record."""
     parent = None if child.parent is None else lives.get(child.parent)
     if parent is None:
         return None
@@ -92,7 +92,7 @@ def _edge(lives: dict[int, _Life], child: AgentRecord) -> tuple[AgentRecord, Age
 def _add_agent(
     figure: go.Figure, view: RunView, lives: dict[int, _Life], agent_lives: list[_Life]
 ) -> None:
-    """Draw the members of one agent and the edges to them."""
+    """Draw the members of one agent as nodes, and the edges that lead to these nodes."""
     agent = agent_lives[0][0].agent
     crowded = len(lives) > CROWD
     lines, nodes = axes.Line(), axes.Line()
@@ -111,7 +111,7 @@ def _add_agent(
 
 
 def _text(view: RunView, life: _Life) -> str:
-    """Return the text of a member's node: its name, fitness, hyperparameters and mutation."""
+    """Return the hover text of a member: its name, fitness, hyperparameters and mutation."""
     records = [record for record in life if record.score is None or was_evaluated(record)] or life
     means = [number(record.score.mean) if record.score else "failed" for record in records]
     if len(means) > 8:
@@ -127,7 +127,7 @@ def _text(view: RunView, life: _Life) -> str:
 
 
 def _winner_end(view: RunView) -> tuple[float, float]:
-    """Return the end of the winner's line; a mean's is one round after its two parents."""
+    """Return (round, agent) at the end of the winner's line; for a mean, after the last round."""
     ends = [path[-1] for path in view.lines]
     mean_won = view.winner is not None and view.winner.agent is None
     x = len(view.rounds) + 1 if mean_won else ends[0].round + 1
@@ -145,7 +145,7 @@ def _add_star(figure: go.Figure, view: RunView) -> None:
 
 
 def _add_mutations(figure: go.Figure, lives: dict[int, _Life], rounds: int) -> None:
-    """Mark each mutation on its edge, with a label where there is room."""
+    """Mark each mutation on the edge to the mutated member, with a label where there is room."""
     mutated = [life[0] for life in lives.values() if life[0].mutation.changes]
     edges = [edge for child in mutated if (edge := _edge(lives, child))]
     if not edges:
@@ -182,9 +182,10 @@ def _free_place(
     scale: tuple[float, float],
     taken: list[_Box],
 ) -> tuple[float, float] | None:
-    """Return the best place on an edge where a label of `size` pixels overlaps nothing, if any.
+    """Return the best point (round, agent) on an edge for a label, or None if it overlaps anywhere.
 
-    `scale` has the pixels of a round and of an agent; `taken` are boxes of nodes and labels.
+    `size` has the label's width and height in pixels, `scale` the pixels of a round and of an
+    agent. `taken` has the boxes of nodes and of labels that are placed already.
     """
     for share in (0.5, 0.4, 0.6, 0.3, 0.7):
         x, y = _along(parent, child, share)
@@ -199,6 +200,6 @@ def _free_place(
 
 
 def _along(parent: AgentRecord, child: AgentRecord, share: float) -> tuple[float, float]:
-    """Return the point at a share of an edge's length."""
+    """Return the point (round, agent) on an edge at a share of its length from the parent."""
     x = parent.round + 1 + share * (child.round - parent.round)
     return x, parent.agent + share * (child.agent - parent.agent)

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from evo_grpo.types import Objective
 
 ERROR_BARS = 400
-"""Greatest number of points with error bars; with more, only the winner's line has them."""
+"""Greatest number of points with error bars; with more points, only the winner's line has them."""
 ROW = 240
 """Pixels of height for each hyperparameter."""
 GAP = 24
-"""Pixels between two rows."""
+"""Pixels between the rows of two hyperparameters."""
 
 
 def plot_fitness(run: Run) -> go.Figure:
@@ -68,7 +68,7 @@ def plot_fitness(run: Run) -> go.Figure:
 
 
 def _add_flat_lines(figure: go.Figure, view: RunView) -> list[axes.End]:
-    """Draw results on the test split as flat lines, and return the ends of the lines."""
+    """Draw results on the test split as flat lines; return the end of each line, with its name."""
     if view.summary is None:
         return []
     flat = [("base model", "base model", view.summary["base"], "dot")]
@@ -96,7 +96,7 @@ def _add_flat_lines(figure: go.Figure, view: RunView) -> list[axes.End]:
 
 
 def plot_front(run: Run, objective: str) -> go.Figure:
-    """Draw fitness against a further objective for all agents and rounds, and the Pareto front."""
+    """Draw the fitness of all agents in all rounds against `objective`, and the Pareto front."""
     view = view_of(run)
     best, agent_looks = front(view.rounds), traces.looks(view)
     measures = [_measure(record, objective) for record in best]
@@ -181,10 +181,10 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
 
 
 def plot_improvement(run: Run, name: str) -> go.Figure:
-    """Draw the change of fitness between two evaluations against the value of a hyperparameter.
+    """Draw each change of an agent's fitness against its value of the hyperparameter `name`.
 
-    The change is from the previous evaluation of the agent or, if the agent has taken its parent's
-    weights since, of the parent. A round without an evaluation is part of the next that has one.
+    A change is measured from the agent's previous evaluation, or from the parent's if the agent has
+    taken the parent's weights since. Rounds without an evaluation have no point.
     """
     view = view_of(run)
     figure = axes.new_figure(short_name(name), "change of fitness between evaluations", height=320)
@@ -219,7 +219,7 @@ def plot_improvement(run: Run, name: str) -> go.Figure:
 
 
 def drawn_names(view: RunView) -> list[str]:
-    """Return the hyperparameters that a run's figures show: those that may mutate, or lr."""
+    """Return the hyperparameters that figures show: those that may mutate, or lr if none may."""
     return list(view.mutable) or ["lr"]
 
 
@@ -231,7 +231,10 @@ def names_of(view: RunView, name: str) -> list[str]:
 
 
 def heights(view: RunView, name: str) -> traces.Value:
-    """Return a function from an agent to its value; a name becomes its place in `names_of`."""
+    """Return a function that gives an agent's value of the hyperparameter `name` as a number.
+
+    A non-numeric value becomes its position in `names_of`, from 1.
+    """
     places = {value: float(place) for place, value in enumerate(names_of(view, name), start=1)}
 
     def height(agent: AgentRecord) -> float:

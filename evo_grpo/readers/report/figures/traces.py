@@ -1,4 +1,4 @@
-"""Draws points and lines of agents, with a look and hover texts for each agent."""
+"""Draws points and lines of agents; each agent has its look, and hover texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NAMED = 12
 """Greatest number of agents in a legend; hovering names the others."""
 Value = Callable[[AgentRecord], float]
-"""Returns the height of an agent's point in a round."""
+"""A function that returns the vertical coordinate of an agent in a round."""
 
 
 def line_of(
@@ -31,7 +31,10 @@ def line_of(
     text: Callable[[AgentRecord], str] | None = None,
     error: Value | None = None,
 ) -> axes.Line:
-    """Return a line over the rounds of an agent, with a gap between two of `parts`."""
+    """Return a line through the records in `parts`, by round, with a gap between two parts.
+
+    `value`, `text` and `error` return height, hover text and standard error of a record.
+    """
     line = axes.Line()
     for part in parts:
         line.begin()
@@ -61,7 +64,7 @@ def add_winner(
     error: Value | None = None,
     **more: Any,
 ) -> None:
-    """Draw the lines of the winner's ancestors as broad bands; with `end`, all end there."""
+    """Draw the lines of the winner's ancestors as broad bands; each leads on to `end`, if set."""
     for number, path in enumerate(view.lines):
         line = line_of([path], value, text, error)
         if end is not None:
@@ -74,19 +77,19 @@ def add_winner(
 
 
 def quiet(view: RunView) -> float:
-    """Return the least span of a fitness axis: eight times the run's median standard error."""
+    """Return the least span of a fitness axis, eight times the run's median standard error."""
     errors = [error for agent in view.played if math.isfinite(error := fitness_se(agent))]
     return 8 * median(errors) if errors else 0.0
 
 
 def looks(view: RunView) -> dict[int, axes.Look]:
-    """Return the look of each agent that ever played, the same in all figures of a run."""
+    """Return, by agent, the look of each agent that ever played; it is the same in all figures."""
     agents = sorted({agent.agent for agent in view.played})
     return {agent: axes.look_of(index) for index, agent in enumerate(agents)}
 
 
 def stretches(view: RunView) -> dict[int, list[list[AgentRecord]]]:
-    """Return the records of each agent, split where the agent takes other weights."""
+    """Return the records of each agent, in a new list whenever the agent takes other weights."""
     by_agent: dict[int, list[list[AgentRecord]]] = defaultdict(list)
     for record in view.rounds:
         for agent in record.agents:
@@ -105,9 +108,10 @@ def _continues(before: AgentRecord, agent: AgentRecord) -> bool:
 
 
 def copies(view: RunView) -> Iterator[tuple[AgentRecord, AgentRecord]]:
-    """Yield (parent, agent) for each agent that took another agent's weights of the previous round.
+    """Yield (parent, agent) for each agent that took the weights of another agent.
 
-    Agents restored from the archive are left out, because the archive played no round.
+    `parent` is the other agent's record in the round before. Agents restored from the archive are
+    left out, because the archive played no round.
     """
     latest: dict[int, AgentRecord] = {}
     for record in view.rounds:
@@ -153,7 +157,7 @@ def survivors(view: RunView) -> list[int]:
 
 
 def ends_of(view: RunView, points: Mapping[int, tuple[float, float]]) -> list[axes.End]:
-    """Return the ends of the lines of the last round's agents, at their `points`, best first."""
+    """Return the ends, at `points`, of the lines of the last round's agents, best agent first."""
     agent_looks = looks(view)
     return [
         axes.End(*points[agent], agent_looks[agent].named(agent_name(agent)), agent)
@@ -168,7 +172,7 @@ def agent_name(agent: int) -> str:
 
 
 def described(agent: AgentRecord, names: Sequence[str]) -> str:
-    """Return HTML lines that describe an agent in one round, with the named hyperparameters."""
+    """Describe an agent in one round as lines of HTML; `names` are hyperparameters to include."""
     lines = [
         f"<b>agent {agent.agent}</b>, member {agent.member}, round {agent.round + 1}",
         f"{measure(agent)} {with_error(fitness(agent), fitness_se(agent), 3)}",
@@ -181,13 +185,13 @@ def described(agent: AgentRecord, names: Sequence[str]) -> str:
 
 
 def measure(agent: AgentRecord) -> str:
-    """Return the name of an agent's score in a round: fitness, or mean reward of training."""
+    """Return what an agent's score in a round is: fitness, or mean reward of training."""
     trained = agent.score is not None and agent.score.steps
     return "mean reward of training" if trained else "fitness"
 
 
 def brief(agent: AgentRecord, name: str) -> str:
-    """Return a text line on an agent in one round, with its value of a hyperparameter."""
+    """Describe an agent in one round in a line of text, with its hyperparameter `name`."""
     value = hyperparameter(agent.hparams, combined([name])[0])
     return f"agent {agent.agent}, member {agent.member}, round {agent.round + 1}: {value}"
 

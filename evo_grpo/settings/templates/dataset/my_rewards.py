@@ -6,11 +6,11 @@ function returns a number, or None to abstain.
 
 
 def right(completion: str, answer: str) -> float:
-    """Return 1 for the right answer and nothing else."""
+    """Return 1 if the completion is the right answer and nothing else, otherwise 0."""
     return float(completion.strip() == answer)
 
 
 def digits(completion: str, answer: str) -> float:
-    """Return the share of the digits that are right: a hint to a model that is nearly there."""
+    """Return the share of the answer's digits that are right, to reward near misses too."""
     given = completion.strip()[: len(answer)]
     return sum(a == b for a, b in zip(given, answer, strict=False)) / len(answer)
