@@ -30,8 +30,8 @@ equal and of different lengths, for completions longer than a sliding window, fo
 adapters and for adapters of the attention alone. The bound is 1e-5, relative to the largest
 log-prob or gradient if that is above 1. A larger difference that may be rounding is measured again
 in float64 with a bound of 1e-6 (`results.jsonl` notes it). In these tests, every dropout
-probability in the base's configuration is above 0 (except in diffllama). It must have no effect,
-because the base never drops out.
+probability in the base's configuration is above 0 (except in diffllama). These dropouts must have
+no effect, because the base never drops out.
 
 <!-- not run: it takes minutes; tests/experiments/test_architectures.py runs a sample -->
 ```sh
@@ -41,11 +41,11 @@ python experiments/architectures/sweep.py --page  # writes this page
 
 ## The Llama family
 
-These model types run by layers of evo-grpo's own. They compute the same with fewer passes over
-memory, and compute each prompt of a group only once;
-[Architecture](architecture.md#the-shared-forward-pass) says how. A model of such a type with other
-layers runs by its own modules, as all other models do. Sliding windows act in rows of any length,
-and prompts of different lengths share a batch.
+evo-grpo runs these model types by layers of its own. These layers compute the same as the model's
+modules, with fewer passes over memory, and compute the prompt of a group only once;
+[Architecture](architecture.md#the-shared-forward-pass) says how. A model of such a type whose
+layers differ runs by its own modules, as all other models do. Sliding windows act in rows of any
+length, and prompts of different lengths share a batch.
 
 {families}
 
@@ -54,22 +54,22 @@ and prompts of different lengths share a batch.
 - **Prompts of different lengths** share one batch if the model accepts positions and a mask.
   evo-grpo tests this at construction with two short prompts. Other models decode the prompts of one
   length at a time (*by length* below), with the cache of their own `generate`. The draws, and so
-  the completions, are the same. For such models, sampling is fastest if prompts have few different
-  lengths.
+  the completions, are the same as in one batch. For such models, sampling is fastest if prompts
+  have few different lengths.
 - **Sliding windows**: rows within the window share one batch. Longer rows are decoded by length,
   as `generate` decodes them.
 - **Layers that flatten rows** have adapters like other layers. Experts that share one parameter
   have none: `all-linear` then means the existing linear layers, mostly those of the attention, and
-  a warning lists them. `lora.target_modules` selects others.
+  a warning lists them. `lora.target_modules` selects other layers.
 - **Rotary frequencies that depend on the longest row** (`longrope`, `dynamic`) are fixed. By
   default, all rows use the frequencies of short rows, and the context ends at the length at which
-  the model would switch. With a larger `algorithm.max_model_len`, all rows use those of long rows,
-  as in vLLM.
+  the model would switch. With a larger `algorithm.max_model_len`, all rows use the frequencies of
+  long rows, as in vLLM.
 - **Sparse attention by an index** (DeepSeek-V3.2 and its relatives, MiniMax-M3): once the index
-  selects tokens, transformers selects others for a prefix than for the whole row. Therefore rows
-  end where selection begins: at `index_topk` tokens, 2048 in real configurations. Longer rows are
-  refused. Models without such a layer, or whose selection is the same for a prefix (Doge, Qwen4),
-  have no such limit.
+  selects tokens, transformers selects different tokens for a prefix and for the whole row.
+  Therefore rows end where selection begins: at `index_topk` tokens, 2048 in real configurations.
+  Longer rows are refused. Models without such a layer, or whose selection is the same for a prefix
+  (Doge, Qwen4), have no such limit.
 - **The base's own dropout** never acts, with or without `engine.gradient_checkpointing`.
 
 ## Exact
@@ -79,6 +79,8 @@ and prompts of different lengths share a batch.
 """
 REFUSED = """
 ## Refused
+
+The last column has the error message, cut after 300 characters.
 
 | architecture | model types | why |
 |---|---|---|
@@ -116,7 +118,7 @@ def page(rows: Iterable[Row], model_types: Sequence[str]) -> str:
             ("refused", "refused at construction"),
             ("wrong", "wrong"),
             ("late", "failing later"),
-            ("cannot build", "not tried, because no tiny one runs in plain transformers"),
+            ("cannot build", "not tried, because no tiny model runs in plain transformers"),
         )
     )
     known = {row["model_type"] for row in rows}
@@ -164,14 +166,15 @@ def _families(rows: Sequence[Row]) -> str:
         out.append(f"| {shown} | {errors[kind]:.1e} | {' | '.join(cells)} |")
     versions = found[0]["versions"]
     about = (
-        "The error is the greatest of the sweep, as above. The other columns are the processor "
-        "time of the model's own modules divided by that of evo-grpo's layers: 8 agents of rank 8, "
-        "8 completions of 32 tokens a prompt, one prompt (10M parameters) or four (1M) an agent, "
-        f"and prompts of {' / '.join(map(str, prompts))} tokens. Windows have 16 tokens. With a "
+        "The error is the greatest one in the tests of the sweep. The other columns have the "
+        "processor time of the model's own modules divided by that of evo-grpo's layers, for 8 "
+        "agents of rank 8, 8 completions of 32 tokens a prompt, and one prompt (10M parameters) or "
+        "four (1M) an agent. The figures of a cell are for prompts of "
+        f"{' / '.join(map(str, prompts))} tokens. Windows have 16 tokens. With a "
         "window, the modules decode prompts of one length without a mask and read as few columns "
         "as evo-grpo's layers, so generating gains little or loses up to a tenth. "
-        "Learning gains most from prompts that a group shares; matrix products take most of the "
-        "rest. "
+        "Learning gains most from computing the prompt of a group once; most of the remaining time "
+        "is matrix products, which both sides need. "
         f"Measured {found[0]['date'][:10]} on a busy machine with two cores (torch "
         f"{versions['torch']}, transformers {versions['transformers']}) by `OMP_NUM_THREADS=1 "
         "python experiments/bench/round.py --parts families --shapes SHAPE --repeats "
