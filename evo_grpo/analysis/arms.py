@@ -55,11 +55,9 @@ from evo_grpo.schema.validation import whole
 from evo_grpo.seeding import derive, generator
 from evo_grpo.settings import RunConfig, StopConfig
 from evo_grpo.settings.run import check_comparable
+from evo_grpo.training import recorded_inputs, resolve, resume_check
 from evo_grpo.training.assemble import add_agents, build_parts, prepare
 from evo_grpo.training.followers import Followers
-from evo_grpo.training.recorded_inputs import inputs_of, read_inputs_of
-from evo_grpo.training.resolve import checked_task
-from evo_grpo.training.resume_check import check_inputs
 from evo_grpo.training.run import play_and_judge
 from evo_grpo.types import Member, Score, Slot
 
@@ -116,7 +114,7 @@ def compare(
     if not force and (earlier_result := arms.read_comparison(folder)) is not None:
         return earlier_result
     run_folder.refuse_links_in_run(folder)
-    check_inputs(folder, config, command=f"resume {folder} --compare", allow=allow)
+    resume_check.check_inputs(folder, config, command=f"resume {folder} --compare", allow=allow)
     # Remove an earlier result first: after an interruption it would describe removed populations.
     remove(folder / names.COMPARISON)
     training = arms.tokens_by_purpose(rounds, summary)["training"]
@@ -225,7 +223,7 @@ def _play(
     with (
         Followers(trackers=False) as followers,
         run_dir,
-        prepare(config, checked_task(config)) as prepared,
+        prepare(config, resolve.checked_task(config)) as prepared,
     ):
         observers = ObserverList((limit.reported_to(observer), followers))
         play_and_judge(config, path, run_dir, prepared, observers, limit=limit)
@@ -236,7 +234,7 @@ def _has_same_files(path: Path, config: RunConfig) -> bool:
     """Return whether the files of the task are those with which a population was started."""
     if not (path / names.INPUTS).exists():  # stopped before its inputs were recorded
         return True
-    return read_inputs_of(path).files == inputs_of(config).files
+    return recorded_inputs.read_inputs_of(path).files == recorded_inputs.inputs_of(config).files
 
 
 class TokenLimit:
@@ -322,7 +320,7 @@ def replay(
                 "put it back, or repeat the run"
             )
         config = run_folder.read_config(folder)
-        check_inputs(folder, config, command=f"replay {folder}", allow=allow)
+        resume_check.check_inputs(folder, config, command=f"replay {folder}", allow=allow)
         if sentence := unmoved(schedule):
             observer.note(sentence)
         return _replay(folder, config, schedule, repeats or REPEATS, observer)

@@ -15,16 +15,13 @@ from typing import Any, TypeVar
 
 from evo_grpo.envs.rewards.judge_client import answer_files, read_answers
 from evo_grpo.errors import EvoGrpoError
+from evo_grpo.record import family, names, plain, wording
 from evo_grpo.record import folder as run_folder
-from evo_grpo.record import names
 from evo_grpo.record.arms import EVOLVED, read_comparison
-from evo_grpo.record.family import best_ever
-from evo_grpo.record.plain import damaged
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import read_replay
 from evo_grpo.record.run_dir import Retention, kept_throughout, refuse_lost_lines
 from evo_grpo.record.summary import read_summary
-from evo_grpo.record.wording import count
 from evo_grpo.settings import RunConfig
 from evo_grpo.training.recorded_inputs import ROUNDS as PLANNED
 from evo_grpo.training.recorded_inputs import Inputs, read_inputs_of, settings_of
@@ -65,7 +62,7 @@ class Findings:
 
         `recorded` completes the messages, such as "round 1 recorded".
         """
-        differing = self.read(lambda: list(damaged(folder, files)), len(files))
+        differing = self.read(lambda: list(plain.damaged(folder, files)), len(files))
         for name, digest in differing or ():
             fault = "is missing, but" if digest is None else "has changed since"
             self.damage.append(f"{folder / name}: {fault} {recorded} it")
@@ -179,9 +176,10 @@ def _check_end(records: _Records, findings: Findings) -> None:
                 f"{path}: is there, but {names.ROUNDS} has no line of it" for path in later
             ]
     if not records.finished or (records.inputs and records.inputs.changes_of_rounds(len(rounds))):
+        played = wording.count(len(rounds), "round")
         findings.notes.append(
-            f"{folder}: is not finished after {count(len(rounds), 'round')}; unless it trains now, "
-            f"go on with: {run_folder.continuing(folder)}"
+            f"{folder}: is not finished after {played}; unless it trains now, go on with: "
+            f"{run_folder.continuing(folder)}"
         )
     for path in sorted(folder.glob("summary.rounds-*.json")):
         findings.read(partial(read_summary, folder, path.name))
@@ -213,7 +211,7 @@ def _check_checkpoints(records: _Records, findings: Findings) -> None:
             or not kept.isdisjoint(map(str, PurePosixPath(name).parents))
         }
         findings.compare(folder, expected, f"round {record.round + 1} recorded")
-    best = best_ever(rounds)
+    best = family.best_ever(rounds)
     apart = records.config.record.keeps_best_apart(archive=records.config.evolve.keeps_archive)
     if not apart or best is None or best.checkpoint is None:
         return
@@ -226,7 +224,7 @@ def _check_checkpoints(records: _Records, findings: Findings) -> None:
 def _is_behind(records: _Records) -> bool:
     """Return whether checkpoints/best is missing or has the best agent of earlier rounds."""
     place, rounds = records.folder / names.BEST, records.rounds
-    bests = filter(None, (best_ever(rounds[:number]) for number in range(len(rounds))))
+    bests = filter(None, (family.best_ever(rounds[:number]) for number in range(len(rounds))))
     earlier = (rounds[best.round].files_of(str(best.checkpoint)) for best in bests)
     return not place.exists() or any(_is_same(place, files) for files in earlier)
 
@@ -249,7 +247,9 @@ def _check_answers(records: _Records, findings: Findings) -> None:
         # Before the end, a stop may cut off the last answer.
         if contents.damaged or (records.finished and contents.cut_off):
             broken = contents.damaged + bool(contents.cut_off)
-            findings.damage.append(f"{file}: {count(broken, 'answer')} of the judge changed")
+            findings.damage.append(
+                f"{file}: {wording.count(broken, 'answer')} of the judge changed"
+            )
     expected = int(((records.summary or {}).get("judge") or {}).get("answers", 0))
     if number < expected:
         findings.damage.append(

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, Unpack, final
 
 from peft import LoraConfig
 
-from evo_grpo.api import calls, unapplied
+from evo_grpo.api import calls, keywords, tensors, unapplied
 from evo_grpo.api.by_keyword import TRAIN_FIELDS, by_keyword
-from evo_grpo.api.keywords import TrainKeywords
 from evo_grpo.api.saved import ARCHIVE, load, write
-from evo_grpo.api.tensors import check_generated
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import FailedDeviceError
 from evo_grpo.evolve.explore.mutate import Mutations
@@ -30,14 +28,11 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.evaluate import Evaluation, evaluate
 from evo_grpo.population.round import apply, next_slots
 from evo_grpo.population.steps import RunWriter
-from evo_grpo.record.files import sync_tree
+from evo_grpo.record import files, run_dir, study, summary
 from evo_grpo.record.folder import code_folder, expect_run, read_rounds, with_objects
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.run_dir import RunDir
-from evo_grpo.record.study import check_storage
-from evo_grpo.record.summary import read_summary
 from evo_grpo.record.view import view_of
 from evo_grpo.schema.hparams import Hparams, Value
 from evo_grpo.schema.search_space import HyperparameterConfig
@@ -129,7 +124,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         """The hyperparameters that may mutate, with their ranges."""
         return self.cohort.hp_config
 
-    @by_keyword(TRAIN_FIELDS, TrainKeywords)
+    @by_keyword(TRAIN_FIELDS, keywords.TrainKeywords)
     def train(
         self,
         env: Any,  # noqa: ANN401 -- a name, settings or an environment
@@ -138,7 +133,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         force: bool = False,
         observer: Observer | None = None,
         progress: bool | None = None,
-        **settings: Unpack[TrainKeywords],
+        **settings: Unpack[keywords.TrainKeywords],
     ) -> list[RoundRecord]:
         """Train and evolve the agents for some rounds; another call continues after the last round.
 
@@ -264,18 +259,18 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         `given` has the keywords of `train`, `strategies` the user's strategies that are objects.
         """
         config = calls.recorded_config(prepared, str(given["name"]), given["env"])
-        check_storage(config.record.storage)
+        study.check_storage(config.record.storage)
         check_trackers(config.record.trackers)
         objects = calls.unnamed_objects(self.cohort, self.slots, given["env"], strategies)
         text = with_objects(to_yaml(config), objects)
         with (
             Followers() as followers,
-            RunDir.create(out, config.name, text, force=bool(given["force"])) as folder,
+            run_dir.RunDir.create(out, config.name, text, force=bool(given["force"])) as folder,
         ):
             observers = ObserverList((observer, followers))
             slots = play_and_judge(config, folder.path, folder, prepared, observers)
             self.rounds = read_rounds(folder.path)
-            self.summary = read_summary(folder.path)
+            self.summary = summary.read_summary(folder.path)
         return slots
 
     @classmethod
@@ -347,7 +342,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             kind.on(cohort, slot, i) for i, slot in enumerate(first_agents) if slot in cohort.agents
         ]
         population = Population(cohort, handles)
-        population.rounds, population.summary = played, read_summary(folder)
+        population.rounds, population.summary = played, summary.read_summary(folder)
         population._after_rounds(slots, prepared.round_settings.population.rounds)
         if display is not None:
             display.show_ending(view_of(folder))
@@ -361,7 +356,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         shutil.rmtree(folder / ARCHIVE, ignore_errors=True)
         if self.cohort.archive is not None:
             save_agent(self.cohort, self.cohort.archive.slot, folder / ARCHIVE)
-        sync_tree(folder)
+        files.sync_tree(folder)
         rounds = list(self.rounds)
         if rounds and not unapplied.is_unchanged(self.cohort, self.slots):
             rounds[-1] = replace(rounds[-1], plan=None)
@@ -470,7 +465,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         """
         for batch in batches:
             if batch.rows:
-                check_generated(batch.rows)
+                tensors.check_generated(batch.rows)
         return self.cohort.learn(batches, stream=("learn", self.cohort.next_call()))
 
 

@@ -19,9 +19,7 @@ from evo_grpo.envs.prompting import configured_template, named_template
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.registry import build_task, family_of, is_multi_turn
 from evo_grpo.errors import ConfigError
-from evo_grpo.settings import EnvConfig
-from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-from evo_grpo.settings.objects import OBJECT
+from evo_grpo.settings import EnvConfig, algorithm, objects
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,9 @@ def asking(
     if is_multi_turn(env.kind):
         messages = Template.of(opening(env.system_prompt))
         opening_template = replace(messages, keywords=env.chat_template_kwargs)
-        return TaskPrompt(opening_template, DEFAULT_OUTPUT_TOKENS, {})
+        return TaskPrompt(opening_template, algorithm.DEFAULT_OUTPUT_TOKENS, {})
     family = family_of(env.kind)
-    is_object = env.kind.startswith(OBJECT)
+    is_object = env.kind.startswith(objects.OBJECT)
     is_user_task = is_object or (family is not None and bool(family.reads))
     few_shot, hidden = env.few_shot, 0
     if few_shot is not None and not show_rows and not isinstance(few_shot.rows, int):
@@ -95,7 +93,7 @@ def asking(
             examples, hidden = [dict.fromkeys(names, _Hidden())] * examples, examples
         assert not isinstance(examples, int), "without few_shot, there are no examples"
         full_template = named_template(prompt, base, env.prompting(), examples)
-        return TaskPrompt(full_template, DEFAULT_OUTPUT_TOKENS, {}, hidden)
+        return TaskPrompt(full_template, algorithm.DEFAULT_OUTPUT_TOKENS, {}, hidden)
     task = build_task(env, seed, find_function)
     example = {} if is_user_task else task.splits["validation"][0]
     template = task.templates.get(prompt, task.template)

@@ -14,12 +14,10 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
+from evo_grpo.envs import messages, prompting, prompts
 from evo_grpo.envs.data.tables import SPLITS, require_columns
 from evo_grpo.envs.family import Family
 from evo_grpo.envs.loading import Loader, configured_rewards, load_function
-from evo_grpo.envs.messages import listed, nearest
-from evo_grpo.envs.prompting import configured_template, with_prompting
-from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.rewards.functions import required_columns
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
@@ -99,7 +97,7 @@ def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
         task: Task = module.build(name, env, seed, load)
     else:
         task = _overridden(module.build(name, env, seed), env, load)
-    return with_prompting(replace(task, calls=env.calls()), env.prompting(), seed)
+    return prompting.with_prompting(replace(task, calls=env.calls()), env.prompting(), seed)
 
 
 def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
@@ -127,9 +125,8 @@ def _checked(env: EnvConfig, *, multi_turn: bool) -> tuple[Any, str]:
     key, colon, name = env.kind.partition(":")
     family = family_of(env.kind)
     if family is None or bool(name) != bool(family.named) or bool(colon) != bool(family.named):
-        problem = (
-            f'no task "{env.kind}".{nearest(env.kind, kinds())} Expected one of {listed(kinds())}'
-        )
+        nearest, listed = messages.nearest(env.kind, kinds()), messages.listed(kinds())
+        problem = f'no task "{env.kind}".{nearest} Expected one of {listed}'
     elif family.multi_turn and not multi_turn:
         problem = (
             f'"{env.kind}" is played over several turns and has no rows; build it with '
@@ -161,9 +158,9 @@ def _overridden(task: Task, env: EnvConfig, load: Loader) -> Task:
     """Return a task with the template and the reward functions of the configuration, if any."""
     rewards = configured_rewards(env, load, task.rewards)
     needs = required_columns(rewards, env.thinking)
-    template = configured_template(env)
+    template = prompting.configured_template(env)
     if template is not None:
-        prompt_template = Template.of(template)
+        prompt_template = prompts.Template.of(template)
         needs |= prompt_template.columns()
         task = replace(task, templates={None: prompt_template})
     for split, rows in task.splits.items() if needs else ():  # do not build rows for nothing

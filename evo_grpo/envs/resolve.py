@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from evo_grpo.envs import prompts, protocol, single_turn
 from evo_grpo.envs.builtin.dataset import DatasetEnv
 from evo_grpo.envs.episodes.dialogue import opening
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
-from evo_grpo.envs.prompts import Tokenizer
-from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
-from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.validation import shown
@@ -24,11 +22,11 @@ from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 def resolve_environment(
     env: object,
     *,
-    tokenizer: Tokenizer | None,
+    tokenizer: prompts.Tokenizer | None,
     seed: int,
     max_output_tokens: int | None,
     batch_size: int | None = None,
-) -> Environment[Any]:
+) -> protocol.Environment[Any]:
     """Return `env`, or build the environment that it names or describes.
 
     Args:
@@ -62,7 +60,9 @@ def resolve_environment(
     if settings is not None:
         return environment_of(settings, seed, size, max_output_tokens)(tokenizer)
     if isinstance(env, DatasetEnv):
-        return ReasoningGym.from_task(env.task(seed), tokenizer, size, derive(seed, "env"))
+        return single_turn.ReasoningGym.from_task(
+            env.task(seed), tokenizer, size, derive(seed, "env")
+        )
     turns = EnvConfig.model_fields["max_turns"].default
     return MultiTurnGym.of(
         TokenObservationWrapper(environment, tokenizer, turns, max_output_tokens=max_output_tokens)
@@ -84,7 +84,7 @@ def environment_of(
     batch_size: int,
     max_output_tokens: int | None,
     task: Task | None = None,
-) -> Callable[[Tokenizer], Environment[Any]]:
+) -> Callable[[prompts.Tokenizer], protocol.Environment[Any]]:
     """Build a task, and return a function that makes its environment from a tokenizer.
 
     Errors in the settings and the data are thus raised before a model is loaded. `batch_size` is P,
@@ -107,4 +107,4 @@ def environment_of(
             reward_timeout=config.reward_timeout,
         )
     built = build_task(config, seed) if task is None else task
-    return lambda tokenizer: ReasoningGym.from_task(built, tokenizer, batch_size, order)
+    return lambda tokenizer: single_turn.ReasoningGym.from_task(built, tokenizer, batch_size, order)

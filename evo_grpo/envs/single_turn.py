@@ -19,10 +19,8 @@ from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompting import with_prompting
 from evo_grpo.envs.prompts import Messages, RenderedPrompts, Tokenizer, fitting_rows
 from evo_grpo.envs.protocol import Ask, Experience, Floats
-from evo_grpo.envs.rewards import scoring
+from evo_grpo.envs.rewards import process, scorers, scoring
 from evo_grpo.envs.rewards.functions import Board, Scorer
-from evo_grpo.envs.rewards.process import RewardProcess
-from evo_grpo.envs.rewards.scorers import Judge
 from evo_grpo.envs.task import Task
 from evo_grpo.envs.template_keywords import dropped_sentence, ignored_keywords
 from evo_grpo.envs.thinking import COLUMN, check_tags, parted
@@ -152,9 +150,9 @@ class ReasoningGym:
         #: Whether some function is called as TRL calls it, once for each agent.
         self.of_trl = any(reward.style == "trl" for reward in self._functions)
         self._scorers = [reward.fn for reward in task.rewards if isinstance(reward.fn, Scorer)]
-        self._judges = [scorer for scorer in self._scorers if isinstance(scorer, Judge)]
+        self._judges = [scorer for scorer in self._scorers if isinstance(scorer, scorers.Judge)]
         isolated = task.calls.isolate == "process" and bool(self._functions)
-        self._process = RewardProcess(self._functions, task.calls) if isolated else None
+        self._process = process.RewardProcess(self._functions, task.calls) if isolated else None
         sentences = ignored_keywords(self.tokenizer.chat_template, task.template.keywords)
         for template in task.templates.values():
             sentences += dropped_sentence(template, task.splits["train"], tokenizer)
@@ -322,7 +320,7 @@ class ReasoningGym:
     def record_rewards(self, folder: Path, rank: int = 0) -> None:
         """Keep the answers of judges in a folder of the run, and use the answers already there."""
         for number, scorer in enumerate(self._scorers):
-            if isinstance(scorer, Judge):
+            if isinstance(scorer, scorers.Judge):
                 scorer.record_in(folder, f"judge-{number}-rank-{rank}", counts=rank == 0)
 
     def share_rewards(self, board: Board, *, known: bool) -> None:

@@ -7,15 +7,8 @@ from typing import Annotated, ClassVar, cast
 
 from pydantic import BeforeValidator, Discriminator, Tag
 
-from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.on_copy import LowerLROnCopy, NoExploration
-from evo_grpo.evolve.explore.optuna import OptunaExploration
-from evo_grpo.evolve.explore.resample import Resample
-from evo_grpo.evolve.explore.schedule import ScheduleExploration
-from evo_grpo.evolve.select.halving import HalvingSelection, NoSelection
-from evo_grpo.evolve.select.pareto import ParetoSelection
-from evo_grpo.evolve.select.tournament import TournamentSelection
-from evo_grpo.evolve.select.truncation import TruncationSelection
+from evo_grpo.evolve.explore import mutate, on_copy, optuna, resample, schedule
+from evo_grpo.evolve.select import halving, pareto, tournament, truncation
 from evo_grpo.schema.group import Group, PlainMapping, setting
 from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.validation import shown
@@ -81,11 +74,11 @@ def kind_or_settings(default: str, method: str) -> BeforeValidator:
 
 
 Selection = Annotated[
-    Annotated[TournamentSelection, Tag("tournament")]
-    | Annotated[TruncationSelection, Tag("truncation")]
-    | Annotated[HalvingSelection, Tag("halving")]
-    | Annotated[ParetoSelection, Tag("pareto")]
-    | Annotated[NoSelection, Tag("none")]
+    Annotated[tournament.TournamentSelection, Tag("tournament")]
+    | Annotated[truncation.TruncationSelection, Tag("truncation")]
+    | Annotated[halving.HalvingSelection, Tag("halving")]
+    | Annotated[pareto.ParetoSelection, Tag("pareto")]
+    | Annotated[halving.NoSelection, Tag("none")]
     | Annotated[UserStrategy, Tag(OWN)],
     by_kind,
     kind_or_settings("tournament", method="plan"),
@@ -93,12 +86,12 @@ Selection = Annotated[
 """The setting `evolve.selection`: a kind, a mapping with a kind, or the name of a class."""
 
 Exploration = Annotated[
-    Annotated[Mutations, Tag("mutate")]
-    | Annotated[LowerLROnCopy, Tag("on_copy")]
-    | Annotated[Resample, Tag("resample")]
-    | Annotated[OptunaExploration, Tag("optuna")]
-    | Annotated[ScheduleExploration, Tag("schedule")]
-    | Annotated[NoExploration, Tag("none")]
+    Annotated[mutate.Mutations, Tag("mutate")]
+    | Annotated[on_copy.LowerLROnCopy, Tag("on_copy")]
+    | Annotated[resample.Resample, Tag("resample")]
+    | Annotated[optuna.OptunaExploration, Tag("optuna")]
+    | Annotated[schedule.ScheduleExploration, Tag("schedule")]
+    | Annotated[on_copy.NoExploration, Tag("none")]
     | Annotated[UserStrategy, Tag(OWN)],
     by_kind,
     kind_or_settings("mutate", method="explore"),

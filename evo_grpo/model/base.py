@@ -15,12 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from evo_grpo.errors import ConfigError, ModelError
-from evo_grpo.model import quantized
+from evo_grpo.model import logprobs, origin, quantized, row_limit
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
-from evo_grpo.model.logprobs import linear_logprobs, module_logprobs
-from evo_grpo.model.origin import is_plain_linear
 from evo_grpo.model.probing import check_forward, columns_of_probe, probe_ids
-from evo_grpo.model.row_limit import RowLimit
 from evo_grpo.sources import resolve
 from evo_grpo.working import working
 
@@ -107,7 +104,7 @@ class SharedBase:
         self.logit_scale = float(getattr(config, "logit_scale", None) or 1.0 / divisor)
         self.softcap = next((float(v) for n in _SOFT_CAPS if (v := getattr(config, n, None))), 0.0)
         positions = next((int(n) for c in _CONTEXTS if (n := getattr(config, c, 0))), 0)
-        self.row_limit = RowLimit(self.trunk, self.name, positions)
+        self.row_limit = row_limit.RowLimit(self.trunk, self.name, positions)
         self.vocabulary = int(self.head.weight.shape[0])
         self._features = _linear_features(self.trunk)
         self._check_ids()
@@ -333,9 +330,11 @@ class SharedBase:
 
         See `linear_logprobs`. If the head is not a plain linear layer, its module is called.
         """
-        if not is_plain_linear(self.head):
-            return module_logprobs(self.logits, hidden, targets, temperature, self.vocabulary)
-        return linear_logprobs(
+        if not origin.is_plain_linear(self.head):
+            return logprobs.module_logprobs(
+                self.logits, hidden, targets, temperature, self.vocabulary
+            )
+        return logprobs.linear_logprobs(
             hidden, self.head.weight, targets, temperature, bias=self.head.bias,
             scale=self.logit_scale, softcap=self.softcap, of_entropies=of_entropies,
             kernels=self.head_kernels,

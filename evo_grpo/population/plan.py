@@ -10,12 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from evo_grpo.errors import EvoGrpoError, RunFailedError
-from evo_grpo.evolve import decide
-from evo_grpo.evolve.compare import with_training
+from evo_grpo.evolve import compare, decide, goals, protocols
 from evo_grpo.evolve.decide import Standing, keep_all
 from evo_grpo.evolve.generation import Generation
-from evo_grpo.evolve.goals import best_first
-from evo_grpo.evolve.protocols import Trial
 from evo_grpo.population.evaluate import Evaluation, undecided, why_unranked
 from evo_grpo.population.rules import RoundSettings
 from evo_grpo.population.stats import Tally, without_signal
@@ -131,7 +128,7 @@ def archive_evaluation(
     scores = {slot: agent.score for slot, agent in agents.items() if agent.score is not None}
     if not scores:
         return None
-    best = min(scores, key=lambda slot: best_first(scores[slot]))
+    best = min(scores, key=lambda slot: goals.best_first(scores[slot]))
     return EvaluationRequest((best, archive), 0, settings.evolve.fitness.prompts, fresh=True)
 
 
@@ -289,7 +286,7 @@ def _next_generation(inputs: PlanInputs) -> tuple[Generation, tuple[Decision, ..
         round=round,
         next_id=inputs.next_id,
         trials=[
-            Trial(hparams, math.nan if score is None else score.mean, number)
+            protocols.Trial(hparams, math.nan if score is None else score.mean, number)
             for hparams, score, number in outcomes
         ],
     )
@@ -363,7 +360,7 @@ def _archived(
         return None, None
     pairs = zip(inputs.scores, inputs.standings, strict=True)
     ranked = [(score, standing) for score, standing in pairs if score is not None]
-    best = min(ranked, key=lambda pair: best_first(pair[0]), default=None)
+    best = min(ranked, key=lambda pair: goals.best_first(pair[0]), default=None)
     before = inputs.past[-1].archived if inputs.past else None
     if inputs.archive is None or best is None:
         decides = last or settings.decides(round)
@@ -402,7 +399,10 @@ def _with_training(inputs: PlanInputs, standings: Sequence[Standing]) -> list[St
     rows = settings.rows_of_agent(len(standings))
     samples = settings.evolve.fitness.per_prompt(settings.evolve.fitness.samples)
     return [
-        replace(s, history=[*s.history[:-1], with_training(s.history[-1], values, rows, samples)])
+        replace(
+            s,
+            history=[*s.history[:-1], compare.with_training(s.history[-1], values, rows, samples)],
+        )
         if s.history
         else s
         for s, values in zip(standings, rewards, strict=True)

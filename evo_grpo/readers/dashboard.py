@@ -20,13 +20,11 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from evo_grpo.errors import ConfigError, EngineUnavailable, EvoGrpoError
 from evo_grpo.readers.report.figures.lineage import plot_lineage
-from evo_grpo.record import columns
+from evo_grpo.record import columns, lineage, wording
 from evo_grpo.record.folder import expect_run, read_config
-from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import START, RoundDone, RunFinished, entries
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.view import RunView, view_of
-from evo_grpo.record.wording import measured_on
 from evo_grpo.schema.problems import shown_value
 
 FIGURE = "lineage"
@@ -62,7 +60,7 @@ class StudyCopy:
         self._last: RoundRecord | None = None
         further = config.evolve.fitness.further
         self._study = open_study(self.storage, self._folder.resolve().name, further=further)
-        self._lineage = Lineage(self._study, config.search_space())
+        self._lineage = lineage.Lineage(self._study, config.search_space())
         self._show()
         self.update()
 
@@ -119,7 +117,11 @@ def trial_note(agent: AgentRecord, record: RoundRecord) -> str:
     ]
     if agent.state == "ok" and agent.score is not None:
         fitness, error = columns.fitness(agent), columns.fitness_se(agent)
-        remark = f", on {measured_on(agent.score)}: nothing was decided" if record.between else ""
+        remark = (
+            f", on {wording.measured_on(agent.score)}: nothing was decided"
+            if record.between
+            else ""
+        )
         lines.append(f"- fitness {fitness:.4f} ± {error:.4f}{remark}")
     else:
         lines.append(f"- failed: {_plain(agent.reason)}")

@@ -17,12 +17,10 @@ from pydantic import Field, TypeAdapter
 from evo_grpo.evolve.claims import TEST_LEVEL, chance, signs
 from evo_grpo.evolve.compare import compare
 from evo_grpo.evolve.intervals import around, interval
-from evo_grpo.record.files import plain_value
+from evo_grpo.record import files, names, wording
 from evo_grpo.record.folder import read_result
-from evo_grpo.record.names import COMPARE, COMPARISON
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.summary import MeanReward, score_of
-from evo_grpo.record.wording import count
 from evo_grpo.types import Number, Score
 
 EVOLVED = "evolved"
@@ -213,7 +211,7 @@ _COMPARISON = TypeAdapter(_Comparison)
 
 def read_comparison(run: str | Path, file: Path | None = None) -> dict[str, Any] | None:
     """Return the content of compare.json, or of `file`; None before a comparison is finished."""
-    file = file or Path(run) / COMPARISON
+    file = file or Path(run) / names.COMPARISON
     content = "the result of a comparison"
     result = read_result(file, _COMPARISON, content, f"resume {run} --compare")
     return None if result is None else result[0]
@@ -249,14 +247,16 @@ def comparison(
         "arms": [
             {
                 "name": name,
-                "folder": "." if name == EVOLVED else f"{COMPARE}/{name}",
+                "folder": "." if name == EVOLVED else f"{names.COMPARE}/{name}",
                 "tokens": tokens_by_purpose(rounds, summary),
                 "test": {key: summary["best"][key] for key in ("mean", "se", "n")},
             }
             for name, (rounds, summary) in ends.items()
         ],
         "differences": [
-            plain_value(asdict(Difference.between(EVOLVED, tests[EVOLVED], name, tests[name])))
+            files.plain_value(
+                asdict(Difference.between(EVOLVED, tests[EVOLVED], name, tests[name]))
+            )
             for name in ends
             if name != EVOLVED
         ],
@@ -277,7 +277,7 @@ def comparison_arms(result: Mapping[str, Any]) -> Arms:
         f"{arm.name} {arm.tokens['training']:,} + {arm.tokens['evaluation']:,}"
         for arm in compared.arms
     )
-    prompts = count(arms[-1].test.n, f"{compared.split} prompt")
+    prompts = wording.count(arms[-1].test.n, f"{compared.split} prompt")
     basis = (
         f"Compared at {equal}, on the same {prompts} with the same draws. Tokens for training + "
         f"evaluation: {spent}."

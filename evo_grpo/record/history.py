@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 from evo_grpo.errors import ConfigError, RunNotFoundError
 from evo_grpo.evolve.start import Start, carried_over, in_both, starts_with
 from evo_grpo.places import find
-from evo_grpo.record import columns
-from evo_grpo.record.files import expecting, load_json
+from evo_grpo.record import columns, files, leaderboard, plain
 from evo_grpo.record.folder import expect_run, read_rounds, round_entries
-from evo_grpo.record.leaderboard import leaderboard_rows
 from evo_grpo.record.names import METRICS
-from evo_grpo.record.plain import MAX_LOG_BYTES, read_plain
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.summary import read_summary, winner_of
 from evo_grpo.schema.hparams import Hparams
@@ -126,7 +123,7 @@ def metric_rows(run: str | Path, finished: int | None = None) -> list[dict[str, 
     rows: list[dict[str, Any]] = []
     for round, path in round_entries(folder / METRICS):
         if round < finished:
-            lines = read_plain(path, MAX_LOG_BYTES).splitlines()
+            lines = plain.read_plain(path, plain.MAX_LOG_BYTES).splitlines()
             rows += [row_of(f"{path}, line {n}", line) for n, line in enumerate(lines, start=1)]
     return rows
 
@@ -151,8 +148,8 @@ def read_metrics(run: str | Path) -> pd.DataFrame:
 
 def row_of(where: Path | str, line: bytes) -> dict[str, Any]:
     """Parse a line of metrics; raise CheckpointError, which names `where`, for a damaged line."""
-    with expecting(where, "the metrics of a step and an agent"):
-        row = load_json(line)
+    with files.expecting(where, "the metrics of a step and an agent"):
+        row = files.load_json(line)
         if not isinstance(row, dict) or not _is_row(cast("dict[str, Any]", row)):
             raise ValueError("it is not a mapping of names to numbers with round, step and agent")
     return cast("dict[str, Any]", row)
@@ -218,7 +215,7 @@ def _in_order(
 ) -> Iterator[Hparams]:
     """Yield the hyperparameters of the agents that did not fail, ordered as on the leaderboard."""
     by_round = {(agent.agent, agent.round): agent for record in rounds for agent in record.agents}
-    for row in leaderboard_rows(rounds, summary):
+    for row in leaderboard.leaderboard_rows(rounds, summary):
         if row["agent"] is None:  # the mean of two agents won
             winner = winner_of(rounds, summary)
             assert winner is not None, "it has a row"

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError
-from evo_grpo.record import files, names
+from evo_grpo.record import files, names, plain, steering
 from evo_grpo.record.family import best_agent, best_ever, front
 from evo_grpo.record.folder import (
     continuing,
@@ -38,9 +38,7 @@ from evo_grpo.record.folder import (
     round_entries,
     round_name,
 )
-from evo_grpo.record.plain import is_plain, sha256_of
 from evo_grpo.record.records import Amendment, RoundRecord, outline, to_json
-from evo_grpo.record.steering import ids_of_requests
 
 Retention = Literal["all", "last", "best"] | int
 """Checkpoints to keep: of all rounds ("all"); of the last round ("last"); of the last round and of
@@ -59,7 +57,7 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def __init__(self, path: Path, lock: files.FolderLock) -> None:
         self.path, self.lock = path, lock
-        self.earlier_requests = ids_of_requests(path)
+        self.earlier_requests = steering.ids_of_requests(path)
         self._rounds: list[RoundRecord] = []
 
     @classmethod
@@ -161,7 +159,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Sync the metrics file of a round, if any, and return its SHA-256 by its relative path."""
         file = self._metrics(round)
         with files.writing(file):
-            digest = sha256_of(file)
+            digest = plain.sha256_of(file)
             if digest is None:
                 return {}
             files.sync(file)
@@ -301,7 +299,7 @@ def _left_by_setup(path: Path) -> bool:
     return (
         path.name == names.LOCK
         or files.is_temporary(path)
-        or (path.name == names.ROUNDS and is_plain(path) and path.stat().st_size == 0)
+        or (path.name == names.ROUNDS and plain.is_plain(path) and path.stat().st_size == 0)
     )
 
 

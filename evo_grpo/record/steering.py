@@ -16,13 +16,12 @@ from pydantic import TypeAdapter
 
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.evolve.steer import ON_AGENTS, ON_RUN, NextRound, RoundEnd, steer
+from evo_grpo.record import family, summary
 from evo_grpo.record import folder as run_folder
-from evo_grpo.record.family import next_member_id
 from evo_grpo.record.files import atomic_write, remove, seal, unseal
 from evo_grpo.record.names import BASELINE, LOCK, REQUEST, STEERING
 from evo_grpo.record.plain import is_folder, read_plain, refuse_links
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.summary import read_summary
 from evo_grpo.schema.problems import validated
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
@@ -177,7 +176,7 @@ def state_of(run: str | Path) -> RunState:
         rounds=rounds,
         trains=trains,
         playing=max(_round_in_lock(folder) if trains else 0, len(rounds)),
-        finished=read_summary(folder) is not None,
+        finished=summary.read_summary(folder) is not None,
         waiting=tuple(request for request in pending.requests if request.id not in recorded_ids),
         unread=tuple(pending.unread.values()),
         became=tuple((record.round, outcome) for record in rounds for outcome in record.steering),
@@ -305,7 +304,7 @@ def _agents_problem(run: RunState, request: Request) -> str:
 
 def _next_plan(run: RunState, after: int) -> tuple[NextRound, RoundEnd]:
     """Return the earliest plan that a new request can change, and the `RoundEnd` before it."""
-    space, next_id = run.config.search_space(), next_member_id(run.rounds)
+    space, next_id = run.config.search_space(), family.next_member_id(run.rounds)
     if not run.rounds:
         size, adapter = run.config.population.size, run_folder.adapter_of(run.config.model)
         hparams = run.config.algorithm.first_hparams(space, adapter)

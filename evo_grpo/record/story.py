@@ -6,11 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from evo_grpo.record import wording
-from evo_grpo.record.family import founder_of
-from evo_grpo.record.leaderboard import ties
+from evo_grpo.record import family, leaderboard, stopping, wording
 from evo_grpo.record.records import AgentRecord, RoundRecord
-from evo_grpo.record.stopping import why_it_ended
 from evo_grpo.record.summary import SelectedAgent, gain_sign
 from evo_grpo.schema.problems import short_name
 from evo_grpo.types import Score
@@ -87,7 +84,7 @@ def _finished(
     comparison: Mapping[str, Any] | None,
 ) -> Iterator[Sentence]:
     alone = len(rounds[0].agents) == 1
-    if reason := why_it_ended(summary):
+    if reason := stopping.why_it_ended(summary):
         yield Sentence("ended", f"Ended early: {reason}.")
     yield _result(summary)
     if parts := _by_reward(summary):
@@ -148,7 +145,7 @@ def _leader(rounds: Sequence[RoundRecord], leader: SelectedAgent, when: str) -> 
         f"{when} {leader.name} is the best: {_scored(leader.fitness)} on "
         f"{wording.measured_on(leader.fitness)}"
     )
-    tied = [agent for (agent, _), is_tie in ties(rounds, leader).items() if is_tie]
+    tied = [agent for (agent, _), is_tie in leaderboard.ties(rounds, leader).items() if is_tie]
     if tied:
         verb = "tie" if len(tied) > 1 else "ties"
         text += f"; {'agents' if len(tied) > 1 else 'agent'} {wording.listed(tied)} {verb} with it"
@@ -241,7 +238,7 @@ def _descent(rounds: Sequence[RoundRecord], line: Sequence[AgentRecord]) -> str:
 
 def _founder(rounds: Sequence[RoundRecord], member: int) -> int:
     """Return the agent of the first round that a member descends from."""
-    founder = founder_of(rounds, member)
+    founder = family.founder_of(rounds, member)
     agents = {agent.member: agent.agent for record in rounds for agent in record.agents}
     return agents[founder]
 

@@ -18,13 +18,10 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from evo_grpo.errors import ConfigError, EvoGrpoError
-from evo_grpo.record import columns
-from evo_grpo.record.arms import read_comparison
+from evo_grpo.record import arms, columns, files, names, wording
 from evo_grpo.record.family import FamilyMember, founders, tree
-from evo_grpo.record.files import expecting, load_json
 from evo_grpo.record.folder import config_text, expect_run, read_rounds, read_settings, round_name
 from evo_grpo.record.leaderboard import fitness_text, leaderboard_rows, order_text
-from evo_grpo.record.names import COMPLETIONS
 from evo_grpo.record.plain import MAX_LOG_BYTES, inside, read_plain
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.story import Sentence, tell_story
@@ -38,7 +35,6 @@ from evo_grpo.record.summary import (
     winner_of,
 )
 from evo_grpo.record.trouble import Trouble, find_trouble
-from evo_grpo.record.wording import count, with_error
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.yaml import from_dict
@@ -119,8 +115,8 @@ class RunView:
         if summary is None or gain_sign(summary) >= 0:
             return ""
         ends = gain_interval(summary)
-        gain = with_error(summary["gain"], summary["gain_se"], 4)
-        prompts = count(summary["best"]["n"], f"{summary['split']} prompt")
+        gain = wording.with_error(summary["gain"], summary["gain_se"], 4)
+        prompts = wording.count(summary["best"]["n"], f"{summary['split']} prompt")
         return f"{gain}, 95% interval {ends[0]:+.4f} to {ends[1]:+.4f}, on {prompts}"
 
     @cached_property
@@ -258,7 +254,7 @@ class RunView:
         """
         if self.folder is not None:
             for record in self.rounds:
-                name = f"{COMPLETIONS}/{round_name(record.round)}.jsonl"
+                name = f"{names.COMPLETIONS}/{round_name(record.round)}.jsonl"
                 yield from _json_lines(self.folder, name)
 
 
@@ -282,7 +278,7 @@ def view_of(run: Run) -> RunView:
             rounds=read_rounds(folder),
             folder=folder,
             summary=read_summary(folder),
-            comparison=read_comparison(folder),
+            comparison=arms.read_comparison(folder),
             config=read_settings(folder),
             text=config_text(folder),
         )
@@ -306,8 +302,8 @@ def _json_lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
         return
     content = "a JSON object with integers as round, agent and tokens"
     for number, line in enumerate(lines, start=1):
-        with expecting(f"{folder / name}, line {number}", content):
-            row = load_json(line)
+        with files.expecting(f"{folder / name}, line {number}", content):
+            row = files.load_json(line)
             numbers = ("round", "agent", "tokens")
             if not isinstance(row, dict) or any(type(row.get(n, 0)) is not int for n in numbers):
                 raise ValueError(f"got {line[:60]!r}")

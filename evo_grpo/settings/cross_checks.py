@@ -4,9 +4,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from typing import Any
 
-from evo_grpo.evolve.kinds import UserStrategy
-from evo_grpo.evolve.sizes import wrong_sizes
-from evo_grpo.evolve.start import start_problems, with_first_choices
+from evo_grpo.evolve import kinds, sizes, start
 from evo_grpo.schema.group import contradictions
 from evo_grpo.schema.hparams import REWARD_WEIGHT, WARMUP
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem, below, dotted
@@ -59,7 +57,7 @@ def run_problems(
     hparams = algorithm.first_hparams(space, model.lora.rank_alpha)
     yield from below(fitness_problems(space, evolve.fitness), "evolve", "fitness")
     if (check := getattr(evolve.exploration, "problems", None)) is not None:
-        problems = check(with_first_choices(hparams, space), space)
+        problems = check(start.with_first_choices(hparams, space), space)
         yield from below(islice(problems, MOST_PROBLEMS + 1), "evolve", "exploration")
     yield from below(objective_problems(evolve), "evolve")
     if not env.kind.startswith(OBJECT):  # the prompts of an object may have names of its own
@@ -71,7 +69,7 @@ def run_problems(
         above = ("evolve", "hyperparameters")
         for name, text in begins_outside(space, model.lora.rank_alpha, above):
             yield Problem(("model", "lora", name), text)
-    starts = start_problems(hparams, space, population.size, population.init)
+    starts = start.start_problems(hparams, space, population.size, population.init)
     yield from below(islice(starts, MOST_PROBLEMS + 1), "population", "init")
     entrants, agents = getattr(evolve.selection, "size", None), population.size
     if entrants is not None:
@@ -106,7 +104,7 @@ def objective_problems(evolve: EvolveConfig, *, own: bool = False) -> Iterator[P
         return
     yield from below(_objectives(fitness), "fitness")
     reward = fitness.reward is not None and fitness.objectives[0].name != FITNESS
-    for_one = not (own or for_goals or isinstance(selection, UserStrategy))
+    for_one = not (own or for_goals or isinstance(selection, kinds.UserStrategy))
     explores_one = getattr(evolve.exploration, "one_goal", False)
     yield from contradictions(
         evolve,
@@ -241,7 +239,7 @@ def _counts(population: PopulationConfig, evolve: EvolveConfig) -> Iterator[Prob
     remedy = "raise it, or set evolve.selection.kind: none"
     row = ("size", compares and population.size == 1, expected, remedy)
     yield from contradictions(population, *limits, row)
-    for text in wrong_sizes(population.size, population.sizes, archive=evolve.keeps_archive):
+    for text in sizes.wrong_sizes(population.size, population.sizes, archive=evolve.keeps_archive):
         yield Problem(("sizes",), text)
 
 

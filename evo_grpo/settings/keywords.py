@@ -7,13 +7,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group
 from evo_grpo.schema.messages import other_name
 from evo_grpo.schema.problems import Path, Problems, nearest
-from evo_grpo.settings.algorithm import AlgorithmConfig
-from evo_grpo.settings.engine import EngineConfig
-from evo_grpo.settings.evolve import EvolveConfig
-from evo_grpo.settings.model import ModelConfig
-from evo_grpo.settings.population import PopulationConfig
-from evo_grpo.settings.record import RecordConfig
-from evo_grpo.settings.run import AgentSettings
+from evo_grpo.settings import algorithm, engine, evolve, model, population, record, run
 
 
 def _below(group: type[Group], name: str, *, without: str = "") -> dict[str, Path]:
@@ -23,11 +17,11 @@ def _below(group: type[Group], name: str, *, without: str = "") -> dict[str, Pat
 AGENT_KEYWORDS: dict[str, Path] = {
     "seed": ("seed",),
     "model": ("model", "name"),
-    **_below(ModelConfig, "model", without="name"),
+    **_below(model.ModelConfig, "model", without="name"),
     # The class determines the algorithm.
-    **_below(AlgorithmConfig, "algorithm", without="kind"),
+    **_below(algorithm.AlgorithmConfig, "algorithm", without="kind"),
     "hyperparameters": ("hyperparameters",),
-    **_below(EngineConfig, "engine"),
+    **_below(engine.EngineConfig, "engine"),
 }
 """Keyword of the constructors -> its path in `AgentSettings`."""
 
@@ -38,16 +32,16 @@ TRAIN_KEYWORDS: dict[str, Path] = {
     "name": ("name",),
     **{
         name: path
-        for name, path in _below(PopulationConfig, "population").items()
+        for name, path in _below(population.PopulationConfig, "population").items()
         if name not in POPULATION_KEYWORDS
     },
-    **_below(EvolveConfig, "evolve", without="hyperparameters"),
-    **_below(RecordConfig, "record"),
+    **_below(evolve.EvolveConfig, "evolve", without="hyperparameters"),
+    **_below(record.RecordConfig, "record"),
 }
 """Keyword of `Population.train` -> its path in population.yaml."""
 
 
-def agent_settings(given: Mapping[str, Any], *, kind: str) -> AgentSettings:
+def agent_settings(given: Mapping[str, Any], *, kind: str) -> run.AgentSettings:
     """Build settings from the keywords of a constructor; errors name the keywords.
 
     Args:
@@ -64,7 +58,7 @@ def agent_settings(given: Mapping[str, Any], *, kind: str) -> AgentSettings:
     if groups.get("model", {}).get("name") is None:
         groups.pop("model", None)
     try:
-        return AgentSettings(**groups)
+        return run.AgentSettings(**groups)
     except Problems as error:
         raise Problems(*(p._replace(path=_flat(p.path)) for p in error.problems)) from None
 

@@ -14,21 +14,15 @@ from evo_grpo.model.lora.configs import read_config as read_adapter_config
 from evo_grpo.model.lora.load import trainable
 from evo_grpo.population.ranks.team import Team, is_one_of_several
 from evo_grpo.population.rules import RoundSettings
-from evo_grpo.record.files import reading
+from evo_grpo.record import files, plain, run_dir
 from evo_grpo.record.folder import read_config, recorded_objects
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
-from evo_grpo.record.plain import inside
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.validation import shown
-from evo_grpo.settings import RunConfig
-from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
+from evo_grpo.settings import RunConfig, algorithm, trackers
 from evo_grpo.settings.objects import PythonObject
-from evo_grpo.settings.trackers import check_trackers
-from evo_grpo.training import assemble, resume_check
+from evo_grpo.training import assemble, restoring, resume_check, run
 from evo_grpo.training.followers import Followers
-from evo_grpo.training.restoring import restore
-from evo_grpo.training.run import play_and_judge
 from evo_grpo.training.strategies import check_explorer, from_object
 from evo_grpo.types import Slot
 
@@ -140,7 +134,7 @@ class FromPython:
 
         `prompts` is the default of `prompts_per_step`.
         """
-        settings = assemble.settings_of_rounds(config, prompts or DEFAULT_PROMPTS)
+        settings = assemble.settings_of_rounds(config, prompts or algorithm.DEFAULT_PROMPTS)
         strategies: dict[str, Any] = {
             place: from_object(name, method, self.strategies[name])
             for name, place, method in STRATEGIES
@@ -156,7 +150,7 @@ class FromPython:
         if objects.model is not None:
             agents = agents.replace(model=None, target_sets=agents.lora.target_sets)
         if "lora" in recorded_objects(folder) and objects.lora is None and rounds:
-            place = inside(folder, str(rounds[-1].agents[0].checkpoint)) / "actor"
+            place = plain.inside(folder, str(rounds[-1].agents[0].checkpoint)) / "actor"
             objects = replace(objects, lora=trainable(read_adapter_config(place)))
         check_explorer(self.round_settings(config).explorer, agents)
         cohort, start = assemble.build_cohort(agents, objects)
@@ -194,8 +188,8 @@ def resume_from_python(
         )
     call = f"evo_grpo.Population.resume({str(folder)!r}, ...)"
     with Followers() as followers, ExitStack() as stack:
-        with reading(folder):
-            opened = stack.enter_context(RunDir.open(folder))
+        with files.reading(folder):
+            opened = stack.enter_context(run_dir.RunDir.open(folder))
             resume_check.refuse_part_of_comparison(folder)
             played = opened.rounds()
             config = given.config_of(folder, call, played=bool(played))
@@ -203,14 +197,14 @@ def resume_from_python(
             if resume_check.is_finished(opened, rounds):
                 resume_check.check_inputs(folder, config, command=call, allow=allow, objects=parts)
                 prepared = given.cohort(config, played, folder)
-                return prepared, restore(prepared, played, folder)
+                return prepared, restoring.restore(prepared, played, folder)
             changed = resume_check.changed_inputs(opened, config, rounds, allow, Team(), parts)
-        check_trackers(changed.config.record.trackers)
+        trackers.check_trackers(changed.config.record.trackers)
         prepared = given.cohort(changed.config, played, folder)
         resume_check.record_changed(opened, changed)
         observers = ObserverList((observer, followers))
         try:
-            return prepared, play_and_judge(changed.config, folder, opened, prepared, observers)
+            return prepared, run.play_and_judge(changed.config, folder, opened, prepared, observers)
         except BaseException:
             prepared.cohort.close_engine()
             raise

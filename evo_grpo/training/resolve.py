@@ -15,10 +15,8 @@ from evo_grpo.rollout.engine import check_engine
 from evo_grpo.settings import DoubtfulSetting, RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.trackers import check_trackers
-from evo_grpo.training.shortages import check_ranks, warn_of_shortages
+from evo_grpo.training import shortages, starting, strategies
 from evo_grpo.training.sizing import machine, model_size
-from evo_grpo.training.starting import with_adapter
-from evo_grpo.training.strategies import task_of
 
 OWN_BYTES = 2 << 30
 """Most bytes in use on a GPU, besides torch's, that count as the CUDA context of this process."""
@@ -33,7 +31,7 @@ def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
     """
     if config.engine.zero is None and (shards := config.engine.parts(team.size)) > 1:
         config = config.replace(engine=config.engine.replace(shards=shards))
-    check_ranks(config, team)
+    shortages.check_ranks(config, team)
     check_trackers(config.record.trackers)
     model_size.check_available(config.model.name)
     check_engine(config.engine)
@@ -46,21 +44,21 @@ def resolve(config: RunConfig, team: Team) -> tuple[RunConfig, Task | None]:
             else None
         )
         config = config.replace(population=population.replace(init=team.first(init)))
-    task = task_of(config)
+    task = strategies.task_of(config)
     setup = _setup(config, task, team.size)
     config = _with_limits(config, setup, team)
     config = config.settled(DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens)
     _check_memory(config, setup)
     if team.rank == 0:
         prompts = config.algorithm.prompts_per_step or DEFAULT_PROMPTS
-        warn_of_shortages(task, prompts, config.evolve.fitness)
+        shortages.warn_of_shortages(task, prompts, config.evolve.fitness)
     return config, task
 
 
 def checked_task(config: RunConfig, team: Team | None = None) -> Task | None:
     """Return the single-turn task of a recorded run; refuse a run that does not fit in memory."""
     check_trackers(config.record.trackers)
-    task = task_of(config)
+    task = strategies.task_of(config)
     _check_memory(config, _setup(config, task, 1 if team is None else team.size))
     return task
 
@@ -118,7 +116,7 @@ def _with_limits(config: RunConfig, setup: machine.Setup | None, team: Team) -> 
 
 def _with_adapter(config: RunConfig, setup: machine.Setup) -> RunConfig:
     """Return settings with `model.lora` read from `model.adapter`, for an estimate of memory."""
-    model = with_adapter(config.model, setup.size, config.search_space().names())
+    model = starting.with_adapter(config.model, setup.size, config.search_space().names())
     return config.model_copy(update={"model": model})
 
 

@@ -10,9 +10,7 @@ from evo_grpo.model.lora.load import fit_slot
 from evo_grpo.population.checkpoints.read import load_agent, read_attributes
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.round import apply, recorded_generation
-from evo_grpo.record.family import archived_agent, next_member_id
-from evo_grpo.record.names import BEST
-from evo_grpo.record.plain import check_digests, inside
+from evo_grpo.record import family, names, plain
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.training.assemble import Prepared
 from evo_grpo.training.writer import sees_folder
@@ -47,10 +45,10 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
         cohort.remove(slot)
     members, histories = _members_of(rounds), _histories_of(rounds)
     checkpoints = {record.agent: _checkpoint(folder, record, final) for record in final.agents}
-    best = archived_agent(rounds) if prepared.round_settings.evolve.keeps_archive else None
+    best = family.archived_agent(rounds) if prepared.round_settings.evolve.keeps_archive else None
     if best is not None and best.score is not None:
         cohort.archive = cohort.add_spare(members[best.member], best.hparams)
-        place = _checkpoint(folder, best, rounds[best.round], BEST)
+        place = _checkpoint(folder, best, rounds[best.round], names.BEST)
         checkpoints[cohort.archive.slot] = place
     _load(cohort, checkpoints)
     for record in final.agents:
@@ -68,7 +66,7 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     generation = recorded_generation(cohort, slots, final)
     inherit = prepared.round_settings.evolve.inherit_optimizer
     apply(cohort, slots, generation, inherit_optimizer=inherit)
-    cohort.reserve_members(next_member_id(rounds))
+    cohort.reserve_members(family.next_member_id(rounds))
     return generation.slots
 
 
@@ -86,7 +84,7 @@ def _checkpoint(
         )
     origin = f"round {record.round + 1} recorded for agent {record.agent}"
     files = played.files_of(record.checkpoint)
-    return inside(folder, copy or record.checkpoint), files, origin
+    return plain.inside(folder, copy or record.checkpoint), files, origin
 
 
 def _fit(cohort: Cohort, slot: Slot, place: Path) -> None:
@@ -108,7 +106,7 @@ def _load(cohort: Cohort, checkpoints: Mapping[Slot, _Checkpoint]) -> None:
     for slot, (place, files, origin) in checkpoints.items():
         if not cohort.is_local(slot):
             continue
-        check_digests(place, files, origin)
+        plain.check_digests(place, files, origin)
         saved = str(read_attributes(place)["base_digest"])
         live = base_digest(cohort.base)
         if comparable_digests(saved, live) and saved != live:

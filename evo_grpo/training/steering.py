@@ -14,9 +14,8 @@ from typing import final
 from evo_grpo.evolve.steer import ON_RUN, NextRound, RoundEnd, steer
 from evo_grpo.population.plan import RoundPlan
 from evo_grpo.population.round import Steerer
-from evo_grpo.record.family import next_member_id
+from evo_grpo.record import family, run_dir
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.steering import carried_out, read_requests, remove_requests
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.types import Request, RequestOutcome
@@ -46,7 +45,7 @@ class RunSteering(Steerer):
     def __init__(
         self,
         path: Path,
-        folder: RunDir,
+        folder: run_dir.RunDir,
         hp_config: HyperparameterConfig,
         amend: Callable[[RoundRecord], None],
     ) -> None:
@@ -125,7 +124,7 @@ class RunSteering(Steerer):
 
 
 def take_up_requests(
-    folder: RunDir,
+    folder: run_dir.RunDir,
     rounds: list[RoundRecord],
     hp_config: HyperparameterConfig,
     *,
@@ -146,7 +145,7 @@ def take_up_requests(
         fresh = [request for request in requests if request.id not in done]
         plan = RoundPlan(rounds[-1], {}, last=False)
         plan, outcomes, next_id = with_agents_steered(
-            plan, fresh, hp_config, next_member_id(rounds)
+            plan, fresh, hp_config, family.next_member_id(rounds)
         )
         outcomes += [
             RequestOutcome(request, "the process that it was asked of has ended")

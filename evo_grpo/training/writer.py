@@ -23,13 +23,11 @@ from evo_grpo.population.checkpoints.write import (
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.steps import CheckpointFiles, RunWriter
+from evo_grpo.record import leaderboard, names, steering
 from evo_grpo.record.files import sync_into, to_lines, writing
 from evo_grpo.record.folder import round_name
-from evo_grpo.record.leaderboard import write_csv
-from evo_grpo.record.names import COMPLETIONS
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import Retention, RunDir, checkpoint_name
-from evo_grpo.record.steering import remove_requests
 from evo_grpo.types import Slot
 
 WAITING = 2
@@ -113,7 +111,7 @@ class FolderWriter(RunWriter):
 
     def follow_up(self) -> None:
         """Update all files that are derived from finished rounds; a second call changes nothing."""
-        write_csv(self.folder.rounds(), self.folder.path)
+        leaderboard.write_csv(self.folder.rounds(), self.folder.path)
         # Copy the best agent before deleting checkpoints: it may be from an earlier round.
         if self.keep_best:
             self.folder.keep_best()
@@ -148,7 +146,7 @@ class FolderWriter(RunWriter):
         files = dict(record.files)
         for path, agent in agents.items():
             files |= _written(self.folder.path, path, agent)
-        name = f"{COMPLETIONS}/{round_name(record.round)}.jsonl"
+        name = f"{names.COMPLETIONS}/{round_name(record.round)}.jsonl"
         files |= self.folder.write(name, to_lines(samples))
         files |= self.folder.finish_metrics(record.round)
         self.folder.append_round(with_files(record, files))
@@ -159,12 +157,13 @@ class FolderWriter(RunWriter):
     def _amend_round(self, record: RoundRecord) -> None:
         self.folder.amend_round(record)
         self._drop_requests(record)
-        write_csv(self.folder.rounds(), self.folder.path)  # the table shows which agents left
+        # The table shows which agents left.
+        leaderboard.write_csv(self.folder.rounds(), self.folder.path)
 
     def _drop_requests(self, record: RoundRecord) -> None:
         """Remove requests with a recorded outcome; keep a request to pause until the pause ends."""
         ids = {outcome.request.id for outcome in record.steering} - {record.paused_by}
-        remove_requests(self.folder.path, ids)
+        steering.remove_requests(self.folder.path, ids)
 
 
 def sees_folder(path: Path, team: Team) -> bool:

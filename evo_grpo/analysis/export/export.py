@@ -34,12 +34,10 @@ from evo_grpo.envs.conversations import MESSAGES
 from evo_grpo.envs.prompts import Template
 from evo_grpo.errors import ConfigError, EvoGrpoError, RunFailedError
 from evo_grpo.escaping import printable, redacted, shorten
-from evo_grpo.record.arms import arm_label
+from evo_grpo.record import arms, replay, story
 from evo_grpo.record.choice import ChosenAgent, choose_of
 from evo_grpo.record.files import writing
 from evo_grpo.record.folder import read_config
-from evo_grpo.record.replay import read_replay
-from evo_grpo.record.story import rivals_text
 from evo_grpo.record.wording import count, with_error
 from evo_grpo.schema.hparams import Hparams, Value
 from evo_grpo.schema.search_space import plain_choice
@@ -190,15 +188,15 @@ def card(choice: ChosenAgent, config: RunConfig, example: ExampleCode, digest: s
         choice=choice,
         example=example,
         digest=digest,
-        replay=read_replay(choice.run),
+        replay=replay.read_replay(choice.run),
         run=choice.run.resolve().name,
         task=config.env.kind,
         score=_score,
         made=_made,
         number=_number,
-        rivals_text=rivals_text,
+        rivals_text=story.rivals_text,
         with_error=with_error,
-        arm_label=arm_label,
+        arm_label=arms.arm_label,
         count=count,
         literal=literal,
         plain=_plain,

@@ -30,9 +30,7 @@ from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import beside, code_folder
 from evo_grpo.record.wording import count, number
 from evo_grpo.schema.validation import whole
-from evo_grpo.settings import RunConfig
-from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
-from evo_grpo.settings.yaml import as_config
+from evo_grpo.settings import RunConfig, algorithm, yaml
 from evo_grpo.sources import resolve
 from evo_grpo.training.assemble import add_agents, build_cohort, build_parts, environment_for
 from evo_grpo.training.sizing.model_size import read_model_size
@@ -229,7 +227,7 @@ def try_config(
             of several turns.
         RunFailedError: The model has log-probabilities that are not finite.
     """
-    run = as_config(config)
+    run = yaml.as_config(config)
     if (task_settings := named_task(env)) is not None:
         run, env = run.replace(env=task_settings), None
     if samples is not None:
@@ -242,7 +240,9 @@ def try_config(
             tokenizer = load_tokenizer(
                 resolve(run.model.name), trust_remote_code=run.model.trust_remote_code
             )
-            make = environment_of(run.env, run.seed, DEFAULT_PROMPTS, DEFAULT_OUTPUT_TOKENS, None)
+            make = environment_of(
+                run.env, run.seed, algorithm.DEFAULT_PROMPTS, algorithm.DEFAULT_OUTPUT_TOKENS, None
+            )
             gym = make(tokenizer) if env is None else env
             windows = run.algorithm.max_model_len, read_model_size(run.model.name).context
             if isinstance(gym, ReasoningGym) and (limits := [size for size in windows if size]):

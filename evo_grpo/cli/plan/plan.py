@@ -4,18 +4,12 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from evo_grpo.envs import finding, registry, template_keywords, thinking
 from evo_grpo.envs.data.tables import LazyRows
-from evo_grpo.envs.finding import find_function
-from evo_grpo.envs.registry import check_multi_turn, is_multi_turn
 from evo_grpo.envs.task import Task
-from evo_grpo.envs.template_keywords import ignored_keywords
-from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError
-from evo_grpo.settings import EngineConfig, RunConfig, warnings
+from evo_grpo.settings import EngineConfig, RunConfig, evaluations, record, trackers, warnings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
-from evo_grpo.settings.evaluations import count_evaluations
-from evo_grpo.settings.record import check_driver
-from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.training.shortages import few_prompts, shortages
 from evo_grpo.training.sizing import machine, model_size, prompt_lengths
 from evo_grpo.training.sizing.cards import Gpu
@@ -145,7 +139,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
             used; or a database driver or a tracker's package is not installed.
     """
     config = _check_first(config)
-    task = task_of(config, find_function)
+    task = task_of(config, finding.find_function)
     output_tokens = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
     config = config.settled(output_tokens)
     check_strategies(config.evolve)
@@ -160,7 +154,7 @@ def make_plan(config: RunConfig, *, gpu: Gpu | None = None, online: bool = False
     test = min(fitness.test_prompts, rows.get("test", fitness.test_prompts))
     turns = config.env.max_turns if task is None else 1
     row_tokens = turns * longest
-    counts = count_evaluations(config.population, config.evolve)
+    counts = evaluations.count_evaluations(config.population, config.evolve)
     between, final = min(fitness.in_between, validation), counts.finalists * validation
     fit, memory = _memory(config, base, longest, gpu)
     return Plan(
@@ -243,10 +237,10 @@ def _check_first(config: RunConfig) -> RunConfig:
 
     Run folders in `population.init` are replaced by the values of their agents.
     """
-    check_driver(config.record.storage)
-    check_trackers(config.record.trackers)
-    if is_multi_turn(config.env.kind):
-        check_multi_turn(config.env, config.seed)
+    record.check_driver(config.record.storage)
+    trackers.check_trackers(config.record.trackers)
+    if registry.is_multi_turn(config.env.kind):
+        registry.check_multi_turn(config.env, config.seed)
     if not isinstance(config.population.init, dict):
         return config
     # Imported here: the order of a leaderboard needs numpy.
@@ -266,7 +260,7 @@ def _of_models(config: RunConfig) -> Iterator[str]:
                 "unknown until it is downloaded"
             )
     keywords = config.env.chat_template_kwargs
-    yield from ignored_keywords(
+    yield from template_keywords.ignored_keywords(
         prompt_lengths.chat_template_of(config.model.name) if keywords else None, keywords
     )
 
@@ -348,7 +342,7 @@ def _calls(task: Task) -> tuple[str, ...]:
 
     row = task.splits["train"][0]
     if task.thinking is not None:
-        row = {**row, COLUMN: "..."}
+        row = {**row, thinking.COLUMN: "..."}
     return tuple(shown_calls(task.rewards, row))
 
 

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from evo_grpo.envs import finding, loading, packages
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv
 from evo_grpo.envs.family import Family, check_call
-from evo_grpo.envs.finding import find_name
-from evo_grpo.envs.loading import load_function
-from evo_grpo.envs.packages import try_out
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import EnvConfig
 
@@ -18,7 +16,7 @@ _METHODS = ("reset", "step")
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
     """Return a factory that calls the user's "module:factory" with `env.args`."""
     kind, args = env.kind, env.args
-    factory = load_function(name, "env.kind")
+    factory = loading.load_function(name, "env.kind")
     check_call(kind, args, factory)
 
     def make() -> MultiTurnEnv:
@@ -27,13 +25,13 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
         _check(kind, type(game).__name__, missing, is_trl=hasattr(game, "get_reward"))
         return game
 
-    return try_out(kind, make, seed)
+    return packages.try_out(kind, make, seed)
 
 
 def check(name: str, env: EnvConfig, seed: int) -> None:
     """Check the user's factory in the source of its module, without importing it."""
     del seed
-    definition = find_name(name, "env.kind")
+    definition = finding.find_name(name, "env.kind")
     check_call(env.kind, env.args, definition.stand_in())
     missing = [method for method in _METHODS if definition.lacks(method)]
     _check(env.kind, name.rpartition(":")[2], missing, is_trl=not definition.lacks("get_reward"))

@@ -14,13 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from evo_grpo.envs import finding, loading, packages
 from evo_grpo.envs.conversations import is_conversation, messages_of, text_of
 from evo_grpo.envs.data.tables import DatasetRow, read_rows
 from evo_grpo.envs.episodes.multi_turn import check_reward
 from evo_grpo.envs.family import Family, check_call, check_integer
-from evo_grpo.envs.finding import find_name
-from evo_grpo.envs.loading import load_function
-from evo_grpo.envs.packages import PrivateGenerators, try_out
 from evo_grpo.envs.rewards.watch import await_result
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.settings import EnvConfig
@@ -53,20 +51,20 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
     """
     kind = env.kind
     rows = _rows(env)
-    factory = load_function(name, "env.kind")
+    factory = loading.load_function(name, "env.kind")
     max_turns, settings = _arguments(env.args)
     check_call(kind, settings, factory)
 
     make_object = partial(factory, **settings)
     make = partial(TrlStyleEnv, make_object, rows, kind=kind, max_turns=max_turns, seed=seed)
-    return try_out(kind, make, seed)
+    return packages.try_out(kind, make, seed)
 
 
 def check(name: str, env: EnvConfig, seed: int) -> None:
     """Check the user's class in the source of its module, without importing it."""
     del seed
     _rows(env)
-    definition = find_name(name, "env.kind")
+    definition = finding.find_name(name, "env.kind")
     check_call(env.kind, _arguments(env.args)[1], definition.stand_in())
     _check(
         env.kind,
@@ -105,7 +103,7 @@ class TrlStyleEnv:
         self._rows = rows
         self._max_turns = max_turns
         self._turns = 0
-        self._generators = PrivateGenerators(seed)
+        self._generators = packages.PrivateGenerators(seed)
         with self._generators.swapped_in():
             self._env = make()
         self._tools = _tools(kind, self._env)

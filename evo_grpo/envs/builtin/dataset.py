@@ -24,10 +24,7 @@ from evo_grpo.envs.task import Task
 from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.seeding import generator
-from evo_grpo.settings import EnvConfig
-from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-from evo_grpo.settings.keywords import unknown_keyword
-from evo_grpo.settings.objects import by_splits
+from evo_grpo.settings import EnvConfig, algorithm, keywords, objects
 from evo_grpo.settings.rewards import JudgeReward, ModelReward
 
 FAMILY = Family(reads=SPLITS)
@@ -92,9 +89,9 @@ class DatasetEnv:
     ) -> None:
         for keyword in _OF_OTHER_KINDS & settings.keys():
             known = {key: None for key in EnvConfig.model_fields if key not in _OF_OTHER_KINDS}
-            raise unknown_keyword("DatasetEnv", keyword, known)
+            raise keywords.unknown_keyword("DatasetEnv", keyword, known)
         self.name = name
-        sources = by_splits({"train": train, "validation": validation, "test": test})
+        sources = objects.by_splits({"train": train, "validation": validation, "test": test})
         most = settings.get("max_data_gb", MAX_GIGABYTES)
         self._rows: dict[Split, list[DatasetRow]] = {
             split: list(read_rows(sources[split], split, most))
@@ -154,7 +151,7 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
     rewards: Sequence[RewardFunction],
     *,
     name: str = "dataset",
-    max_output_tokens: int = DEFAULT_OUTPUT_TOKENS,
+    max_output_tokens: int = algorithm.DEFAULT_OUTPUT_TOKENS,
     validation_from_few: bool = False,
     thinking: object = None,
     gigabytes: float = MAX_GIGABYTES,
@@ -168,7 +165,7 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
     one from the first row. With `thinking` tags, the parameter `thinking` of a reward function
     needs no column.
     """
-    sources = by_splits(sources)
+    sources = objects.by_splits(sources)
     rows: dict[Split, Sequence[DatasetRow]] = {
         split: read_rows(sources[split], split, gigabytes)
         for split in SPLITS

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, final
 
 from pydantic import AfterValidator, BeforeValidator
 
+from evo_grpo.evolve import protocols, ranges, start
 from evo_grpo.evolve.explore.step import put
-from evo_grpo.evolve.protocols import Candidate, Changes
-from evo_grpo.evolve.ranges import parts
-from evo_grpo.evolve.start import with_values
 from evo_grpo.schema.group import Group, plain, setting
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import Problem, Problems, below, refuse
@@ -81,12 +79,15 @@ class ScheduleExploration(Group):
     )
 
     def explore(
-        self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
-    ) -> tuple[Hparams, Changes]:
+        self,
+        candidate: protocols.Candidate,
+        hp_config: "HyperparameterConfig",
+        rng: "np.random.Generator",
+    ) -> tuple[Hparams, protocols.Changes]:
         """Set the scheduled values of an agent's next round that have a range; nothing is drawn."""
         del rng
         hparams = candidate.hparams
-        space = dict(parts(hparams, hp_config.parameters))
+        space = dict(ranges.parts(hparams, hp_config.parameters))
         return put(hparams, self.values_of(candidate.round), space)
 
     def values_of(self, round: int) -> dict[str, Any]:
@@ -104,7 +105,7 @@ class ScheduleExploration(Group):
         for index, entry in enumerate(self.rounds):
             values = {name: value for name, value in entry.items() if name != ROUND}
             path = ("rounds", index)
-            space = dict(parts(hparams, hp_config.parameters))
+            space = dict(ranges.parts(hparams, hp_config.parameters))
             for name in values.keys() - space.keys():
                 text = (
                     f"expected one of {', '.join(space) or 'none'}, since only what has a range "
@@ -112,7 +113,7 @@ class ScheduleExploration(Group):
                 )
                 yield Problem((*path, name), text)
             try:
-                hparams = with_values(hparams, values, hp_config.names())
+                hparams = start.with_values(hparams, values, hp_config.names())
             except Problems as error:
                 yield from error.below(*path).problems
                 continue

@@ -11,11 +11,8 @@ from rich.console import Console
 
 from evo_grpo.readers.terminal.console import say
 from evo_grpo.readers.terminal.result import ALWAYS_SHOWN, show_ending, show_next
-from evo_grpo.record import columns, wording
-from evo_grpo.record.family import best_agent
-from evo_grpo.record.observer import Observer
+from evo_grpo.record import columns, family, observer, view, wording
 from evo_grpo.record.records import AgentRecord, RoundRecord
-from evo_grpo.record.view import RunView
 from evo_grpo.schema.hparams import Value
 from evo_grpo.schema.problems import short_name
 from evo_grpo.settings import PopulationConfig, RunConfig
@@ -85,7 +82,7 @@ class Pace:
         return max(estimate - spent, 0.0) + estimate * (self.rounds - self.done - 1)
 
 
-class RunProgress(Observer):
+class RunProgress(observer.Observer):
     """Keeps the progress of a run for messages about errors; subclasses also show the progress.
 
     The object is a context manager. If `started` gets a RunConfig, that RunConfig replaces `title`
@@ -178,7 +175,7 @@ class RunProgress(Observer):
     def close(self) -> None:
         """Stop drawing and restore the terminal; does nothing here, nor at a second call."""
 
-    def show_ending(self, run: RunView) -> None:
+    def show_ending(self, run: view.RunView) -> None:
         """Show the leaderboard and the story of a run, if it has finished rounds."""
         self.close()
         if run.rounds and not self.console.quiet:
@@ -292,7 +289,7 @@ def clock(seconds: float) -> str:
 
 def round_line(record: RoundRecord, rounds: int) -> str:
     """Return the result of a round in one line; `rounds` is the number of rounds of the run."""
-    best = best_agent(record)
+    best = family.best_agent(record)
     means = [mean for agent in record.agents if math.isfinite(mean := columns.fitness(agent))]
     tokens = sum(agent.tokens for agent in record.agents)
     parts = [f"round {record.round + 1}/{rounds}"]

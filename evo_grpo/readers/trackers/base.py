@@ -25,14 +25,11 @@ from typing import Any, ClassVar, Self, cast, final
 from evo_grpo.errors import ConfigError
 from evo_grpo.escaping import error_text
 from evo_grpo.readers.reader import Reader
-from evo_grpo.record import columns
+from evo_grpo.record import columns, observer, plain, wording
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, StepDone
 from evo_grpo.record.names import TRACKERS
-from evo_grpo.record.observer import Observer
-from evo_grpo.record.plain import refuse_links
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.vocabulary import HYPERPARAMETER, SECONDS, VALIDATION
-from evo_grpo.record.wording import changes_text
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings.env import without_rows
 from evo_grpo.settings.trackers import KINDS, TrackerConfig, check_trackers
@@ -115,7 +112,7 @@ def open_tracker(config: TrackerConfig, run: Path | None, settings: object, id: 
     if config.folder is None and run is not None:
         folder = run.resolve() / TRACKERS / config.kind
         if not writer.makes_links:  # the contents of a run folder are not trusted
-            refuse_links(folder)
+            plain.refuse_links(folder)
     else:
         folder = Path(config.folder or f"{TRACKERS}/{config.kind}").expanduser().resolve()
         folder = folder / name if writer.named_by_folder else folder
@@ -225,7 +222,7 @@ def life(agent: AgentRecord, names: Sequence[str]) -> str:
     text = f"member {agent.member}"
     if agent.parent is not None:
         text += f", from member {agent.parent} ({agent.mutation.op})"
-    if changes := changes_text(agent.mutation.changes):
+    if changes := wording.changes_text(agent.mutation.changes):
         text += f": {changes}"
     values = columns.values(agent.hparams, names).items()
     chosen = [f"{name} {value}" for name, value in values if isinstance(value, str | bool)]
@@ -271,7 +268,7 @@ SECONDS_TO_STOP = 4.0
 """How long interrupted training waits for the tracker."""
 
 
-class Tracker(Observer):
+class Tracker(observer.Observer):
     """An observer that writes training to a tracker, in a thread of this process.
 
     A run with a folder does not need a `Tracker`: the trackers in `record.trackers` read the log of

@@ -14,9 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evo_grpo.model.alone import excluding_loads
-from evo_grpo.model.base import SharedBase
-from evo_grpo.model.ends import StopRules
+from evo_grpo.model import alone, base, ends
 from evo_grpo.model.forward.choice import give_up_kernels, open_decoder
 from evo_grpo.model.forward.fused import FusedForward, RowLayout, population_forward
 from evo_grpo.model.forward.sending import send
@@ -65,8 +63,8 @@ class NativeEngine(RolloutEngine):
         settings = settings or AgentSettings()
         longest = settings.algorithm.max_model_len
         self.slots = slots
-        self.base: SharedBase = slots.base
-        self.ends = StopRules(slots.base, settings.algorithm)
+        self.base: base.SharedBase = slots.base
+        self.ends = ends.StopRules(slots.base, settings.algorithm)
         self.max_rows = self._wanted_rows = settings.engine.decode_rows
         self.max_prompts = settings.engine.max_decode_prompts
         # Processes that compute together cannot repeat a call that ran out of memory.
@@ -92,7 +90,7 @@ class NativeEngine(RolloutEngine):
             self.ability = ability_of(self.base, self.slots.layers)
 
     @torch.no_grad()
-    @excluding_loads()
+    @alone.excluding_loads()
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample the completions of all requests; see `RolloutEngine`."""
         for request in requests:

@@ -22,11 +22,9 @@ from torch import Tensor, nn
 from evo_grpo.model.forward.fused import FusedForward
 from evo_grpo.model.forward.sending import send
 from evo_grpo.model.forward.stacks import Stack, adapter_weights
-from evo_grpo.model.llama.attention import attend_prompts
-from evo_grpo.model.llama.cache import Refill
+from evo_grpo.model.llama import attention, cache, families
 from evo_grpo.model.llama.cuda import operators
 from evo_grpo.model.llama.cuda.operators import TILE, padded
-from evo_grpo.model.llama.families import LayerKind
 from evo_grpo.model.llama.weights import (
     JoinedLayer,
     JoinedLinear,
@@ -231,7 +229,7 @@ Rotation: TypeAlias = tuple[Tensor, Tensor] | tuple[None, None]
 class LayerParts:
     """Norms, rotary table and window of a layer; `following` is the next layer's first norm."""
 
-    def __init__(self, layer: JoinedLayer, following: Norm, kind: LayerKind) -> None:
+    def __init__(self, layer: JoinedLayer, following: Norm, kind: families.LayerKind) -> None:
         self.table, self.window = kind.table, kind.window or 0
         q_norm, k_norm = map(_weight, layer.head_norms) if layer.head_norms else ((None, 0.0),) * 2
         #: Weights and eps of the norms of q and k.
@@ -321,7 +319,9 @@ class KernelDecoder:
             window = self._layers[number].window
             queries = q.view(prompts, columns, d.heads, d.head_dim).transpose(1, 2)
             k, v = self._keys[number], self._values[number]
-            return attend_prompts(queries, k, v, d.scale, window or None, masks).flatten(0, 1)
+            return attention.attend_prompts(queries, k, v, d.scale, window or None, masks).flatten(
+                0, 1
+            )
 
         positions = torch.arange(columns, device=device).repeat(prompts)
         derived = self.weights.base.derived
@@ -355,7 +355,7 @@ class KernelDecoder:
         decoder._keys, decoder._values, decoder._rows = [], [], None
         return decoder
 
-    def refill(self, arrived: KernelDecoder | None, moves: Refill) -> int:
+    def refill(self, arrived: KernelDecoder | None, moves: cache.Refill) -> int:
         """Remove ended rows and add the rows of `arrived`; see `RefillDecoder`."""
         rows = len(moves.stay_to) + len(moves.join_to)
         joining = (arrived._keys, arrived._values) if arrived else ([], [])

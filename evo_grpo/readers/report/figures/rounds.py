@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from evo_grpo.readers.report.figures import axes, traces
-from evo_grpo.record.arms import arm_label
+from evo_grpo.record import arms, family, wording
 from evo_grpo.record.columns import fitness, fitness_se, was_evaluated
-from evo_grpo.record.family import front
 from evo_grpo.record.records import AgentRecord
 from evo_grpo.record.view import Run, RunView, view_of
-from evo_grpo.record.wording import with_error
 from evo_grpo.schema.problems import short_name, shown_value
 
 if TYPE_CHECKING:
@@ -78,14 +76,14 @@ def _add_flat_lines(figure: go.Figure, view: RunView) -> list[axes.End]:
         for arm in compared["arms"]:
             if arm["name"] in baselines:
                 short, dash = baselines[arm["name"]]
-                label = arm_label(arm["name"], compared["agents"])
+                label = arms.arm_label(arm["name"], compared["agents"])
                 flat.append((label, short, arm["test"], dash))
     last_round = max(1, len(view.rounds))
     ends: list[axes.End] = []
     for name, short, score, dash in flat:
         if score["mean"] is None:
             continue
-        value = with_error(score["mean"], score["se"], 3)
+        value = wording.with_error(score["mean"], score["se"], 3)
         line = axes.Line()
         for x in (0.6, last_round):
             line.add(x, score["mean"], f"{name}: {value} on {score['n']} test prompts")
@@ -98,14 +96,14 @@ def _add_flat_lines(figure: go.Figure, view: RunView) -> list[axes.End]:
 def plot_front(run: Run, objective: str) -> go.Figure:
     """Draw the fitness of all agents in all rounds against `objective`, and the Pareto front."""
     view = view_of(run)
-    best, agent_looks = front(view.rounds), traces.looks(view)
+    best, agent_looks = family.front(view.rounds), traces.looks(view)
     measures = [_measure(record, objective) for record in best]
     better = f" ({'smaller' if measures[0].minimize else 'larger'} is better)" if measures else ""
     figure = axes.new_figure(f"{objective}{better}", "fitness")
 
     def add(line: axes.Line, agent: AgentRecord, error: float = math.nan) -> None:
         goal = _measure(agent, objective)
-        value = f"{objective} {with_error(goal.mean, goal.se, 3)}"
+        value = f"{objective} {wording.with_error(goal.mean, goal.se, 3)}"
         text = f"{traces.described(agent, view.mutable)}<br>{value}"
         line.add(goal.mean, fitness(agent), text, error)
 
