@@ -31,18 +31,7 @@ from evo_grpo.errors import CheckpointError, ConfigError, RewardError, RunFailed
 from evo_grpo.learn.objective.advantages import as_floats, group_advantages
 from evo_grpo.learn.objective.ratios import kl_term
 from evo_grpo.rollout.sampling import RowSampling, Sampling, key_tensor, sample_tokens, uniform
-from evo_grpo.schema.validation import (
-    LEAST,
-    MOST,
-    Rule,
-    above_zero,
-    check_all,
-    check_folder,
-    computable,
-    not_negative,
-    number,
-    whole,
-)
+from evo_grpo.schema import validation
 from evo_grpo.seeding import derive
 
 RewardFn = Callable[[Tensor, Tensor], Sequence[float]]
@@ -50,21 +39,21 @@ RewardFn = Callable[[Tensor, Tensor], Sequence[float]]
 ROLLING = 20
 """Steps that `rolling_reward` averages over."""
 
-RULES: dict[str, Rule] = {
-    "group_size": whole(2, "a group of one has no advantage"),
-    "kl_coef": not_negative(),
-    "learning_rate": above_zero().or_none(),
-    "max_new_tokens": whole(1),
-    "max_grad_norm": number(lambda v: v > 0, "a number > 0", "math.inf never clips"),
-    "temperature": computable(LEAST, MOST),
-    "advantage_clip": above_zero().or_none(),
-    "level": Rule(lambda v: v in ("sequence", "token"), '"sequence" or "token"'),
-    "eos_id": whole(0, "give a token id, or None for a fixed length").or_none(),
-    "pad_id": whole(0, "give a token id"),
-    "seed": whole(),
-    "n_epochs": whole(1),
-    "batch_size": whole(1).or_none(),
-    "checkpoint_every": whole(1).or_none(),
+RULES: dict[str, validation.Rule] = {
+    "group_size": validation.whole(2, "a group of one has no advantage"),
+    "kl_coef": validation.not_negative(),
+    "learning_rate": validation.above_zero().or_none(),
+    "max_new_tokens": validation.whole(1),
+    "max_grad_norm": validation.number(lambda v: v > 0, "a number > 0", "math.inf never clips"),
+    "temperature": validation.computable(validation.LEAST, validation.MOST),
+    "advantage_clip": validation.above_zero().or_none(),
+    "level": validation.Rule(lambda v: v in ("sequence", "token"), '"sequence" or "token"'),
+    "eos_id": validation.whole(0, "give a token id, or None for a fixed length").or_none(),
+    "pad_id": validation.whole(0, "give a token id"),
+    "seed": validation.whole(),
+    "n_epochs": validation.whole(1),
+    "batch_size": validation.whole(1).or_none(),
+    "checkpoint_every": validation.whole(1).or_none(),
 }
 
 
@@ -137,7 +126,7 @@ class GRPO:
         optimizer: torch.optim.Optimizer | None = None,
         seed: int = 0,
     ) -> None:
-        check_all(RULES, locals())
+        validation.check_all(RULES, locals())
         weights = {id(p) for p in model.parameters()}
         if any(id(p) in weights for p in ref_model.parameters()):
             raise ConfigError(
@@ -203,7 +192,7 @@ class GRPO:
             RewardError: The reward function does not return one finite number per completion.
             RunFailedError: The loss or the gradient is not finite.
         """
-        check_all(RULES, locals())
+        validation.check_all(RULES, locals())
         if checkpoint_every is not None and checkpoint_dir is None:
             raise ConfigError(
                 f"checkpoint_every={checkpoint_every}: has no effect without checkpoint_dir; pass "
@@ -296,7 +285,7 @@ class GRPO:
         Raises:
             CheckpointError: The path, or a parent of it, is a file.
         """
-        folder = check_folder("save: path", path)
+        folder = validation.check_folder("save: path", path)
         folder.mkdir(parents=True, exist_ok=True)
         state = {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()}
         rows = "\n".join(json.dumps(asdict(m)) for m in self.history)
@@ -347,11 +336,11 @@ class GRPO:
         return rewards
 
     @torch.no_grad()
-    def _sample(self, prompts: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    def _sample(self, prompts: Tensor, stream: int) -> tuple[Tensor, Tensor]:
         """Return completions (B, C) int64 and their mask (B, C) bool, true up to the end token."""
         count, steps = len(prompts), self.sampling.max_output_tokens
         keys = key_tensor(
-            [derive(self.seed, "sample", number, i) for i in range(count)], prompts.device
+            [derive(self.seed, "sample", stream, i) for i in range(count)], prompts.device
         )
         ids, alive = prompts, torch.ones(count, dtype=torch.bool, device=prompts.device)
         masks: list[Tensor] = []

@@ -18,12 +18,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from types import FrameType
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-    from types import FrameType
 
 INTERRUPTED = 130
 TERMINATED = 143

@@ -9,13 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from evo_grpo.envs.conversations import (
-    MESSAGES,
-    holds_messages,
-    is_conversation,
-    parts_of,
-    with_parts,
-)
+from evo_grpo.envs import conversations
 from evo_grpo.envs.data.tables import NO_NONE, SPLITS, DatasetRow, Split, place_of, require_columns
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongError
@@ -80,7 +74,7 @@ class Template:
         return [
             message["content"][1:-1]
             for message in self.conversation or ()
-            if message["role"] == MESSAGES
+            if message["role"] == conversations.MESSAGES
         ]
 
     def fitted(
@@ -121,11 +115,14 @@ class Template:
         full_row, messages = row, list[dict[str, Any]]()
         for message in self.conversation or ({"role": "user", "content": self.text or ""},):
             role, content = message["role"], message["content"]
-            if role != MESSAGES:
+            if role != conversations.MESSAGES:
                 messages.append({"role": role, "content": _fill(content, row)})
                 continue
-            parts = parts_of(row, content[1:-1])
-            full_row, row_messages = with_parts(full_row, parts), parts[MESSAGES]
+            parts = conversations.parts_of(row, content[1:-1])
+            full_row, row_messages = (
+                conversations.with_parts(full_row, parts),
+                parts[conversations.MESSAGES],
+            )
             if messages and row_messages[0]["role"] in SYSTEM:
                 if messages[0]["role"] in SYSTEM:
                     raise DataError(
@@ -349,8 +346,10 @@ def _messages(template: object) -> tuple[Mapping[str, str], ...]:
             expected = "the keys role and content"
         elif not all(isinstance(value, str) for value in message.values()):
             expected = "strings as role and content"
-        elif message["role"] == MESSAGES and not re.fullmatch(r"\{\w+\}", message["content"]):
-            expected = f"a column alone, such as {{messages}}, as the content of {MESSAGES!r}"
+        elif message["role"] == (role := conversations.MESSAGES) and not re.fullmatch(
+            r"\{\w+\}", message["content"]
+        ):
+            expected = f"a column alone, such as {{messages}}, as the content of {role!r}"
         if expected:
             raise ConfigError(
                 f"conversation template, message {number}: expected {expected}, got {message!r}"
@@ -371,7 +370,7 @@ class _Present(dict[str, Any]):
             return value
         items = value.values() if isinstance(value, Mapping) else value
         items = items if isinstance(value, Mapping | list | tuple) else [value]
-        alone = self._text.strip() == f"{{{column}}}" and holds_messages(value)
+        alone = self._text.strip() == f"{{{column}}}" and conversations.holds_messages(value)
         if value is None:
             why = f"is None; {NO_NONE}"
         elif any(
@@ -382,13 +381,13 @@ class _Present(dict[str, Any]):
                 "models here read text: take it out of the prompt"
             )
         # A conversion, as in {column!r}, asks for the printed value.
-        elif (alone or is_conversation(value)) and f"{{{column}!" not in self._text:
+        elif (alone or conversations.is_conversation(value)) and f"{{{column}!" not in self._text:
             kind = "a mapping" if isinstance(value, Mapping) else "a list"
             why = (
                 f"is {kind} where text is expected: {excerpt(str(value))}; join it to text in the "
                 "file; or, where messages are sent, as in env.conversation, send it as "
-                f'{{role: {MESSAGES}, content: "{{{column}}}"}}; or print it as it is with '
-                f"{{{column}!r}}"
+                f'{{role: {conversations.MESSAGES}, content: "{{{column}}}"}}; or print it as it '
+                f"is with {{{column}!r}}"
             )
         else:
             return value

@@ -13,13 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evo_grpo.errors import ModelError
 from evo_grpo.schema.validation import MOST_DIGITS
-
-if TYPE_CHECKING:
-    from evo_grpo.sources import Source
+from evo_grpo.sources import Source
 
 MOST_BYTES = 1 << 24
 """Largest JSON file of a model that is read here: 16 MiB."""

@@ -6,11 +6,10 @@ result would depend on the rows of other agents. Here a layer's weight is dequan
 dtype for one product. Rows stay independent, and sampling and training agree.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,6 @@ from torch.autograd.function import FunctionCtx
 
 from evo_grpo.errors import EngineUnavailable, ModelError
 from evo_grpo.sources import Source
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Quantization = Literal["int8", "nf4"]
 

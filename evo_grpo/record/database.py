@@ -17,13 +17,7 @@ import optuna
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import BaseJournalBackend
-from sqlalchemy.exc import (
-    DBAPIError,
-    IntegrityError,
-    OperationalError,
-    ProgrammingError,
-    SQLAlchemyError,
-)
+from sqlalchemy import exc
 from sqlalchemy.pool import NullPool, StaticPool
 
 from evo_grpo.errors import EvoGrpoError
@@ -47,7 +41,7 @@ _ATTEMPTS = 5
 """Greatest number of attempts to create tables; an attempt fails if another run creates them."""
 #: Exceptions of a storage that cannot be used. Optuna raises AssertionError and RuntimeError for
 #: tables of another version, and for a lock of its journal that cannot be removed.
-REFUSED = (StorageInternalError, SQLAlchemyError, RuntimeError, AssertionError)
+REFUSED = (StorageInternalError, exc.SQLAlchemyError, RuntimeError, AssertionError)
 
 
 class DatabaseError(EvoGrpoError, ConnectionError):
@@ -90,8 +84,10 @@ def check_url(url: str) -> None:
             try:
                 _storage(url, poolclass=NullPool)
                 return
-            except (IntegrityError, ProgrammingError, OperationalError) as error:
-                if isinstance(error, OperationalError) and "already exists" not in str(error.orig):
+            except (exc.IntegrityError, exc.ProgrammingError, exc.OperationalError) as error:
+                if isinstance(error, exc.OperationalError) and "already exists" not in str(
+                    error.orig
+                ):
                     raise
                 # Another run is creating the same tables; try again when they exist.
                 time.sleep(0.2 * attempt)
@@ -132,7 +128,7 @@ def reason(error: BaseException) -> str:
     messages: list[object] = []
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, DBAPIError) and cause.orig:
+        if isinstance(cause, exc.DBAPIError) and cause.orig:
             messages.append(cause.orig)
         elif isinstance(cause, OSError):
             messages.append(cause.strerror or cause)

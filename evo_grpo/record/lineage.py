@@ -174,15 +174,15 @@ class Space:
 
         None if `value` is not positive on a logarithmic scale, or is not one of the choices.
         """
-        from optuna.distributions import (
-            CategoricalDistribution,
-            FloatDistribution,
-            IntDistribution,
-        )
+        from optuna import distributions
 
         bounds, integer = self._bounds(name), type_of(name) is int
         if bounds is not None and bounds.choices is not None:
-            return CategoricalDistribution(bounds.choices) if bounds.allows(value) else None
+            return (
+                distributions.CategoricalDistribution(bounds.choices)
+                if bounds.allows(value)
+                else None
+            )
         if isinstance(value, str | bool):
             return None
         ends = [] if bounds is None else [bounds.min, bounds.max]
@@ -195,8 +195,8 @@ class Space:
         if log and value <= 0:
             return None
         if integer:
-            return IntDistribution(math.floor(low), math.ceil(high), log=log)
-        return FloatDistribution(low, high, log=log)
+            return distributions.IntDistribution(math.floor(low), math.ceil(high), log=log)
+        return distributions.FloatDistribution(low, high, log=log)
 
     def _bounds(self, name: str) -> RLParameter | None:
         ranges = self.mutable.parameters

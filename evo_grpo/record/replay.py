@@ -12,15 +12,9 @@ from pydantic import TypeAdapter
 
 from evo_grpo.errors import RunDirError
 from evo_grpo.record import columns
+from evo_grpo.record import folder as run_folder
 from evo_grpo.record.arms import WINNER, Arm, Arms, Difference, caveat
 from evo_grpo.record.files import atomic_write, plain_value, seal
-from evo_grpo.record.folder import (
-    expect_run,
-    read_config,
-    read_result,
-    read_rounds,
-    refuse_objects,
-)
 from evo_grpo.record.names import REPLAY_RESULT, REPLAYED
 from evo_grpo.record.plain import RelativePath
 from evo_grpo.record.records import AgentRecord, HyperparameterName, RoundRecord
@@ -299,20 +293,20 @@ def read_schedule(run: str | Path) -> Schedule:
         RunDirError: The run is not finished, was recorded with objects that no file can name, or
             its winner trained for a single round.
     """
-    folder = expect_run(run)
+    folder = run_folder.expect_run(run)
     summary = read_summary(folder)
     if summary is None:
         raise RunDirError(
             f"{folder}: expected a finished run with a winner, got one without summary.json; "
             f"finish it with: evo-grpo resume {folder}"
         )
-    refuse_objects(
+    run_folder.refuse_objects(
         folder,
         "so its trainings cannot be repeated from the folder; evo_grpo.history(folder) has the "
         "hyperparameters of every agent by round, to train a new agent with in Python",
     )
-    steps = read_config(folder).population.steps_per_round
-    schedule = winner_schedule(read_rounds(folder), summary["best"], steps)
+    steps = run_folder.read_config(folder).population.steps_per_round
+    schedule = winner_schedule(run_folder.read_rounds(folder), summary["best"], steps)
     if len(schedule.rounds) < 2:
         raise RunDirError(
             f"{folder}: expected a winner that trained for two rounds or more, got member "
@@ -384,9 +378,9 @@ def unmoved(schedule: Schedule) -> str:
 
 def read_replay(run: str | Path, file: Path | None = None) -> Replay | None:
     """Return the result in replay.json or `file`, None before a replay is finished."""
-    file = file or expect_run(run) / REPLAY_RESULT
+    file = file or run_folder.expect_run(run) / REPLAY_RESULT
     content = f"the result of a replay in format {FORMAT}"
-    result = read_result(file, _REPLAY, content, f"replay {run} --force")
+    result = run_folder.read_result(file, _REPLAY, content, f"replay {run} --force")
     if result is None:
         return None
     data, replay = result

@@ -28,16 +28,8 @@ from typing import Any, Literal, final
 
 from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError
 from evo_grpo.record import files, names, plain, steering
+from evo_grpo.record import folder as run_folder
 from evo_grpo.record.family import best_agent, best_ever, front
-from evo_grpo.record.folder import (
-    continuing,
-    expect_run,
-    is_run,
-    parse_rounds,
-    refuse_links_in_run,
-    round_entries,
-    round_name,
-)
 from evo_grpo.record.records import Amendment, RoundRecord, outline, to_json
 
 Retention = Literal["all", "last", "best"] | int
@@ -89,9 +81,9 @@ class RunDir(AbstractContextManager["RunDir"]):
             ) from error
         with ExitStack() as undo:  # after an error or Ctrl-C the folder must not stay locked
             undo.callback(lock.release)
-            refuse_links_in_run(folder)
+            run_folder.refuse_links_in_run(folder)
             refuse_taken(folder, force=force)  # another process may have begun a run there
-            if is_run(folder):
+            if run_folder.is_run(folder):
                 clear_run(folder)
             # population.yaml last: it makes the folder a run folder.
             files.atomic_write(folder / names.ROUNDS, "")
@@ -108,13 +100,13 @@ class RunDir(AbstractContextManager["RunDir"]):
                 has a link in place of one of its files.
             CheckpointError: A line of rounds.jsonl is damaged or lost.
         """
-        folder = expect_run(path)
+        folder = run_folder.expect_run(path)
         with files.writing(folder):
             run = cls(folder, files.FolderLock(folder / names.LOCK))
         with ExitStack() as undo:
             undo.callback(run.close)
-            refuse_links_in_run(folder)
-            run._rounds = parse_rounds(folder / names.ROUNDS).records
+            run_folder.refuse_links_in_run(folder)
+            run._rounds = run_folder.parse_rounds(folder / names.ROUNDS).records
             refuse_lost_lines(folder, run._rounds)
             undo.pop_all()
         return run
@@ -133,7 +125,9 @@ class RunDir(AbstractContextManager["RunDir"]):
     def append_round(self, record: RoundRecord) -> None:
         """Append the next finished round to rounds.jsonl, after syncing its checkpoints to disk."""
         assert record.round == len(self._rounds), "each round is recorded once, in order"
-        files.sync_into(self.path, self.path / names.CHECKPOINTS / round_name(record.round))
+        files.sync_into(
+            self.path, self.path / names.CHECKPOINTS / run_folder.round_name(record.round)
+        )
         files.append(self.path / names.ROUNDS, files.seal(to_json(record)))
         self._rounds[-1:] = [outline(previous) for previous in self._rounds[-1:]]
         self._rounds.append(record)
@@ -167,7 +161,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return {file.relative_to(self.path).as_posix(): digest}
 
     def _metrics(self, round: int) -> Path:
-        return self.path / names.METRICS / f"{round_name(round)}.jsonl"
+        return self.path / names.METRICS / f"{run_folder.round_name(round)}.jsonl"
 
     def note(self, text: str) -> None:
         """Append a sentence with the present time to notes.jsonl."""
@@ -199,7 +193,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Remove the files of unfinished rounds, once the last finished round has been restored."""
         files.append(self.path / names.ROUNDS, "")
         for name in names.OF_ROUNDS:
-            for number, entry in round_entries(self.path / name):
+            for number, entry in run_folder.round_entries(self.path / name):
                 if number >= len(self._rounds):
                     files.remove(entry)
         for name in (".", names.COMPLETIONS, names.METRICS, names.STEERING):
@@ -237,7 +231,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     def drop_checkpoints(self, policy: Retention) -> None:
         """Remove the checkpoints of finished rounds that a policy does not keep."""
         keep = kept_checkpoints(self._rounds, policy)
-        for number, folder in round_entries(self.path / names.CHECKPOINTS):
+        for number, folder in run_folder.round_entries(self.path / names.CHECKPOINTS):
             if number >= len(self._rounds):
                 continue
             paths = list(folder.iterdir())
@@ -251,7 +245,7 @@ class RunDir(AbstractContextManager["RunDir"]):
 
 def checkpoint_name(round: int, agent: int) -> str:
     """Return the path of an agent's checkpoint after a round, relative to the run folder."""
-    return f"{names.CHECKPOINTS}/{round_name(round)}/agent-{agent:02d}"
+    return f"{names.CHECKPOINTS}/{run_folder.round_name(round)}/agent-{agent:02d}"
 
 
 def _numbered(parent: Path, name: str) -> Path:
@@ -274,12 +268,15 @@ def refuse_taken(folder: Path, *, force: bool = False) -> None:
 
     With `force`, the folder may contain a run, or files with names that no run uses.
     """
-    if is_run(folder):
+    if run_folder.is_run(folder):
         if force:
             return
         state, remedy = "a finished run", "choose another --out, or replace it with --force"
         if not (folder / names.SUMMARY).is_file():
-            state, remedy = "an unfinished run", f"continue with: {continuing(folder)}, {remedy}"
+            state, remedy = (
+                "an unfinished run",
+                f"continue with: {run_folder.continuing(folder)}, {remedy}",
+            )
     else:
         entries = sorted(
             path.name
@@ -309,7 +306,7 @@ def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
     A stopped run may leave checkpoints of one round more than there are lines, or of two more on a
     slow disk. These are accepted, and a resume plays their rounds again.
     """
-    saved = {number for number, _ in round_entries(folder / names.CHECKPOINTS)}
+    saved = {number for number, _ in run_folder.round_entries(folder / names.CHECKPOINTS)}
     finished = len(rounds)
     intact = not finished or finished - 1 in saved or rounds[-1].unsaved
     if (latest := max(saved, default=-1)) < finished or (latest <= finished + 1 and intact):
@@ -326,7 +323,7 @@ def clear_run(folder: Path) -> None:
     for path in list(_parts(folder)):
         files.remove(path)
     for name in names.COMPARED:
-        if is_run(arm := folder / names.COMPARE / name):
+        if run_folder.is_run(arm := folder / names.COMPARE / name):
             clear_run(arm)
     for name in (*names.OF_ROUNDS, names.STEERING, names.REPLAY):
         with suppress(OSError):  # it has files of others, or is missing
@@ -341,7 +338,7 @@ def _parts(folder: Path) -> Iterator[Path]:
     yield from (folder / name for name in names.PARTS)
     yield from (path for path in folder.iterdir() if names.EARLIER.fullmatch(path.name))
     for name in names.OF_ROUNDS:
-        yield from (path for _, path in round_entries(folder / name))
+        yield from (path for _, path in run_folder.round_entries(folder / name))
     for path in folder.glob(f"{names.STEERING}/*"):
         if names.REQUEST.fullmatch(path.name) or files.is_temporary(path):
             yield path

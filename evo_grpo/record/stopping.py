@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from evo_grpo.evolve.intervals import interval
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.settings.population import StopConfig
-
-if TYPE_CHECKING:
-    from evo_grpo.record.records import RoundRecord
-    from evo_grpo.types import RewardScore, Score
-
+from evo_grpo.types import RewardScore, Score
 
 _WORDS = {
     "fitness": "the fitness of an agent is surely {} or more",

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.escaping import printable, shorten
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
-
-    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]

@@ -8,12 +8,7 @@ from typing import Annotated, Any, cast, final
 
 from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import (
-    CoreSchema,
-    PydanticOmit,
-    PydanticSerializationUnexpectedValue,
-    core_schema,
-)
+from pydantic_core import PydanticOmit, PydanticSerializationUnexpectedValue, core_schema
 
 from evo_grpo.schema.group import Group, setting
 
@@ -52,13 +47,13 @@ class PythonObject:
     @classmethod
     def __get_pydantic_core_schema__(
         cls, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
+    ) -> core_schema.CoreSchema:
         serializer = core_schema.plain_serializer_function_ser_schema(_written, when_used="json")
         return core_schema.is_instance_schema(cls, serialization=serializer)
 
     @classmethod
     def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+        cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         raise PydanticOmit  # a YAML file cannot hold an object
 

@@ -5,24 +5,18 @@ finding holds for every agent and round that the settings allow, until steering,
 Python, changes hyperparameters.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from evo_grpo.schema.group import Group
-from evo_grpo.schema.hparams import LOSS_USES, LossUse
+from evo_grpo.schema.hparams import LOSS_USES, Hparams, LossType, LossUse
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig
-from evo_grpo.settings.algorithm import LossFields
-
-if TYPE_CHECKING:
-    from evo_grpo.schema.hparams import Hparams, LossType
-    from evo_grpo.settings.algorithm import AlgorithmConfig
-    from evo_grpo.settings.engine import EngineConfig
-    from evo_grpo.settings.evolve import EvolveConfig
-    from evo_grpo.settings.population import PopulationConfig
+from evo_grpo.settings.algorithm import AlgorithmConfig, LossFields
+from evo_grpo.settings.engine import EngineConfig
+from evo_grpo.settings.evolve import EvolveConfig
+from evo_grpo.settings.population import PopulationConfig
 
 OF_ONE_LOSS = [name for name in LossFields.model_fields if name.partition("_")[0] in LOSS_USES]
 """Settings that begin with the name of the only loss that uses them."""

@@ -13,15 +13,8 @@ from evo_grpo.envs.describing import DIGEST
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
 from evo_grpo.places import as_option
 from evo_grpo.population.ranks.team import Team
+from evo_grpo.record import folder as run_folder
 from evo_grpo.record.files import seal
-from evo_grpo.record.folder import (
-    config_text,
-    listed_objects,
-    read_config,
-    read_settings,
-    refuse_objects,
-    with_objects,
-)
 from evo_grpo.record.names import BASELINE, CONFIG, INPUTS
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.study import check_storage
@@ -31,15 +24,7 @@ from evo_grpo.schema.validation import shown, whole
 from evo_grpo.settings import RunConfig, StopConfig
 from evo_grpo.settings.engine import ENGINES
 from evo_grpo.settings.yaml import REMOVED, from_dict, with_current_keys
-from evo_grpo.training.recorded_inputs import (
-    DATA,
-    ROUNDS,
-    Inputs,
-    changed,
-    flat,
-    inputs_of,
-    read_inputs_of,
-)
+from evo_grpo.training import recorded_inputs
 from evo_grpo.training.shortages import check_ranks
 
 _ADJUSTABLE = (
@@ -86,8 +71,8 @@ class Changed:
         notes: A sentence for each change that may affect the rounding of the following rounds.
     """
 
-    before: Inputs
-    now: Inputs
+    before: recorded_inputs.Inputs
+    now: recorded_inputs.Inputs
     config: RunConfig
     extended: bool
     notes: Sequence[str]
@@ -128,18 +113,20 @@ def changed_inputs(
     if planned is not None:
         config = config.replace(population=config.population.replace(rounds=planned))
     check_ranks(config, team)
-    changed = compare_inputs(opened, config, rounds=planned, allow=allow, objects=objects)
-    for note in changed.notes:
+    changes = compare_inputs(opened, config, rounds=planned, allow=allow, objects=objects)
+    for note in changes.notes:
         warnings.warn(note, UserWarning, stacklevel=2)
-    return changed
+    return changes
 
 
-def record_changed(opened: RunDir, changed: Changed) -> None:
+def record_changed(opened: RunDir, changes: Changed) -> None:
     """Record changed inputs; for an extension, also change population.yaml and reopen the run."""
     # Record the inputs first: if the process stops after this call, a resume continues with them.
-    record_changes(opened, changed)
-    if changed.extended:
-        text = with_objects(configuration.to_yaml(changed.config), listed_objects(opened.path))
+    record_changes(opened, changes)
+    if changes.extended:
+        text = run_folder.with_objects(
+            configuration.to_yaml(changes.config), run_folder.listed_objects(opened.path)
+        )
         opened.write(CONFIG, text)
     if begun_extension(opened) is not None:
         opened.reopen()
@@ -147,18 +134,18 @@ def record_changed(opened: RunDir, changed: Changed) -> None:
 
 def _recorded_config(opened: RunDir) -> RunConfig:
     """Return the settings of a run folder; refuse a folder that cannot be resumed."""
-    refuse_objects(
+    run_folder.refuse_objects(
         opened.path,
         "so no command can make them; continue it in Python, with env and the other objects as at "
         f"the begin of the run: evo_grpo.Population.resume({str(opened.path)!r}, env=...)",
     )
     refuse_part_of_comparison(opened.path)
-    return read_config(opened.path)
+    return run_folder.read_config(opened.path)
 
 
 def refuse_part_of_comparison(folder: Path) -> None:
     """Refuse a run folder that is part of a comparison: only the comparison can continue it."""
-    if config_text(folder).startswith(BASELINE):
+    if run_folder.config_text(folder).startswith(BASELINE):
         above = folder.parent.parent
         raise RunDirError(
             f"{folder}: it is part of the comparison of {above} and ends by tokens, not "
@@ -197,7 +184,7 @@ def record_inputs(
             f"{folder.path / INPUTS}: expected the record of what the run was made of, got no "
             "file; put it back as it was"
         )
-    inputs = replace(inputs_of(config), id=uuid4().hex, objects=objects or {})
+    inputs = replace(recorded_inputs.inputs_of(config), id=uuid4().hex, objects=objects or {})
     folder.write(INPUTS, seal(asdict(inputs)))
 
 
@@ -220,7 +207,7 @@ def compare_inputs(
         RunDirError: The run was begun by a version of evo-grpo with other rules of evolution.
     """
     record_inputs(folder, config, objects)
-    recorded, played = read_inputs_of(folder.path), folder.rounds()
+    recorded, played = recorded_inputs.read_inputs_of(folder.path), folder.rounds()
     # The run would continue by other rules than it began with.
     if removed := [name for name in map(".".join, REMOVED) if name in recorded.settings]:
         raise RunDirError(
@@ -233,7 +220,7 @@ def compare_inputs(
         change
         for change in changes
         if not _is_harmless(change, recorded, present)
-        and not (rounds is not None and change.name == ROUNDS)
+        and not (rounds is not None and change.name == recorded_inputs.ROUNDS)
         # Before the first round is finished, no result depends on a file.
         and (played or change.kind == "settings")
     ]
@@ -250,9 +237,15 @@ def compare_inputs(
         if name not in compared
     ]
     ended = any(record.is_end for record in played[-1:])
-    if rounds is not None and ended and all(change.name != ROUNDS for change in changes):
+    if (
+        rounds is not None
+        and ended
+        and all(change.name != recorded_inputs.ROUNDS for change in changes)
+    ):
         # A rule ended the run before its planned number of rounds: play the remaining ones.
-        entries.append({"round": len(played), "name": ROUNDS, "from": rounds, "to": rounds})
+        entries.append(
+            {"round": len(played), "name": recorded_inputs.ROUNDS, "from": rounds, "to": rounds}
+        )
     notes = [
         f"{change.name} was {shown(change.before)} and is {shown(change.after)}: the rounds that "
         "follow may differ in rounding from those of a run that was never stopped"
@@ -276,37 +269,39 @@ def check_inputs(
     Commands that use a run without continuing it call this. Changes that a resume permits are
     permitted here, too; a ConfigError names all other changes.
     """
-    recorded = read_inputs_of(folder)
+    recorded = recorded_inputs.read_inputs_of(folder)
     present, changes = _differences(folder, recorded, config, objects)
     refused = [change for change in changes if not _is_harmless(change, recorded, present)]
     _refuse(folder, recorded, refused, allow, command if objects is None else None)
 
 
-def record_changes(folder: RunDir, changed: Changed) -> None:
+def record_changes(folder: RunDir, changes: Changed) -> None:
     """Write the inputs that a run has from now on to inputs.json, if any has changed."""
-    if changed.now != changed.before:
-        folder.write(INPUTS, seal(asdict(changed.now)))
+    if changes.now != changes.before:
+        folder.write(INPUTS, seal(asdict(changes.now)))
 
 
 def begun_extension(folder: RunDir) -> int | None:
     """Return a run's new number of rounds if no round of its extension is recorded yet, or None."""
     if not os.path.lexists(folder.path / INPUTS):
         return None
-    changes = read_inputs_of(folder.path).changes_of_rounds(len(folder.rounds()))
+    changes = recorded_inputs.read_inputs_of(folder.path).changes_of_rounds(len(folder.rounds()))
     return int(changes[-1]["to"]) if changes else None
 
 
-def changed_settings(recorded: Inputs, now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def changed_settings(
+    recorded: recorded_inputs.Inputs, now: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
     """Return (name, recorded value, present value) of each setting that differs from the record.
 
     A setting that is missing in the record counts as unchanged if it has its default.
     """
-    return list(changed(_filled_in(recorded.settings) or recorded.settings, now))
+    return list(recorded_inputs.changed(_filled_in(recorded.settings) or recorded.settings, now))
 
 
-def check_whole(folder: Path, recorded: Inputs) -> None:
+def check_whole(folder: Path, recorded: recorded_inputs.Inputs) -> None:
     """Refuse a population.yaml that lacks a setting: its default would be taken silently."""
-    present = dict(flat(read_settings(folder)))
+    present = dict(recorded_inputs.flat(run_folder.read_settings(folder)))
     # A setting of a newer version was never written to population.yaml.
     later = {change["name"] for change in recorded.changes if change["from"] is None}
     if missing := [name for name in recorded.settings if name not in {*present, *later}]:
@@ -322,8 +317,11 @@ def may_change(name: str) -> bool:
 
 
 def _differences(
-    folder: Path, recorded: Inputs, config: RunConfig, objects: Mapping[str, str] | None
-) -> tuple[Inputs, list[Change]]:
+    folder: Path,
+    recorded: recorded_inputs.Inputs,
+    config: RunConfig,
+    objects: Mapping[str, str] | None,
+) -> tuple[recorded_inputs.Inputs, list[Change]]:
     """Return a run's present inputs and how they differ from the recorded ones.
 
     If `objects` is None, Python objects are not compared.
@@ -331,18 +329,22 @@ def _differences(
     check_whole(folder, recorded)
     parts = recorded.objects if objects is None else objects
     # The places stay those of the start of the run.
-    present = replace(inputs_of(config), id=recorded.id, places=recorded.places, objects=parts)
+    present = replace(
+        recorded_inputs.inputs_of(config), id=recorded.id, places=recorded.places, objects=parts
+    )
     changes = [
         Change("settings", *values) for values in changed_settings(recorded, present.settings)
     ]
     for kind in ("files", "software", "objects"):
-        differing = changed(getattr(recorded, kind), getattr(present, kind))
+        differing = recorded_inputs.changed(getattr(recorded, kind), getattr(present, kind))
         changes += [Change(kind, *values) for values in differing]
     # A part that the recording version did not have cannot be compared.
     return present, [change for change in changes if change.kind != "objects" or change.before]
 
 
-def _is_harmless(change: Change, recorded: Inputs, now: Inputs) -> bool:
+def _is_harmless(
+    change: Change, recorded: recorded_inputs.Inputs, now: recorded_inputs.Inputs
+) -> bool:
     """Return whether a run may continue with a changed input that `allow` does not name."""
     name, before, after = change.name, change.before, change.after
     if change.kind == "files":  # new or gone: the file that imports it changed too
@@ -350,14 +352,14 @@ def _is_harmless(change: Change, recorded: Inputs, now: Inputs) -> bool:
     if change.kind != "settings" or may_change(name):
         return change.kind != "objects"
     # The content of a data set at a new path is compared; its suffix decides how it is read.
-    both_paths = name in DATA and isinstance(before, str) and isinstance(after, str)
+    both_paths = name in recorded_inputs.DATA and isinstance(before, str) and isinstance(after, str)
     same_suffix = both_paths and Path(before).suffix.lower() == Path(after).suffix.lower()
     return same_suffix and recorded.files.get(name) is not None
 
 
 def _refuse(
     folder: Path,
-    recorded: Inputs,
+    recorded: recorded_inputs.Inputs,
     refused: Sequence[Change],
     allow: Iterable[str],
     command: str | None,
@@ -392,7 +394,7 @@ def _sentence(change: Change, go_on: str, place: str | None) -> str:
     name = f"the file of {change.name}" if change.kind == "files" else change.name
     both = f"{name} was {shown(change.before)} and is {shown(change.after)}"
     origin = "" if place is None else f" (the run was begun with {place})"
-    if change.name == ROUNDS:
+    if change.name == recorded_inputs.ROUNDS:
         return f"{both}; put it back, and give --rounds {change.after} to evo-grpo resume"
     if change.kind == "settings":
         return f"{both}; put it back in {CONFIG}, or start another run"
@@ -419,6 +421,8 @@ def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any] | None:
                 return dict(settings)
         place[key] = value
     try:
-        return dict(flat(from_dict(with_current_keys(nested)).model_dump(mode="json")))
+        return dict(
+            recorded_inputs.flat(from_dict(with_current_keys(nested)).model_dump(mode="json"))
+        )
     except ConfigError:
         return None

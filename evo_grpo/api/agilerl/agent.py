@@ -13,14 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from evo_grpo.api.agent import Agent
-from evo_grpo.api.agilerl.arguments import (
-    ARGUMENTS,
-    KEYWORDS,
-    Arguments,
-    CosineLRScheduleConfig,
-    VLLMConfig,
-    without_spaces,
-)
+from evo_grpo.api.agilerl import arguments
 from evo_grpo.api.population import Population
 from evo_grpo.api.saved import load_one
 from evo_grpo.errors import ConfigError
@@ -53,8 +46,8 @@ class AgileRLAgent(Agent, ABC):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build an agent over a new base; the agents of `population` share a base."""
-        arguments = Arguments.of(args, kwargs)
-        self._build(*arguments.translated(self.kind), index=arguments.index)
+        given = arguments.Arguments.of(args, kwargs)
+        self._build(*given.translated(self.kind), index=given.index)
 
     @classmethod
     def population(  # pyright: ignore[reportIncompatibleMethodOverride] -- AgileRL's own signature: positions, and size is required
@@ -72,10 +65,10 @@ class AgileRLAgent(Agent, ABC):
             A sequence of N agents that generate, learn and are tested together.
         """
         whole(1, "it counts agents").check("population: size", size)
-        args, keywords = without_spaces(args, kwargs, then=_WRAPPER)
+        args, keywords = arguments.without_spaces(args, kwargs, then=_WRAPPER)
         wrapper, settings = (keywords.pop(name, None) for name in _WRAPPER)
-        arguments = Arguments.of(args, keywords)
-        agents = cls._build_several(*arguments.translated(cls.kind), size=int(size), init="same")
+        given = arguments.Arguments.of(args, keywords)
+        agents = cls._build_several(*given.translated(cls.kind), size=int(size), init="same")
         if wrapper is None:
             return Population(agents[0].cohort, agents)
         wrapped = [wrapper(agent, **(settings or {})) for agent in agents]
@@ -114,18 +107,18 @@ class AgileRLAgent(Agent, ABC):
         cohort, state, settings = agent.cohort, agent.state, agent.settings
         set_values = agent.hparams.to_dict()
         hparams = {name: v for name, v in agent.hparams if name in set_values}
-        values = {name: getattr(Arguments, name, None) for name in ARGUMENTS}
-        for name, ours in KEYWORDS.items():
+        values = {name: getattr(arguments.Arguments, name, None) for name in arguments.ARGUMENTS}
+        for name, ours in arguments.KEYWORDS.items():
             values[name] = hparams.get(ours, _value_at(settings, AGENT_KEYWORDS[ours]))
         schedule = settings.algorithm.lr_schedule
-        vllm = VLLMConfig.of(settings.engine, settings.algorithm.stop)
+        vllm = arguments.VLLMConfig.of(settings.engine, settings.algorithm.stop)
         values.update(
             model_config=values["model_config"] or None,
             hp_config=cohort.hp_config or None,
             lora_config=cohort.slots.lora_config(state.adapter),
             cosine_lr_schedule_config=None
             if schedule is None
-            else CosineLRScheduleConfig(schedule.steps, schedule.warmup_proportion),
+            else arguments.CosineLRScheduleConfig(schedule.steps, schedule.warmup_proportion),
             loss_type=values["loss_type"] or agent.kind,
             index=agent.index,
             use_vllm=vllm is not None,
@@ -250,7 +243,7 @@ class AgileRLAgent(Agent, ABC):
         optimizer: torch.optim.Optimizer,
         lr: float,
         accelerator: object = None,
-        scheduler_config: CosineLRScheduleConfig | None = None,
+        scheduler_config: arguments.CosineLRScheduleConfig | None = None,
     ) -> tuple[object, LambdaLR | None]:
         """Set an optimizer's learning rate; return `accelerator`, and a scheduler or None.
 

@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, final
+from typing import Any, Self, TypeVar, cast, final
+
+from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
 from evo_grpo.api import unapplied
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
@@ -42,9 +44,6 @@ from evo_grpo.settings import (
     StopConfig,
 )
 from evo_grpo.types import Score, Slot
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
 PopT = TypeVar("PopT")
 

@@ -1,10 +1,7 @@
 """Renders a plan as text for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,17 +9,7 @@ from rich.table import Table
 from evo_grpo.cli.plan.plan import Plan
 from evo_grpo.evolve.explore.schedule import ROUND, ScheduleExploration
 from evo_grpo.readers.terminal.console import NOTICE, safe
-from evo_grpo.record.names import (
-    CHECKPOINTS,
-    COMPLETIONS,
-    CONFIG,
-    JOURNAL,
-    LEADERBOARD,
-    METRICS,
-    ROUNDS,
-    STUDY,
-    SUMMARY,
-)
+from evo_grpo.record import names
 from evo_grpo.record.stopping import rules_in_words
 from evo_grpo.record.wording import count, in_words, listed
 from evo_grpo.schema.hparams import DRAWN_AT_START
@@ -30,9 +17,7 @@ from evo_grpo.schema.problems import shown_value
 from evo_grpo.settings.learning_rate import usual_lr
 from evo_grpo.settings.record import is_url
 from evo_grpo.training.sizing.machine import MACHINE, dtypes, format_bytes
-
-if TYPE_CHECKING:
-    from evo_grpo.training.sizing.prompt_lengths import PromptLengths  # it may load pandas
+from evo_grpo.training.sizing.prompt_lengths import PromptLengths  # it may load pandas
 
 LISTED = 8
 """Most decisions, entries of a schedule, names of layers, and agents, that the plan lists."""
@@ -340,15 +325,15 @@ def _time(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _files(plan: Plan) -> Iterator[tuple[str, str]]:
     config = plan.config
-    names = [CONFIG, ROUNDS, LEADERBOARD, SUMMARY]
+    written = [names.CONFIG, names.ROUNDS, names.LEADERBOARD, names.SUMMARY]
     storage = config.record.storage
     if config.record.optuna and not is_url(storage):
-        names.append(JOURNAL if storage is None else STUDY)
+        written.append(names.JOURNAL if storage is None else names.STUDY)
     if config.record.completions:
-        names.append(f"{COMPLETIONS}/")
+        written.append(f"{names.COMPLETIONS}/")
     if config.record.metrics:
-        names.append(f"{METRICS}/")
-    yield "writes", f"runs/{config.name}-<n>/ with {', '.join(names)} and {CHECKPOINTS}/"
+        written.append(f"{names.METRICS}/")
+    yield "writes", f"runs/{config.name}-<n>/ with {', '.join(written)} and {names.CHECKPOINTS}/"
     policy = config.record.checkpoints
     rounds_kept = {
         "all": "every round",

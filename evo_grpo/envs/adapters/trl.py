@@ -182,15 +182,11 @@ def _describe(kind: str, tools: Mapping[str, Callable[..., Any]]) -> str:
     if not tools:
         return ""
     # Imported here because it loads torch.
-    from transformers.utils.chat_template_utils import (
-        DocstringParsingException,
-        TypeHintParsingException,
-        get_json_schema,
-    )
+    from transformers.utils import chat_template_utils as utils
 
     try:
-        schemas = [get_json_schema(tool) for tool in tools.values()]
-    except (DocstringParsingException, TypeHintParsingException) as error:
+        schemas = [utils.get_json_schema(tool) for tool in tools.values()]
+    except (utils.DocstringParsingException, utils.TypeHintParsingException) as error:
         raise ConfigError(
             f'env.kind: "{kind}": a tool cannot be described to the model: {error}; every public '
             "method needs type hints and a docstring in Google style, or a name that begins with _"

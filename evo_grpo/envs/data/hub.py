@@ -72,24 +72,22 @@ def _with_split(dataset: HubDataset, name: str) -> HubDataset:
 def _commit(dataset: HubDataset, where: str) -> str | None:
     """Return the commit of a dataset's revision, or the revision itself with HF_HUB_OFFLINE."""
     # Imported here: slow to load for runs that read files.
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import (
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import HfApi, constants, errors
 
     if constants.HF_HUB_OFFLINE:
         return dataset.revision
     page = f"{constants.ENDPOINT}/datasets/{dataset.path}"
     try:
         return HfApi().dataset_info(dataset.path, revision=dataset.revision, timeout=TIMEOUT).sha
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         why = (
             f"expected a branch, tag or commit of it as revision, got {dataset.revision!r}; see "
             f"{page}"
         )
-    except (RepositoryNotFoundError, HFValidationError) as error:  # the first if it is gated too
+    except (
+        errors.RepositoryNotFoundError,
+        errors.HFValidationError,
+    ) as error:  # the first if it is gated too
         why = (
             f"expected one of the Hub that you may read, got {type(error).__name__}; correct the "
             f"name owner/name, give the path of a file, or ask for access at {page} and log in "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -13,13 +13,10 @@ from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Messages, Tokenizer
 from evo_grpo.errors import ConfigError, DataError, PromptTooLongError, RewardError, ShapeError
 from evo_grpo.escaping import error_text
+from evo_grpo.model.ends import StopRules
 from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
 from evo_grpo.schema.validation import shown
 from evo_grpo.types import Completion, Prompt, Trajectory
-
-if TYPE_CHECKING:
-    from evo_grpo.model.ends import StopRules
-
 
 LONGEST_MESSAGE = 1_000_000
 """Maximum number of characters in an environment's message; longer ones exceed any context."""

@@ -178,18 +178,14 @@ def _params(hparams: Hparams, space: Mapping[str, RLParameter]) -> dict[str, Any
 
 
 def _distribution(parameter: RLParameter) -> "BaseDistribution":
-    from optuna.distributions import (
-        CategoricalDistribution,
-        FloatDistribution,
-        IntDistribution,
-    )
+    from optuna import distributions
 
     if parameter.choices is not None:
-        return CategoricalDistribution(parameter.choices)
+        return distributions.CategoricalDistribution(parameter.choices)
     low, high = parameter.min, parameter.max
     if parameter.dtype == "int":
-        return IntDistribution(math.ceil(low), math.floor(high), log=low > 0)
-    return FloatDistribution(low, high, log=low > 0)
+        return distributions.IntDistribution(math.ceil(low), math.floor(high), log=low > 0)
+    return distributions.FloatDistribution(low, high, log=low > 0)
 
 
 @contextmanager

@@ -10,16 +10,9 @@ from typing import Any, cast, final
 import yaml
 
 from evo_grpo.escaping import shorten
-from evo_grpo.readers.report.figures import diagnostics
+from evo_grpo.readers.report.figures import diagnostics, rounds
 from evo_grpo.readers.report.figures.axes import WINNER, graph_objects
 from evo_grpo.readers.report.figures.lineage import plot_lineage
-from evo_grpo.readers.report.figures.rounds import (
-    drawn_names,
-    plot_fitness,
-    plot_front,
-    plot_improvement,
-    plot_schedules,
-)
 from evo_grpo.readers.report.figures.traces import agent_name, looks, named
 from evo_grpo.readers.report.page import Page, Table, cards, known, sortable, text
 from evo_grpo.readers.terminal.result import cell, columns, difference_rows, redundant, scores
@@ -129,9 +122,9 @@ def report_html(view: RunView, *, samples: bool = True) -> str:
 
 def _lead(view: RunView) -> str:
     model, env = (_named(view.config, *keys) for keys in (("model", "name"), ("env", "kind")))
-    rounds = count(len(view.rounds), "round")
+    played = count(len(view.rounds), "round")
     state = "finished" if view.summary is not None else f"unfinished, {view.planned} planned"
-    return f"{model} on {env}: {rounds}, {state}"
+    return f"{model} on {env}: {played}, {state}"
 
 
 def _named(config: Mapping[str, Any], group: str, key: str) -> str:
@@ -190,18 +183,18 @@ def drawn(view: RunView) -> RunView:
     ancestors = [agent.agent for line in view.lines for agent in line]
     others = [row["agent"] for row in view.leaderboard if row["agent"] is not None]
     chosen = {*ancestors, *list(dict.fromkeys([*ancestors, *others]))[:MOST]}
-    rounds = [
+    shown = [
         replace(record, agents=tuple(agent for agent in record.agents if agent.agent in chosen))
         for record in view.rounds
     ]
-    return replace(view, rounds=rounds)
+    return replace(view, rounds=shown)
 
 
 def _add_agents_figures(page: Page, view: RunView, note: str) -> None:
     page.section(
         "fitness",
         "Fitness",
-        page.chart(plot_fitness(view), legend=False),
+        page.chart(rounds.plot_fitness(view), legend=False),
         "Mean reward on validation prompts that all agents share, with standard errors. Each line "
         "is an agent; click on agents in the legend to see them alone. Flat lines are results on "
         f"the test split.{note}",
@@ -211,7 +204,7 @@ def _add_agents_figures(page: Page, view: RunView, note: str) -> None:
         page.section(
             "front",
             "Front",
-            "".join(page.chart(plot_front(view, name), legend=False) for name in goals),
+            "".join(page.chart(rounds.plot_front(view, name), legend=False) for name in goals),
             "Every agent after every round, by its objectives on the validation prompts. Agents of "
             "the front, drawn strong with standard errors, are those that no other is better than "
             "in one objective without being worse in another. Choose among them with "
@@ -227,12 +220,13 @@ def _add_agents_figures(page: Page, view: RunView, note: str) -> None:
     page.section(
         "schedules",
         "Schedules",
-        page.chart(plot_schedules(view), legend=False),
+        page.chart(rounds.plot_schedules(view), legend=False),
         "The hyperparameters of the agents. Agents of the last round are drawn strong, the others "
         "faint.",
     )
     changes = "".join(
-        page.chart(plot_improvement(view, name), legend=False) for name in drawn_names(view)
+        page.chart(rounds.plot_improvement(view, name), legend=False)
+        for name in rounds.drawn_names(view)
     )
     page.section(
         "improvement",

@@ -15,15 +15,8 @@ from evo_grpo.schema.hparams import LORA
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.cross_checks import LEAST_PARTS
 from evo_grpo.settings.engine import DECODE_ROWS
+from evo_grpo.training.sizing import memory
 from evo_grpo.training.sizing.cards import Gpu, cuda_devices
-from evo_grpo.training.sizing.memory import (
-    Device,
-    MemoryPlan,
-    predict,
-    reward_models,
-    total,
-    work_of,
-)
 from evo_grpo.training.sizing.model_size import ModelSize
 
 MACHINE = "this machine"
@@ -67,30 +60,30 @@ class Setup(NamedTuple):
     size: ModelSize
     output: int
     dtype: str
-    device: Device
+    device: memory.Device
     capacity: int = 0
     place: str = MACHINE
     processes: int = 1
     gpu: Gpu | None = None
     total: int = 0
 
-    def plan(self, config: RunConfig, **limits: int) -> MemoryPlan | None:
+    def plan(self, config: RunConfig, **limits: int) -> memory.MemoryPlan | None:
         """Predict the memory of a run that has the batch limits `limits`; None if unknown."""
-        work = work_of(config, self.size, self.output, self.device, self.processes)
+        work = memory.work_of(config, self.size, self.output, self.device, self.processes)
         if work is None:
             return None
         engine = config.engine.model_copy(update=limits)
-        return predict(
+        return memory.predict(
             self.size,
             work,
             engine,
             dtype=self.dtype if engine.dtype == "auto" else engine.dtype,
             device=self.device,
             capacity=self.total or self.capacity or None,
-            others=reward_models(config, self.device),
+            others=memory.reward_models(config, self.device),
         )
 
-    def shortage(self, plan: MemoryPlan) -> str:
+    def shortage(self, plan: memory.MemoryPlan) -> str:
         """Return a clause on the memory that a run needs and the memory that it may use."""
         part = plan.largest
         return (
@@ -137,7 +130,7 @@ def _largest(
         plan = setup.plan(config, **{**known, name: value})
         assert plan is not None
         phase = plan.sampling if name == LIMITS[0] else plan.learning
-        needed[value] = total(plan.held) + total(phase)
+        needed[value] = memory.total(plan.held) + memory.total(phase)
     best = max((v for v in needed if needed[v] <= setup.capacity * ROOM), default=least)
     return next(value for value in needed if needed[value] == needed[best])
 
@@ -154,7 +147,7 @@ class Fit(NamedTuple):
     """
 
     setup: Setup
-    plan: MemoryPlan
+    plan: memory.MemoryPlan
     chosen: Mapping[str, int]
     changes: Mapping[str, object] = MappingProxyType({})
     proposal: Fit | None = None
@@ -261,7 +254,7 @@ def _changed(group: Any, path: Sequence[str], value: object) -> Any:  # noqa: AN
     return group.replace(**{first: inner})
 
 
-def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, Device]:
+def dtypes(config: RunConfig, gpu: Gpu | None = None) -> dict[str, memory.Device]:
     """Return the dtypes that the base may have, each with its device; only one if `gpu` is set."""
     dtype, device = config.engine.dtype, config.engine.device
     if gpu is not None:

@@ -303,23 +303,25 @@ def _endpoint() -> str:
 
 def _reason(name: str, error: Exception) -> str:
     """Return why the hub could not be reached; raise ModelError if the hub refused the model."""
-    from huggingface_hub.errors import (
-        DisabledRepoError,
-        GatedRepoError,
-        HFValidationError,
-        OfflineModeIsEnabled,
-        RemoteEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors
 
-    if isinstance(error, OfflineModeIsEnabled):
+    if isinstance(error, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, and its config.json is not in the cache"
     hub, login = _endpoint(), "log in with: hf auth login"
     for kinds, text in (
-        (GatedRepoError | DisabledRepoError, f"accept its terms on {hub}/{name}, then {login}"),
-        (RepositoryNotFoundError, f"{hub} has no such id, or a private one; correct it or {login}"),
-        (HFValidationError, f"expected a hub id owner/name: {error}"),
-        (RemoteEntryNotFoundError, "expected a config.json on the hub, found none; name its base"),
+        (
+            errors.GatedRepoError | errors.DisabledRepoError,
+            f"accept its terms on {hub}/{name}, then {login}",
+        ),
+        (
+            errors.RepositoryNotFoundError,
+            f"{hub} has no such id, or a private one; correct it or {login}",
+        ),
+        (errors.HFValidationError, f"expected a hub id owner/name: {error}"),
+        (
+            errors.RemoteEntryNotFoundError,
+            "expected a config.json on the hub, found none; name its base",
+        ),
     ):
         if isinstance(error, kinds):
             raise ModelError(f"model {name!r}: {text}") from None
