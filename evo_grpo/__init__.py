@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from evo_grpo.api.agent import CISPO as CISPO
     from evo_grpo.api.agent import GRPO as GRPO
     from evo_grpo.api.agent import GSPO as GSPO
+    from evo_grpo.api.calls import resume as resume
+    from evo_grpo.api.calls import run as run
     from evo_grpo.api.population import Population as Population
-    from evo_grpo.api.runs import resume as resume
-    from evo_grpo.api.runs import run as run
     from evo_grpo.envs.builtin.dataset import DatasetEnv as DatasetEnv
     from evo_grpo.envs.episodes.gym import MultiTurnGym as MultiTurnGym
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv as MultiTurnEnv
@@ -108,8 +108,8 @@ _HOME = {
     "read_metrics": "evo_grpo.record.history",
     "recipe": "evo_grpo.analysis.recipe",
     "replay": "evo_grpo.analysis.arms",
-    "resume": "evo_grpo.api.runs",
-    "run": "evo_grpo.api.runs",
+    "resume": "evo_grpo.api.calls",
+    "run": "evo_grpo.api.calls",
     "sample": "evo_grpo.analysis.sampling.answers",
     "study_of": "evo_grpo.readers.follow",
     "try_config": "evo_grpo.analysis.sampling.first_step",

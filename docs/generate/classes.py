@@ -13,8 +13,8 @@ from evo_grpo.api.by_keyword import AGENT_FIELDS, POPULATION_FIELDS, TRAIN_FIELD
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Runs": (
-        "api.runs.run",
-        "api.runs.resume",
+        "api.calls.run",
+        "api.calls.resume",
         "analysis.arms.compare",
         "analysis.arms.replay",
         "analysis.recipe.recipe",

@@ -9,7 +9,7 @@ from random_runs import make_run
 from typer.testing import CliRunner
 
 from evo_grpo.analysis.verify import verify
-from evo_grpo.api.runs import RunFolder
+from evo_grpo.api.calls import RunFolder
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import CheckpointError, RunFailedError, RunNotFoundError
 from evo_grpo.readers.report import run_page as page_module
