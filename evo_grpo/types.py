@@ -131,7 +131,7 @@ class Mutation:
             changed values), "restore" (the best agent ever, at a lower lr) or "mean" (of the
             adapters of two parents, at the end). At the request of the user: "steer-clone" (copy of
             an agent), "steer-set" (survivor or copy with values that the user set) or
-            "steer-restore" ("restore", followed by a clone or a set).
+            "steer-restore" (copy of, or values set in, an agent restored after the same round).
         changes: Parameter -> (old, new); clip pairs appear as clip_low and clip_high.
     """
 

@@ -137,10 +137,9 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     ) -> list[RoundRecord]:
         """Train and evolve the agents for some rounds; another call continues after the last round.
 
-        The selection after the last round of a call is carried out by the next call, with the
-        settings of that call, so that several calls give the same result as one. If agents were
-        changed in between, the next call warns and does not select. A call of `apply` replaces the
-        selection.
+        Each call plans a selection after its last round, with its own settings, and the next call
+        carries it out, so that several calls give the same result as one. If agents were changed in
+        between, the next call warns and does not select. A call of `apply` replaces the selection.
 
         Args:
             env: The name of a task, its settings as under `env` in YAML, or an environment.
@@ -349,7 +348,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return population
 
     def save(self, path: str | Path) -> None:
-        """Write all agents, in `agent-NN/`, and the records of their rounds; `load` reads them."""
+        """Write all agents, an archived one too, and the records of their rounds; `load` reads them."""
         folder = check_folder("save: path", path)
         for slot in self.slots:
             save_agent(self.cohort, slot, folder / f"agent-{slot:02d}")

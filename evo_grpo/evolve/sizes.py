@@ -26,8 +26,8 @@ def decisions_by_share(rounds: int, size: int) -> list[int]:
     """Return the rounds after which a run decides, as ascending numbers of finished rounds.
 
     A run decides after each of equal shares of its rounds. The number of shares is the number of
-    halvings from `size` agents to `LEAST`, plus two so that the last agents train on, and at least
-    `SHARES`. With fewer rounds, it decides after every round.
+    halvings from `size` agents to `LEAST`, plus two, for which the remaining agents train after the
+    last halving; it is at least `SHARES`. A run of fewer rounds than shares decides after each.
     """
     shares = max(SHARES, halvings(size) + 2)
     return sorted({max(1, round(rounds * share / shares)) for share in range(1, shares + 1)})

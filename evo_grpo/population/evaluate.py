@@ -135,7 +135,7 @@ def evaluate_here(
     *,
     stream: Sequence[str | int],
 ) -> dict[Slot, Evaluation]:
-    """Evaluate the agents in `slots` that this rank has, with one generation call per part."""
+    """Evaluate the agents in `slots` that this rank has, with one generation call per shard."""
     overlap = cohort.overlap.takes_turns(env)
     parts = cohort.parts_here(slots)
     works = [

@@ -211,7 +211,10 @@ class RunView:
 
     @cached_property
     def mutable(self) -> tuple[str, ...]:
-        """Hyperparameters that mutate, then those set by the user; a clip range as its two ends."""
+        """Hyperparameters that mutate, then those that `set` requests changed.
+
+        A clip range appears as its two ends.
+        """
         mutating = self.rounds[-1].mutable if self.rounds else ()
         return tuple(dict.fromkeys([*mutating, *columns.steered(self.rounds)]))
 

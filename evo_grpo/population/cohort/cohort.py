@@ -281,7 +281,7 @@ class Cohort:
     def fresh_optimizer(
         self, slot: int, hparams: Hparams, rank: int | None = None
     ) -> torch.optim.Optimizer:
-        """Return a stock AdamW without moments over one slot.
+        """Return an AdamW (with ZeRO, a `ZeroOptimizer`) without moments over one slot.
 
         `rank` is the rank that has the slot; None means the rank in the agent's state.
         """
@@ -390,7 +390,7 @@ class Cohort:
             self.mutated(slot)
 
     def reserve_members(self, first_free: int) -> None:
-        """Use no member id below `first_free`; called when a run is resumed."""
+        """Use no member id below `first_free`."""
         self.next_member = max(self.next_member, first_free)
 
     def generate(

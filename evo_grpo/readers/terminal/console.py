@@ -60,7 +60,7 @@ class WorkLines(logging.Handler):
             timer.cancel()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a line `LONG_WORK` after a piece of work begins, unless the work ends before."""
+        """Print a line `LONG_WORK` seconds after a piece of work began, unless it ends before."""
         if vars(record)["begins"]:
             line = f"  {record.getMessage()} …"
             timer = threading.Timer(LONG_WORK, say, (self._console, line, "dim"))

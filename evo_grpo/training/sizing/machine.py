@@ -142,8 +142,10 @@ class Fit(NamedTuple):
         setup: The device of the run.
         plan: The memory of the run on this device.
         chosen: Name of each batch limit that is null -> the number that a run will choose.
-        changes: Dotted name -> value of each setting that was changed to make the run fit.
-        proposal: The `Fit` of the run with changes; None if this run fits, or if no change helps.
+        changes: Dotted name -> value of each setting in which a proposed run differs from the
+            configured one; empty for the configured run.
+        proposal: The `Fit` of a run whose changes make it fit; None if this run fits, or if no
+            change helps.
     """
 
     setup: Setup
