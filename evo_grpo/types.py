@@ -230,8 +230,8 @@ class Score:
             empty.
         steps: Number of training steps whose rewards are in the score, 0 for an evaluation. If
             fitness is the mean reward of a round's training, `n` is the same number and
-            `per_prompt` is empty. For a decision, `with_training` appends the mean rewards of the
-            steps to `per_prompt` of an evaluation.
+            `per_prompt` is empty. For a decision, `with_training` appends an entry for each step
+            to `per_prompt` of an evaluation, and scales all entries.
         rewards: The score of each reward function in the first evaluation; empty without an
             evaluation, or if the environment does not name its functions.
     """

@@ -223,7 +223,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     def _put_back_if_interrupted(
         self, whole: LastWholeRound, planned: int, out: Path | None
     ) -> Generator[None]:
-        """If the block raises (also by Ctrl-C), put agents back to the end of the last round."""
+        """If the block raises, put agents back to the end of the last finished round."""
         try:
             yield
         except BaseException as error:  # Ctrl-C too: the stop button of a notebook
@@ -348,7 +348,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return population
 
     def save(self, path: str | Path) -> None:
-        """Write all agents, an archived one too, and the records of their rounds; `load` reads them."""
+        """Write all agents, also an archived one, and the records of their rounds, for `load`."""
         folder = check_folder("save: path", path)
         for slot in self.slots:
             save_agent(self.cohort, slot, folder / f"agent-{slot:02d}")

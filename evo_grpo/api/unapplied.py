@@ -68,7 +68,7 @@ def make_up(
 ) -> RoundRecord | None:
     """Carry out the pending plan for these agents, if there is one and no agent was changed.
 
-    Returns the record of the last round, extended by the plan; None if nothing was done.
+    Returns the record of the last round with the plan carried out; None if nothing was done.
     """
     unapplied = _find(cohort, slots)
     if unapplied is None:

@@ -103,7 +103,7 @@ def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
 
 @contextmanager
 def bugs_to_exit_codes() -> Generator[None]:
-    """Turn a bug in the body, or lost output, into an escaped message and the exit code 1."""
+    """On a bug in the body print its escaped traceback, on lost output a message; exit with 1."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # not closed (`>&-`), nor replaced by the caller
         sys.stdout.reconfigure(errors="backslashreplace")  # characters that its encoding lacks
     try:

@@ -34,7 +34,7 @@ def resolve_environment(
             "sums"; the settings of a task, as in YAML's `env`; a `DatasetEnv`; or a
             `TokenObservationWrapper` or `MultiTurnEnv`, which then plays one episode at a time. A
             `MultiTurnEnv` gets the default of `env.max_turns`.
-        tokenizer: The tokenizer of the base model; None is refused if a new environment is built.
+        tokenizer: The tokenizer of the base model; None is refused unless `env` has its own.
         seed: Seed of the data and of the order of prompts in a new environment.
         max_output_tokens: Tokens of one completion in a new environment.
         batch_size: P, prompts or episode seeds per step of a new environment; None is 4.

@@ -22,7 +22,7 @@ def claims(scores: Sequence[Score], index: int, level: float) -> list[int]:
     """Return for each score 1 if the score at `index` is shown to be ahead of it, -1 if behind.
 
     The number is 0 if neither is shown. All `scores` have the same prompts in the same order.
-    `level` is the probability of any wrong claim.
+    `level` is the greatest probability of any wrong claim.
     """
     gaps = [_apart(scores[index], other) for other in scores]
     p_values = [chance(scores[index], other) for other in scores]
@@ -51,7 +51,7 @@ def signs(
 
 
 def chance(first: Score, second: Score) -> float:
-    """Return the two-sided p-value of the difference of two scores; 1 if no reward differs.
+    """Return the two-sided p-value of the difference of two scores; 1 if no shared prompt differs.
 
     The null hypothesis of `sign_flip` is that both agents have the same distribution of rewards on
     every prompt, so that each difference has either sign with the same probability. If only the

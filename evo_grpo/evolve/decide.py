@@ -147,7 +147,7 @@ def decide(  # noqa: PLR0913 -- one argument for each result of a round
 
 
 def enters_archive(best: Score, archive: Score) -> bool:
-    """Return whether the best agent replaces the archive: its score is not below the archive's."""
+    """Return whether the best agent replaces the archive: its score on new samples is not lower."""
     return best_first(best) <= best_first(archive)
 
 
@@ -396,8 +396,8 @@ def drop_unsupported(
     The planned copies overwrite the agents that do not survive in the plan, best first; if the
     parent of a copy is not significantly better than the agent, the agent stays. Then the agents
     that would leave, best first, replace the worst agents that would stay, as long as those are
-    significantly worse. With several goals, an agent is better if it dominates (see
-    `evolve.goals`), and each copy overwrites the agent that the plan names.
+    significantly worse; elites and parents of copies stay. With several goals, an agent is better
+    if it dominates (see `evolve.goals`), and each copy overwrites the agent that the plan names.
 
     `scores` are by position; None is an agent that cannot be ranked, which is overwritten without a
     test. `level` is the largest p-value of a significant difference; None keeps the plan.

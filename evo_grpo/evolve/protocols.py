@@ -115,8 +115,8 @@ class Candidate:
         twin: Whether another agent of the next round keeps the same hyperparameters, so that this
             agent is free to try other values; always true for a copy.
         shares: Numbers in (0, 1]: one for each hyperparameter that may change, and one more for the
-            second end of a clip range. Of all agents with these hyperparameters, each gets a row of
-            one Latin hypercube, so that their numbers are spread evenly. Empty unless `twin`.
+            second end of a clip range. The twins with these hyperparameters get the rows of one
+            Latin hypercube, so that their numbers are spread evenly. Empty unless `twin`.
     """
 
     hparams: Hparams

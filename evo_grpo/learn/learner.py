@@ -70,7 +70,7 @@ class _Call:
     metrics: list[dict[str, float]]
 
     def denominators(self, minibatch: int) -> Tensor:
-        """Return each agent's numbers of rows and tokens (N, 2) in one minibatch, both >= 1."""
+        """Return each agent's numbers of rows and tokens (N, 2) in a minibatch; 1 for none."""
         counts = [
             (t.rows[minibatch], t.tokens[minibatch]) if minibatch < t.minibatches else (1, 1)
             for t in self.totals

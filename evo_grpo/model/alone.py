@@ -21,7 +21,7 @@ _computing = Counter[int]()
 def loading() -> Generator[None]:
     """Open a context for loading a model, in which no other thread loads or computes.
 
-    Entering it waits until other threads have finished; threads that start later wait for it.
+    Entering it waits until the loads and computations of other threads end; later ones wait for it.
     """
     me = threading.get_ident()
     with _turn:

@@ -79,7 +79,7 @@ class StopRules:
         return texts
 
     def stops(self, row: Sequence[int]) -> bool:
-        """Return whether a row's last token completes its first stop string."""
+        """Return whether a row has a stop string, given that it has none without its last token."""
         if len(row) <= self._least or not self._may_complete(row[-1]):
             return False
         # Decode only the end of the row, as long as it has no stop string.

@@ -49,7 +49,8 @@ def merge_dtype_keywords(
 ) -> tuple[str | torch.dtype, dict[str, Any]]:
     """Return the dtype, from `dtype` or from `torch_dtype` in `extra`, and the other keywords.
 
-    If the two differ, ModelError is raised; transformers would ignore torch_dtype.
+    If the two differ, and neither is "auto", ModelError is raised; transformers would ignore
+    torch_dtype.
     """
     keywords = dict(extra)
     older = keywords.pop("torch_dtype", None)

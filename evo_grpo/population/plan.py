@@ -64,9 +64,9 @@ class RankReport:
 class EvaluationRequest:
     """The decision to evaluate some agents before the round is planned.
 
-    `number` 0 is the first request of a round, for all agents. `prompts` is the number of
-    validation prompts; with 0, the rewards of training replace the evaluation. With `fresh`, the
-    archive and the best agent are evaluated on new samples, only to compare the two.
+    Without `fresh`, `number` 0 is the first request of a round, for all agents. `prompts` is the
+    number of validation prompts; with 0, the rewards of training replace the evaluation. With
+    `fresh`, the archive and the best agent are evaluated on new samples, only to compare the two.
     """
 
     slots: tuple[Slot, ...]
@@ -260,7 +260,7 @@ def next_round(inputs: PlanInputs) -> RoundPlan:
 def _next_generation(inputs: PlanInputs) -> tuple[Generation, tuple[Decision, ...]]:
     """Return the agents of the next round, and the decisions about the agents of this round.
 
-    After a round without a decision, all agents with a fitness stay.
+    After a round without a decision, all agents stay that neither failed nor collapsed.
     """
     settings, round = inputs.settings, inputs.round
     standings = _collapsed(inputs, last=False)

@@ -332,7 +332,7 @@ def copies_in_order(
 ) -> Iterator[tuple[Slot, Slot]]:
     """Yield the source and target of each copy; no source is overwritten before it is copied.
 
-    `rank` returns the rank of a slot. Copies that share no rank are next to each other where that is
+    `rank` returns the rank of a slot. Copies that share no rank follow each other where that is
     possible, because they run at the same time; see `order_transfers`.
     """
     pairs = zip(generation.parents, generation.slots, strict=True)

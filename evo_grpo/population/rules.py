@@ -48,7 +48,7 @@ class RoundSettings:
         return always or decides_after(round + 1, self.population.decided)
 
     def validation_prompts(self, round: int) -> int:
-        """Return on how many validation prompts agents are evaluated after a round (0-based)."""
+        """Return on how many validation prompts a round (0-based) evaluates agents; 0 for none."""
         fitness = self.evolve.fitness
         ends = round + 1 >= self.population.rounds
         return fitness.prompts if ends or self.decides(round) else fitness.in_between

@@ -154,7 +154,10 @@ def arm_label(name: str, agents: int) -> str:
 
 
 def pooled(scores: Sequence[Score]) -> Score:
-    """Return the mean of scores on the same prompts; NaN if a score has no rewards by prompt."""
+    """Return the mean of scores on the same prompts, or the only score as it is.
+
+    The mean of several scores is NaN if one of them has no rewards by prompt.
+    """
     if len(scores) == 1:
         return scores[0]
     if not all(score.per_prompt for score in scores) or (

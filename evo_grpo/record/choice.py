@@ -47,7 +47,7 @@ class ChosenAgent:
 
     @property
     def loss(self) -> str:
-        """`RunView.loss`, how far the winner is behind the base, if the agent is the winner."""
+        """`RunView.loss`, how far the winner is behind the base; "" for any other agent."""
         return self.view.loss if self.is_winner else ""
 
     @property

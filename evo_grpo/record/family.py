@@ -139,8 +139,8 @@ def archived_agent(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
 def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
     """Return the record of the agent in the archive, from the round in which it was archived.
 
-    Without an archive, return the record with the greatest fitness in a round with a decision, the
-    earliest of equal ones; None if no fitness is finite.
+    Without an archive, return the record with the greatest fitness in a round with a decision (in
+    any round before the first decision), the earliest of equal ones; None if no fitness is finite.
     """
     if rounds and rounds[-1].archived is not None:
         number, member = rounds[-1].archived

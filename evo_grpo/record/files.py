@@ -359,8 +359,9 @@ class FolderLock:
     def write_round(self, *numbers: int) -> None:
         """Write the id of this process and `numbers` into the lock file, a line each.
 
-        `numbers` has the round (0-based) that is being played, if any, for processes that write
-        requests. The text never gets shorter, because later rounds have at least as many digits.
+        `numbers` has the round (0-based) that is being played, if any: a process that writes a
+        request reads it, and the request is carried out after that round. The text never gets
+        shorter, because later rounds have at least as many digits.
         """
         if self._descriptor is not None:
             lines = "".join(f"{number}\n" for number in (os.getpid(), *numbers))
@@ -368,9 +369,9 @@ class FolderLock:
                 os.pwrite(self._descriptor, lines.encode(), 0)
 
     def check(self, path: Path) -> None:
-        """Refuse a write to a path in the folder by a fork of the process that locked the folder.
+        """Raise RunDirError if a fork of the process that locked the folder writes to a path in it.
 
-        Also refuse the write if the folder was deleted, moved or replaced.
+        Raise RunFailedError if the folder was deleted, moved or replaced.
         """
         folder = self._path.parent
         if not path.absolute().is_relative_to(folder):

@@ -234,8 +234,8 @@ def ties(
 
     Only agents of the winner's round with a finite fitness are included. The result is empty if the
     winner is a mean. The level of significance is `TIE_LEVEL`, corrected for all pairs of agents
-    because the winner was chosen as the best of them. If the winner is the best of all rounds, the
-    level is also corrected for the number of rounds.
+    because the winner was chosen as the best of them. If the winner's kind is "archive", the level
+    is also corrected for the number of rounds.
     """
     if winner is None or winner.fitness is None:
         return {}

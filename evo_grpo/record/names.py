@@ -18,7 +18,7 @@ REPORT = "report.html"
 REPORT_READER = "report"
 """Name of the reader of the log that updates report.html."""
 EARLIER = re.compile(r"(?:summary|compare|replay)\.rounds-(\d+)(?:\.json)?")
-"""Names of result files from before a run was extended; the group is its number of rounds then."""
+"""Names of results from before a run was extended; the group is its number of rounds then."""
 LOCK = ".lock"
 COMPLETIONS = "completions"
 METRICS = "metrics"
@@ -38,7 +38,7 @@ ASIDES = (f"{CHECKPOINTS}/.best-new", f"{CHECKPOINTS}/.best-old")
 """Temporary folders, used while `BEST` is replaced."""
 
 OF_ROUNDS = (COMPLETIONS, METRICS, CHECKPOINTS)
-"""Folders in which each file or folder belongs to one round and is named after it."""
+"""Folders with files or folders that are named after their round; checkpoints/ has others too."""
 STEERING = "steering"
 """Folder with a file for each request; the run removes the file once it records the outcome."""
 
@@ -71,7 +71,7 @@ REPLAY_PARTS = (REPLAY_RESULT, *(f"{REPLAY}/{name}" for name in REPLAYED))
 PARTS = (*FILES[2:], BEST, MEAN, *ASIDES, *OF_READERS, JUDGED, COMPARISON, *REPLAY_PARTS)
 """Files and folders with the same path in every run, but not the two that mark a run folder."""
 OWN = (*FILES, LOCK, *OF_ROUNDS, STEERING, *OF_READERS, JUDGED, COMPARE, REPLAY)
-"""Names of all files and folders that a run may have directly in its folder."""
+"""Names of all files and folders that a run may have directly in its folder, but `EARLIER`."""
 
 BASELINE = "# Without evolution, beside the run two folders above it; training tokens: "
 """Start of population.yaml for a population without evolution; its number of tokens follows."""

@@ -98,7 +98,10 @@ class StudyReader:
         self._behind = self._url is None
 
     def flush(self) -> bool:
-        """Write the file, unless it was written moments ago; return whether it is up to date."""
+        """Write the file, unless it was written moments ago; return whether it is up to date.
+
+        For a database, do nothing and return True.
+        """
         if self._behind and time.monotonic() >= self._next:
             self._write()
         return not self._behind

@@ -15,7 +15,7 @@ FEW_ENDED = 0.5
 MOSTLY_EQUAL = 0.9
 """Share of groups with equal rewards above which a round teaches little."""
 GOOD = 0.95
-"""Least mean reward at which a task counts as solved if the rewards of each group are equal."""
+"""Least mean of equal rewards at which a task of rewards 0 and 1 counts as solved."""
 LOW_ENTROPY = 0.05
 """Share of the first round's entropy below which completions hardly vary."""
 

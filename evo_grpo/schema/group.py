@@ -151,7 +151,7 @@ def contradictions(group: object, *rows: tuple[str, object, str, str]) -> Iterat
 
 
 def computable(least: float, most: float = math.inf) -> AfterValidator:
-    """Return a validator of numbers > 0: float32 can compute only with those in [least, most]."""
+    """Return a validator that refuses numbers > 0 outside [least, most], the limits of float32."""
     bounds = f">= {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
     expected = f"a number {bounds}, which float32 can compute with"
 

@@ -12,7 +12,7 @@ LONGEST = 10_000
 
 
 def module_patterns(lora: Any) -> dict[str, str]:  # noqa: ANN401 -- LoraSettings, or PEFT's LoraConfig
-    """Return the regular expressions for modules in LoRA settings, by setting; lists left out."""
+    """Return, by LoRA setting, the regular expressions for full names of modules; no lists."""
     patterns = {
         name: value
         for name in ("target_modules", "exclude_modules")

@@ -181,7 +181,7 @@ class EngineConfig(Group):
         return self.engines[self.rollout]
 
     def with_default_rollout(self, **changes: Any) -> Self:
-        """Return a copy with `changes`, the default rollout engine and default engine settings."""
+        """Return a copy with `changes`, the default rollout engine and each engine's defaults."""
         fields = type(self).model_fields
         defaults = {name: fields[name].default for name in ("rollout", *ENGINES) if name in fields}
         return self.replace(**defaults, **changes)

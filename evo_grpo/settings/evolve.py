@@ -151,7 +151,10 @@ class FitnessConfig(Group):
 
     @property
     def in_between(self) -> int:
-        """Number of validation prompts after a round without a decision; 8 if `between` is null."""
+        """Number of validation prompts after a round without a decision, at most `prompts`.
+
+        A `between` of null counts as 8 until `RunConfig.settled` replaces it.
+        """
         return min(self.prompts, BETWEEN if self.between is None else self.between)
 
     @property

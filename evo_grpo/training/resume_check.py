@@ -410,7 +410,7 @@ def _sentence(change: Change, go_on: str, place: str | None) -> str:
 
 
 def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Add defaults to recorded settings; return None if this version refuses the settings."""
+    """Return recorded settings with defaults added; None if this version refuses the settings."""
     nested: dict[str, Any] = {}
     for name, value in settings.items():
         *groups, key = name.split(".")

@@ -133,8 +133,8 @@ def take_up_requests(
     """Carry out and record the requests made while no process trained; return a sentence for each.
 
     The requests change the plan in the last record of `rounds`, which is replaced. If the run is
-    finished, the requests wait for an extension. A request to pause or stop a process that has
-    ended is refused.
+    finished, the requests wait for an extension. A request to pause, continue or stop a process
+    that has ended is not carried out.
     """
     folder.lock.write_round(len(rounds))
     done = carried_out(rounds)

@@ -53,7 +53,10 @@ _OURS = re.compile(
 
 
 def check_target(out: Path, *, force: bool) -> Path:
-    """Return the real path of a folder that is new, empty or, with `force`, an unchanged export."""
+    """Return the real path of a folder that is new, empty or, with `force`, an unchanged export.
+
+    Raises RunDirError for any other `out`.
+    """
     target = Path(os.path.realpath(out))
     if not target.is_dir():
         if os.path.lexists(target):

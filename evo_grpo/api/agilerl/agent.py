@@ -85,9 +85,9 @@ class AgileRLAgent(Agent, ABC):
         return super().clone(index)
 
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
-        """Return {"actor": the PeftModel with this agent's adapter active, "optimizer": AdamW}.
+        """Return the PeftModel with this agent's adapter active, and the agent's optimizer.
 
-        With `networks_only`, the optimizer is left out.
+        The keys are "actor" and "optimizer". With `networks_only`, the optimizer is left out.
         """
         networks: dict[str, Any] = {POLICY: self.get_policy()}
         return networks if networks_only else {**networks, OPTIMIZER: self.state.optimizer}

@@ -109,8 +109,8 @@ class FinetuneSettings(Group):
     """Keywords of the finetune functions besides the population and the environment.
 
     Attributes:
-        max_steps: Completions of all agents after which training ends, >= 1; the step that reaches
-            this number is finished. An episode of three turns counts as three completions.
+        max_steps: Completions in training, of all agents, after which training ends, >= 1; the step
+            that reaches this number is finished. An episode of three turns counts as three.
         num_epochs: Passes over the train rows, for prompts from a dataset. It takes precedence over
             `max_steps`, as in AgileRL.
         evaluation_interval: GRPO steps of every agent between two evaluations, >= 1; an
@@ -129,7 +129,7 @@ class FinetuneSettings(Group):
             `elite_path` is given.
         elite_path: Folder in which the agent with the best last fitness is saved.
         verbose: Show progress, as `Population.train` does with `progress=True`.
-        accelerator: Not used, because the agents already have an accelerator.
+        accelerator: The accelerator of the agents; not used here, because they already use it.
     """
 
     max_steps: int | None = setting(None, ge=1)

@@ -159,11 +159,11 @@ def dataset_task(  # noqa: PLR0913 -- all but the first four have defaults
     """Build a task: read its splits, hold out rows for missing splits, and check the columns.
 
     A missing validation or test split takes a tenth of the prompts of train by a seeded shuffle; no
-    prompt is in two splits. With `validation_from_few`, a missing validation split uses the train
-    rows if there are fewer than ten prompts. `sources` maps a split to a source for
-    `tables.read_rows` or None; train is required. If `template` is None, `default_template` makes
-    one from the first row. With `thinking` tags, the parameter `thinking` of a reward function
-    needs no column.
+    prompt is in two splits. With `validation_from_few`, if only the validation split is missing, it
+    uses the train rows if these have fewer than ten different prompts. `sources` maps a split to a
+    source for `tables.read_rows` or None; train is required. If `template` is None,
+    `default_template` makes one from the first row. With `thinking` tags, the parameter `thinking`
+    of a reward function needs no column.
     """
     sources = objects.by_splits(sources)
     rows: dict[Split, Sequence[DatasetRow]] = {

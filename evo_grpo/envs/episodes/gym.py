@@ -46,7 +46,7 @@ class MultiTurnGym:
         seed: Seed from which the episode seeds are derived.
         max_output_tokens: Tokens of one completion; None takes the wrapper's.
         max_model_len: Tokens of an episode, at most the model's context; None takes the wrapper's
-            limit.
+            limit, or else the context.
         apply_chat_template: As for `TokenObservationWrapper`, around a bare environment.
         conversation_template: As for `TokenObservationWrapper`.
         chat_template_kwargs: As for `TokenObservationWrapper`.

@@ -228,7 +228,7 @@ class Judge(Scorer):
         ]
 
     def _settle(self, questions: Mapping[str, Body]) -> Mapping[str, Unanswered]:
-        """Ask each question, unless another thread asks it; return the questions that failed."""
+        """Ask the questions that no other thread asks, await the rest; return those that failed."""
         failed: dict[str, Unanswered] = {}
         while True:
             with self._change:

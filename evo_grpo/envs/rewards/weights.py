@@ -136,7 +136,7 @@ def with_weights_of(
 def fitness_rewards(
     env: Environment[Any], rewards: Floats, reward: FitnessReward
 ) -> tuple[Floats, Floats]:
-    """Return the columns of rewards that count in fitness, and their weights.
+    """Return the columns of rewards that count in fitness, (B, k), and their weights, (k,).
 
     `rewards` are (B, K), and `reward` is `evolve.fitness.reward`; None counts all columns with the
     weights of the environment. Otherwise only the functions that `reward` names count, so a row has

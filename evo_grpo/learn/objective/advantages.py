@@ -101,8 +101,8 @@ def group_advantages(
     Raises:
         ShapeError: The shapes of rewards, weights and group_size do not match.
         ConfigError: scale, eps or ddof is out of range.
-        RewardError: A reward or the weighted sum of a row is infinite or beyond 1e15, or the half
-            precision of the rewards cannot hold an advantage.
+        RewardError: A reward, or the sum of a row's weighted magnitudes, is infinite or beyond
+            1e15, or the half precision of the rewards cannot hold an advantage.
     """
     _check_settings(scale, eps, ddof)
     values, restore = to_numpy(rewards)
@@ -258,7 +258,7 @@ def _any_groups(
 
 
 def _inverse_spread(squares: Floats, freedom: int | Floats, eps: float) -> Floats:
-    """Return 1 / (std + eps) of each group, std = sqrt(squares / freedom); 0 if std is 0 or inf."""
+    """Return 1 / (std + eps) per group; 0 if std = sqrt(squares / freedom) is 0, inf or NaN."""
     with np.errstate(divide="ignore", invalid="ignore"):
         spread = np.sqrt(squares / freedom)
         inverse = 1 / (spread + eps)
@@ -280,7 +280,8 @@ def _check_settings(scale: object, eps: float, ddof: object) -> None:
 def combined(values: Floats, weights: Floats | None) -> Floats:
     """Return the sum (B,) of rewards (B, K) times weights (K,); NaN where all functions abstain.
 
-    Rewards (B,) are returned unchanged. Rewards or sums beyond `LARGEST` raise RewardError.
+    Rewards (B,) are returned unchanged. A reward, or a sum of a row's weighted magnitudes, beyond
+    `LARGEST` raises RewardError.
     """
     refuse_unusable(values)  # before a weight of 0 turns it into NaN, an abstention
     if weights is None:

@@ -300,7 +300,7 @@ class AdapterViews:
 def adapter_views(
     slots: AdapterSlots, weights: LlamaWeights, adapters: Sequence[str | None]
 ) -> AdapterViews:
-    """Return `adapters` stacked; if all shapes are equal, parameters become views of the stacks."""
+    """Return stacks that contain `adapters`; if all shapes are equal, parameters become views."""
     trained = tuple(name for name in slots.names if slots.is_trainable(name))
     # Rounding may depend on the other adapters of a batch, so the adapters of a shard have their
     # own leaves: results do not depend on the number of processes.

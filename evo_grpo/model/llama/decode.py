@@ -192,7 +192,7 @@ class LlamaDecoder:
         return decoder
 
     def refill(self, arrived: LlamaDecoder | None, moves: Refill) -> int:
-        """Remove ended rows and add the rows of `arrived`; see `RefillDecoder`."""
+        """Move the rows that stay and add the rows of `arrived`; see `RefillDecoder`."""
         self._chunks = None
         cache, joining = self.cache, arrived and arrived.cache
         assert isinstance(cache, FixedCache), "rows wait on other devices than a CPU alone"
@@ -234,7 +234,7 @@ class LlamaDecoder:
         return self._last_norm(x)
 
     def _rest(self, linears: list[_Linear], layer: _Layer, x: Tensor, mixed: Tensor) -> Tensor:
-        """Return a layer's output, given its attention's output `mixed` and its input x."""
+        """Return a layer's output, written over its input x; `mixed` is its attention's output."""
         x = self._added(linears[1], mixed, x, layer.after)
         gate_and_up = self._linear(linears[2], x if layer.then is None else layer.then(x))
         gate, up = gate_and_up.chunk(2, dim=-1)

@@ -106,7 +106,7 @@ def find_departures(base: SharedBase) -> tuple[str, ...]:
 def _inspect(base: SharedBase) -> tuple[list[str], list[object]]:
     """Return how a base's code differs from that of its model type, and values of its modules.
 
-    If one of the values changes, outputs must be compared again. This takes 2 ms.
+    If one of the values changes, outputs must be compared again. The inspection takes 2 ms.
     """
     trunk, config = base.trunk, base.model.config
     description = describe(config)

@@ -227,7 +227,7 @@ class LoraLinear(torch.autograd.Function):
 
 
 def glu(both: Tensor, *, gelu: bool) -> Tensor:
-    """Apply `Glu` to `both` (..., 2 I), which is overwritten if it needs no gradient."""
+    """Apply `Glu` to `both` (..., 2 I), which may be overwritten if it needs no gradient."""
     if both.requires_grad:
         return Glu.apply(both, gelu)
     gate, up = both.chunk(2, dim=-1)

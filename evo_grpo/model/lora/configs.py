@@ -261,7 +261,7 @@ def _features(module: Any) -> tuple[int, int]:  # noqa: ANN401 -- as above
 
 
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a model's modules, without those of PEFT; a module with two names has the first."""
+    """Return a model's modules by full name, or by the first of several, without those of PEFT."""
     modules: dict[str, nn.Module] = {}
     visited: set[nn.Module] = set()
     waiting = [("", model)]

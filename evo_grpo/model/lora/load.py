@@ -142,7 +142,7 @@ def plan_copy(
 def _check_tensors(
     state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], what: str, base: str
 ) -> None:
-    """Raise CheckpointError unless `state` has just the tensors of `shapes`, in 16 bits or more."""
+    """Raise CheckpointError unless `state` has just the tensors of `shapes`, floats of 16+ bits."""
     for key in sorted({*shapes, *state}):
         tensor = state.get(key)
         # Torch does not compute in floats of 8 bits.

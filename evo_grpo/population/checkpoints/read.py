@@ -91,7 +91,7 @@ def peft_folder(folder: Path) -> Path | None:
 
 
 def read_attributes(folder: Path) -> dict[str, Any]:
-    """Read attributes.json of a checkpoint; CheckpointError if it is missing or damaged."""
+    """Read attributes.json; CheckpointError if it is missing, damaged or of another format."""
     refuse_foreign_files(folder)
     file = folder / ATTRIBUTES
     if not file.is_file():

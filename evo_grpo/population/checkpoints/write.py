@@ -64,7 +64,7 @@ class Snapshot:
         return replace(self, tensors=tensors)
 
     def write(self, path: str | Path) -> dict[str, str]:
-        """Write the files, over those of an old checkpoint; return their SHA-256 by file name."""
+        """Write the files, over those of an old checkpoint; return SHA-256 by path below `path`."""
         # A value that JSON cannot represent is an error before any file is written.
         json.dumps(self.attributes)
         folder = Path(path)

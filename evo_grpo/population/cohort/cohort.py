@@ -200,7 +200,7 @@ class Cohort:
         """Adopt the defaults of an environment, check its prompts, and load its reward models.
 
         The defaults are the tokenizer if the base has none, the completion length, and, if they are
-        searched and an agent lacks them, reward weights and hyperparameters with choices.
+        searched and an agent lacks them, reward weights and hyperparameters of names or bools.
         """
         self.overlap.takes_turns(env)
         check_prompts(env, self.hp_config)
@@ -311,10 +311,11 @@ class Cohort:
         state.hparams = hparams
 
     def copy(self, source: int, target: int, *, inherit_optimizer: bool = True) -> None:
-        """Copy the weights of agent `source` to agent `target`, which keeps its hyperparameters.
+        """Copy the weights of agent `source` to agent `target`; set its hyperparameters afterwards.
 
-        With `inherit_optimizer`, AdamW's moments are copied too, else the target has none. All
-        ranks make this call; the agents may be on two ranks.
+        Until then the target has its old ones, which may not suit the copied adapter. With
+        `inherit_optimizer`, AdamW's moments are copied too, else the target has none. All ranks
+        make this call; the agents may be on two ranks.
         """
         parent, child = self.agents[source], self.agents[target]
         hparams = child.hparams

@@ -253,7 +253,7 @@ def adapter_config(slots: AdapterSlots, hparams: Hparams, adapter: str | None = 
 
 
 def with_choices(hparams: Hparams, space: HyperparameterConfig) -> Hparams:
-    """Return `hparams`, in which searched hyperparameters without a value get their first choice.
+    """Return `hparams`, in which searched names and bools without a value get their first choice.
 
     `lora_target_modules` stays unchanged, because it is None for layers that match no named set.
     """

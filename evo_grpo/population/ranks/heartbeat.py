@@ -21,11 +21,11 @@ SECONDS = 900.0
 """Default of `VARIABLE`, long enough for a C function that holds the GIL and so prevents signs."""
 _EVERY = 1.0
 _RANKS_A_SECOND = 32
-"""The number of ranks divided by this gives the seconds between two looks, which read all signs."""
+"""The number of ranks divided by this is the seconds between two looks, if above `_EVERY`."""
 _LOOKS_TO_MISS = 3
 """Number of looks without a sign after which a rank counts as ended if a connection closed."""
 _LOOKS_AFTER_END = 10
-"""Number of looks, after a connection closed, until the most silent rank is named in any case."""
+"""Number of looks, after a connection closed, until a silent rank is named without a clear lead."""
 
 THREAD = "heartbeat"
 """Name of the thread that writes signs."""
@@ -99,7 +99,7 @@ class Heartbeat:
         return ""
 
     def _named(self, *, silent: bool) -> str:
-        """Return a clause on the most silent rank; if none is silent, on rank 0, the store."""
+        """Return a clause on the most silent rank; if none is, on rank 0, which has the store."""
         most = max(self._missed)
         rank = self._missed.index(most) if most >= _LOOKS_TO_MISS else 0
         time.sleep(

@@ -194,7 +194,7 @@ class ZeroEngine:
         return whole
 
     def own_moments(self, moments: dict[int, dict[str, Tensor]]) -> LocalMoments:
-        """Return this process's part of whole moments, which are by parameter position."""
+        """Return this process's part of moments by parameter position; empty without moments."""
         local_moments: LocalMoments = {}
         for number, flat in enumerate(self.flats if moments else ()):
             members = self._members(number)

@@ -80,7 +80,10 @@ def standard_output() -> Console:
 
 
 def safe(text: str, style: str | Style = "") -> Text:
-    """Return a string as a line of text: without markup or emoji, control characters escaped."""
+    """Return a string as a line of text; markup and emoji codes in it have no effect.
+
+    Control characters are escaped.
+    """
     return Text(printable(text), style=style)
 
 

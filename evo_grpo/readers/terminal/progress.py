@@ -315,8 +315,8 @@ def evolution(record: RoundRecord, arrow: str = " -> ") -> dict[str, str]:
     """Return the copies and mutations after a round that its decisions do not state, as text.
 
     The value of "copied" is "0 -> 1, ...", with agents. The value of "mutated" is
-    "1: clip 0.2 -> 0.16; ...", with an agent before the colon; lr is left out for an agent with a
-    decision, which states it. A key without changes is missing.
+    "1: clip 0.2 -> 0.16; ...", with an agent before the colon; lr is left out for an agent that
+    was copied or restored by a decision, which states it. A key without changes is missing.
     """
     slots = {agent.member: agent.agent for agent in record.agents}
     decided = {d.agent for d in record.decisions if d.kind in ("copied", "restored")}

@@ -120,7 +120,7 @@ class _Layer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """The keys and values of a rollout: a row per prompt, later a row per unfinished completion."""
+    """The cache of a rollout: a row per (agent, prompt), later a row per unfinished completion."""
 
     def __init__(self, layers: int, columns: int) -> None:
         """Create the cache without memory; the first write determines the shapes."""

@@ -227,7 +227,7 @@ class RowQueue:
         return rows
 
     def begin(self) -> tuple[Prompts, Rows]:
-        """Take the first rows, as many as there are places; return their prompts and the rows."""
+        """Take the next rows, as many as there are places; return their prompts and the rows."""
         if self.places is None:
             self.waiting = 0
             layout = RowLayout(self._adapters, self._prompts)
@@ -240,7 +240,7 @@ class RowQueue:
         return self.rows.select(torch.from_numpy(rows).to(self._ids.device))
 
     def seen(self, prompts: Prompts) -> Tensor | None:
-        """Return a mask (B, V) of the tokens in each row's prompt; None if no row has a penalty."""
+        """Return which tokens, (B, V) bool, each row's prompt has; None if no row has a penalty."""
         if self.rows.sampling.penalty is None:
             return None
         ids, size = prompts.ids, self._vocabulary

@@ -191,7 +191,7 @@ class VLLMSettings(RolloutSettings):
         return (Part("vLLM awake", self._awake(load) - self._asleep(load), _LOWERS),)
 
     def shortages(self, load: EngineLoad) -> Iterator[str]:
-        """Yield a sentence if vLLM's share of a GPU is too small for the base and one sequence."""
+        """Yield a sentence if vLLM's share of a GPU cannot hold base, adapters and one sequence."""
         share, least = self._share(load), self._least(load)
         if share is not None and share < least:
             yield (

@@ -123,7 +123,8 @@ def _largest(
 ) -> int:
     """Return the largest value of the limit `name` that fits in memory, or `least` if none fits.
 
-    `known` has the limits chosen before. Of values that need equal memory, the least is returned.
+    The value is at most `most`. `known` has the limits chosen before. Of values that need equal
+    memory, the least is returned.
     """
     needed: dict[int, int] = {}
     for value in (least, *(step for step in _STEPS if least < step <= most)):

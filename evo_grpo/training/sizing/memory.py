@@ -248,7 +248,7 @@ def predict(
 def _held(
     size: ModelSize, work: Work, engine: EngineConfig, base: int, each: int, device: Device
 ) -> list[Part]:
-    """Return the memory in use throughout a run, except that of the rollout engine."""
+    """Return the memory that the process, the base and the agents take throughout a run."""
     linears = sum(inputs * outputs for inputs, outputs in size.linears.values())
     largest = max(inputs * outputs for inputs, outputs in size.linears.values())
     sharded = (linears * each) // work.shards + (base - linears * each) if work.shards > 1 else base

@@ -356,7 +356,7 @@ class KernelDecoder:
         return decoder
 
     def refill(self, arrived: KernelDecoder | None, moves: cache.Refill) -> int:
-        """Remove ended rows and add the rows of `arrived`; see `RefillDecoder`."""
+        """Move the rows that stay and add the rows of `arrived`; see `RefillDecoder`."""
         rows = len(moves.stay_to) + len(moves.join_to)
         joining = (arrived._keys, arrived._values) if arrived else ([], [])
         prompt_columns = joining[0][0].shape[2] if arrived else 0

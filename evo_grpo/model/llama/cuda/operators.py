@@ -281,7 +281,7 @@ def draw_token(
 def head_slopes(
     targets: Tensor, inverse: Tensor, slopes: int, logits: Tensor, above: Tensor, out: Tensor
 ) -> None:
-    """Write log-probs, entropies and factors to `out` (M, 4); overwrite logits (M, V) by slopes."""
+    """Write log-probs, entropies and factors to `out` (M, 4) fp32, slopes over `logits` (M, V)."""
     rows, vocabulary = logits.shape
     _kernels().head_slopes[(rows,)](
         targets, inverse, logits, above, out, logits.stride(0), vocabulary,

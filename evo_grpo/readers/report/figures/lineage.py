@@ -182,7 +182,7 @@ def _free_place(
     scale: tuple[float, float],
     taken: list[_Box],
 ) -> tuple[float, float] | None:
-    """Return the best point (round, agent) on an edge for a label, or None if it overlaps anywhere.
+    """Return the best point (round, agent) on an edge for a label; None if no point has room.
 
     `size` has the label's width and height in pixels, `scale` the pixels of a round and of an
     agent. `taken` has the boxes of nodes and of labels that are placed already.
