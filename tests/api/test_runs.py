@@ -39,6 +39,14 @@ def test_a_run_in_a_pipe_is_silent_unless_it_is_asked_to_speak(tmp_path, capfd):
     assert capfd.readouterr().out.startswith(f"loading {folder} …\n")
 
 
+def test_an_observer_takes_the_place_of_the_progress_on_a_terminal(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the pipe for a terminal
+    run(CONFIG, out=tmp_path / "observed", observer=Told())
+    assert capfd.readouterr().out == ""
+    run(CONFIG, out=tmp_path / "shown")
+    assert "Next:" in capfd.readouterr().out
+
+
 def test_a_run_without_progress_loads_no_reader(tmp_path):
     script = (
         "import sys, evo_grpo; evo_grpo.run(sys.argv[1], out=sys.argv[2], progress=False); "
