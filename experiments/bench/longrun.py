@@ -186,12 +186,12 @@ def resume(job: Mapping[str, Any]) -> dict[str, float]:
     import optuna  # noqa: F401
     import pandas as pd  # noqa: F401
 
-    from evo_grpo.record import run_dir
+    from evo_grpo.record import folder
     from evo_grpo.training import run as training
 
     libraries = time.perf_counter() - start
     told: dict[str, float] = {}
-    with watched(training, "prepare", told), watched(run_dir, "parse_rounds", told):
+    with watched(training, "prepare", told), watched(folder, "parse_rounds", told):
         start = time.perf_counter()
         with suppress(KeyboardInterrupt):
             training.resume(job["folder"], observer=UpToTheNextRound())

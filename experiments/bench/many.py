@@ -38,7 +38,7 @@ WATCHED = (
     ("evo_grpo.record.run_dir", "RunDir.append_step", "metrics of steps (writer)"),
     ("evo_grpo.record.run_dir", "RunDir.append_round", "line of rounds.jsonl (writer)"),
     ("evo_grpo.record.study", "write_study", "Optuna's trials, at the end"),
-    ("evo_grpo.training.writer", "write_csv", "leaderboard.csv (writer)"),
+    ("evo_grpo.record.leaderboard", "write_csv", "leaderboard.csv (writer)"),
     ("evo_grpo.record.run_dir", "RunDir.keep_best", "copy of the best agent (writer)"),
     ("evo_grpo.record.run_dir", "RunDir.drop_checkpoints", "old checkpoints (writer)"),
     ("evo_grpo.readers.terminal.progress", "RunProgress.step_done", "terminal: a step"),

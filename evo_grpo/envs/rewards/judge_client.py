@@ -1,5 +1,7 @@
 """Asks a judge, a language model behind an API, over HTTP, and keeps its answers."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import os
@@ -10,9 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast, final
-
-import httpx2
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 
 from evo_grpo.envs.rewards.watch import check_not_stopped, in_a_thread
 from evo_grpo.errors import ConfigError, RewardError
@@ -20,6 +20,9 @@ from evo_grpo.escaping import printable, redacted, shorten
 from evo_grpo.record.files import append, reading, seal, sync, unseal, writing
 from evo_grpo.record.plain import MAX_LOG_BYTES, read_plain
 from evo_grpo.settings.rewards import JudgeReward
+
+if TYPE_CHECKING:
+    import httpx2
 
 MOST_BYTES = 1 << 22
 """Largest reply: 4 MiB."""
