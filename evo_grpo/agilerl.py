@@ -3,7 +3,7 @@
 A script for AgileRL only changes its imports to this module; the code is in `evo_grpo.api.agilerl`.
 """
 
-from evo_grpo.api.agilerl.agent import CISPO, GRPO, GSPO
+from evo_grpo.api.agilerl.algorithms import CISPO, GRPO, GSPO
 from evo_grpo.api.agilerl.arguments import CosineLRScheduleConfig, VLLMConfig
 from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.api.agilerl.finetune import (

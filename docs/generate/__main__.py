@@ -18,6 +18,7 @@ import command_line
 import configuration
 import packages
 import signature
+import strategies
 
 from evo_grpo.settings import json_schema, template
 
@@ -28,6 +29,7 @@ FILES: dict[str, Callable[[], str]] = {
     "docs/command_line.md": command_line.page,
     "docs/configuration.md": configuration.page,
     "docs/dependencies.md": packages.page,
+    "docs/strategies.md": strategies.page,
     "evo_grpo/api/keywords.py": signature.page,
     "population.schema.json": lambda: json.dumps(json_schema(), indent=1) + "\n",
     # The file at the root is a copy of the template that `evo-grpo init` writes.

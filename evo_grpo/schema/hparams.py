@@ -151,7 +151,7 @@ class AgentFields(Group):
     clip_coef: Clip = setting(
         0.2,
         "Clip range of the probability ratio: c in (0, 1] for [1 - c, 1 + c], or the bounds "
-        "`[low, high]` themselves. cispo reads high as its cap; sapo and vespo do not clip.",
+        "`[low, high]` themselves. cispo reads high as its cap; losses that do not clip ignore it.",
         mutates=True,
     )
     group_size: int = setting(

@@ -22,7 +22,7 @@ from evo_grpo.evolve.start import Start, start_hparams
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.choice import serves_head
 from evo_grpo.model.loading import pick_device
-from evo_grpo.model.lora.files import AdapterCopy
+from evo_grpo.model.lora.adapter_files import AdapterCopy
 from evo_grpo.model.lora.load import detach_adapter, trainable
 from evo_grpo.model.sharding import ShardedLayers
 from evo_grpo.population.cohort.cohort import Cohort

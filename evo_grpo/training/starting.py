@@ -22,7 +22,7 @@ from evo_grpo.model.digest import base_digest, tokenizer_digest
 from evo_grpo.model.llama.departures import can_join_layers, departures_of
 from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.lora import configs
-from evo_grpo.model.lora.files import WEIGHTS, AdapterCopy, read_adapter
+from evo_grpo.model.lora.adapter_files import WEIGHTS, AdapterCopy, read_adapter
 from evo_grpo.model.lora.load import fit_slot, plan_copy
 from evo_grpo.places import find
 from evo_grpo.population.checkpoints.read import refuse_foreign_files

@@ -24,7 +24,7 @@ from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.lora.configs import module_of
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.types import Prompt
 

@@ -23,7 +23,7 @@ from shapes import LARGE, SHAPES  # noqa: E402
 
 from evo_grpo.population.cohort.cohort import Cohort  # noqa: E402
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest  # noqa: E402
-from evo_grpo.rollout.vllm.engine import VLLMEngine  # noqa: E402
+from evo_grpo.rollout.vllm.vllm_engine import VLLMEngine  # noqa: E402
 
 ADAPTERS = 8
 

@@ -25,7 +25,7 @@ from evo_grpo.model.forward.choice import open_forward  # noqa: E402
 from evo_grpo.model.forward.stacks import RowLayout  # noqa: E402
 from evo_grpo.model.lora.slots import AdapterSlots  # noqa: E402
 from evo_grpo.rollout.engine import RolloutRequest  # noqa: E402
-from evo_grpo.rollout.native.engine import NativeEngine  # noqa: E402
+from evo_grpo.rollout.native.native_engine import NativeEngine  # noqa: E402
 from evo_grpo.rollout.sampling import Sampling  # noqa: E402
 
 #: Released shapes with few layers and words: the width decides how sums are rounded. Weights are

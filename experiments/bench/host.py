@@ -47,8 +47,8 @@ VALIDATION = 64
 #: Functions whose seconds are told, and what the table calls them.
 PARTS = {
     "evo_grpo.envs.single_turn.ReasoningGym.judge": "rewards",
-    "evo_grpo.rollout.native.engine.NativeEngine._pad": "prompts, padded",
-    "evo_grpo.rollout.native.engine.NativeEngine._groups": "completions, as texts",
+    "evo_grpo.rollout.native.native_engine.NativeEngine._pad": "prompts, padded",
+    "evo_grpo.rollout.native.native_engine.NativeEngine._groups": "completions, as texts",
     "evo_grpo.population.steps.rows_from_trajectories": "rows to learn from",
     "evo_grpo.learn.learner.pack": "micro-batches, packed",
     "evo_grpo.learn.learner.collate": "micro-batches, as tensors",
@@ -139,7 +139,9 @@ def stepped(updates: OwnOptimizers, agents: Any) -> None:  # noqa: ANN401
 #: What a device does, and what stands for it.
 STANDINS: dict[str, Callable[..., Any]] = {
     "evo_grpo.rollout.native.loop.DecodeLoop.run": drawn,
-    "evo_grpo.rollout.native.engine.NativeEngine._decoder": lambda *_, **__: mock.MagicMock(),
+    "evo_grpo.rollout.native.native_engine.NativeEngine._decoder": lambda *_, **__: (
+        mock.MagicMock()
+    ),
     "evo_grpo.learn.learner.Learner._logprobs": nothing,
     "evo_grpo.learn.updates.OwnOptimizers.backward": lambda *_: None,
     "evo_grpo.learn.updates.OwnOptimizers.step": stepped,

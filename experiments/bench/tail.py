@@ -32,7 +32,8 @@ from transformers import GenerationConfig  # noqa: E402
 
 from evo_grpo.model.llama import decode  # noqa: E402
 from evo_grpo.model.llama.cache import FixedCache  # noqa: E402
-from evo_grpo.rollout.native import engine, loop  # noqa: E402
+from evo_grpo.rollout.native import loop  # noqa: E402
+from evo_grpo.rollout.native import native_engine as engine  # noqa: E402
 from evo_grpo.rollout.native import rows as native_rows  # noqa: E402
 
 AGENTS, GROUP, PLACES = 8, 8, 128

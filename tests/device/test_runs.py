@@ -25,8 +25,8 @@ from evo_grpo.cli.commands import app
 from evo_grpo.model.forward.choice import differs
 from evo_grpo.model.llama.departures import can_join_layers
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.native.loop import DecodeLoop
+from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
 

@@ -24,8 +24,8 @@ from evo_grpo.model.llama.cache import FixedCache
 from evo_grpo.model.llama.cuda.generate import KernelDecoder
 from evo_grpo.model.llama.cuda.learn import KernelForward
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.native.loop import Batch, DecodeLoop
+from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
 from evo_grpo.training.assemble import prepare

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.native.native_engine import NativeEngine
 
 
 class SkewedEngine:

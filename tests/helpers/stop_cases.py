@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from evo_grpo.model.llama import decode
 from evo_grpo.model.llama.cache import FixedCache
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.native import engine as engines
 from evo_grpo.rollout.native import loop
-from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.native import native_engine as engines
+from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
 from evo_grpo.types import Prompt

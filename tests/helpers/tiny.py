@@ -25,7 +25,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.lora.files import CONFIG, WEIGHTS, read_adapter
+from evo_grpo.model.lora.adapter_files import CONFIG, WEIGHTS, read_adapter
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.record.plain import sha256_of
 

@@ -15,8 +15,8 @@ from engine_contract import prompts_of
 from evo_grpo.errors import RunFailedError
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.sampling import Sampling
-from evo_grpo.rollout.vllm.engine import VLLMEngine
 from evo_grpo.rollout.vllm.server import Session
+from evo_grpo.rollout.vllm.vllm_engine import VLLMEngine
 from evo_grpo.settings import AgentSettings
 
 FOLDER = Path(__file__).parent / "vllm_double"

@@ -221,7 +221,7 @@ class TestSave:
 
     def test_after_a_rollout_joined_the_weights(self, tmp_path):
         from evo_grpo.rollout.engine import RolloutRequest
-        from evo_grpo.rollout.native.engine import NativeEngine
+        from evo_grpo.rollout.native.native_engine import NativeEngine
         from evo_grpo.rollout.sampling import Sampling
         from evo_grpo.types import Prompt
 

@@ -10,8 +10,8 @@ from evo_grpo import run
 from evo_grpo.errors import RunFailedError
 from evo_grpo.learn.learner import Learner
 from evo_grpo.model.out_of_memory import halved, is_out_of_memory
-from evo_grpo.rollout.native import engine
-from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.native import native_engine as engine
+from evo_grpo.rollout.native.native_engine import NativeEngine
 
 
 def short_of_memory(monkeypatch, owner, name, most, size):

@@ -14,7 +14,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.row_limit import selection_length, switch_length
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.algorithm import AlgorithmConfig

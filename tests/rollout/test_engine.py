@@ -11,7 +11,7 @@ from engine_contract import prompts_of
 import evo_grpo
 from evo_grpo.errors import PromptTooLongError
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest, engine_class, make_engine
-from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.engine import ENGINES, EngineConfig

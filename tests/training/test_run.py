@@ -21,7 +21,7 @@ from evo_grpo.errors import (
     RunDirError,
     RunFailedError,
 )
-from evo_grpo.model.lora.files import WEIGHTS
+from evo_grpo.model.lora.adapter_files import WEIGHTS
 from evo_grpo.population.evaluate import evaluate
 from evo_grpo.record.family import ancestry, best_ever
 from evo_grpo.record.folder import read_rounds

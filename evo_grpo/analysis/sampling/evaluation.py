@@ -19,8 +19,8 @@ from evo_grpo.errors import CheckpointError, ConfigError, RunFailedError
 from evo_grpo.evolve.claims import TEST_LEVEL, claims
 from evo_grpo.evolve.compare import compare
 from evo_grpo.evolve.intervals import LEVEL, interval
+from evo_grpo.model.lora.adapter_files import CONFIG as ADAPTER_CONFIG
 from evo_grpo.model.lora.configs import read_config
-from evo_grpo.model.lora.files import CONFIG as ADAPTER_CONFIG
 from evo_grpo.places import searching
 from evo_grpo.population.checkpoints.read import refuse_foreign_files
 from evo_grpo.population.evaluate import Evaluation, evaluate

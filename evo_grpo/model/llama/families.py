@@ -42,9 +42,9 @@ class Family:
         embedding: Class name of the embeddings, without the prefix; empty for torch's class.
         activation: Key of the activation in the configuration.
         kernels: Whether the kernels of `llama.cuda` support the family.
-        biases: Two items, each a bool or a key of the configuration: whether q, k and v have
-            biases, and whether o has one. None if `training.sizing` does not know the layers'
-            sizes.
+        biases: Three items, each a bool or a key of the configuration: whether q, k and v have
+            biases, whether o has one, and whether the MLP has them. None if `training.sizing` does
+            not know the layers' sizes.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Family:
     embedding: str = ""
     activation: str = "hidden_act"
     kernels: bool = True
-    biases: tuple[bool | str, bool | str] | None = None
+    biases: tuple[bool | str, bool | str, bool | str] | None = None
 
 
 _POST_NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
@@ -75,15 +75,15 @@ _NORMS_AROUND = (
 
 #: The families by model type; all else is as in Llama.
 FAMILIES = {
-    "llama": Family("Llama", "llama", biases=("attention_bias", "attention_bias")),
-    "mistral": Family("Mistral", "mistral", windows="all", biases=(False, False)),
-    "qwen2": Family("Qwen2", "qwen2", windows="types", biases=(True, False)),
+    "llama": Family("Llama", "llama", biases=("attention_bias", "attention_bias", "mlp_bias")),
+    "mistral": Family("Mistral", "mistral", windows="all", biases=(False, False, False)),
+    "qwen2": Family("Qwen2", "qwen2", windows="types", biases=(True, False, False)),
     "qwen3": Family(
         "Qwen3",
         "qwen3",
         head_norms="each",
         windows="types",
-        biases=("attention_bias", "attention_bias"),
+        biases=("attention_bias", "attention_bias", False),
     ),
     "smollm3": Family("SmolLM3", "smollm3", windows="types", without_rotary=True),
     "granite": Family(

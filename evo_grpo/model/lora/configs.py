@@ -22,7 +22,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from evo_grpo.errors import CheckpointError, ConfigError
-from evo_grpo.model.lora.files import CONFIG, AdapterCopy
+from evo_grpo.model.lora.adapter_files import CONFIG, AdapterCopy
 from evo_grpo.schema import validation
 from evo_grpo.schema.patterns import ALL, module_patterns, why_no_pattern
 from evo_grpo.schema.problems import validated

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.lora import configs
-from evo_grpo.model.lora.files import CONFIG, AdapterCopy, read_adapter
+from evo_grpo.model.lora.adapter_files import CONFIG, AdapterCopy, read_adapter
 from evo_grpo.model.lora.slots import AdapterSlots
 
 _SLOT = re.compile(r"(actor|reference)_\d+")

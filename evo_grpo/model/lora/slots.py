@@ -22,7 +22,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import INPUT_KIND, lora_layers
 from evo_grpo.model.forward.sending import fetch
 from evo_grpo.model.lora import configs
-from evo_grpo.model.lora.files import AdapterCopy
+from evo_grpo.model.lora.adapter_files import AdapterCopy
 from evo_grpo.model.lora.targets import TargetSets, checked_modules, resolve_targets
 
 

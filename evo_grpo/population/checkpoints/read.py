@@ -16,8 +16,8 @@ from torch import Tensor
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.digest import base_digest, comparable_digests
+from evo_grpo.model.lora.adapter_files import CONFIG, WEIGHTS, read_adapter
 from evo_grpo.model.lora.configs import read_config, with_targets
-from evo_grpo.model.lora.files import CONFIG, WEIGHTS, read_adapter
 from evo_grpo.model.lora.load import AdapterPlan, padded, plan_adapter
 from evo_grpo.population.checkpoints.write import FORMAT, OPTIMIZER
 from evo_grpo.population.cohort.cohort import Cohort

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from evo_grpo.model.digest import base_digest
-from evo_grpo.model.lora.files import CONFIG, WEIGHTS, AdapterCopy, write_tensors
+from evo_grpo.model.lora.adapter_files import CONFIG, WEIGHTS, AdapterCopy, write_tensors
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentTensors, copy_tensors
 from evo_grpo.record.names import ATTRIBUTES

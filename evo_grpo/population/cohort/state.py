@@ -14,8 +14,8 @@ from evo_grpo.evolve.decide import Standing
 from evo_grpo.evolve.start import with_first_choices
 from evo_grpo.learn.updates import lr_factor
 from evo_grpo.model.forward.sending import fetch
+from evo_grpo.model.lora.adapter_files import AdapterCopy
 from evo_grpo.model.lora.configs import module_of, width_of
-from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.model.lora.load import fit_slot, padded
 from evo_grpo.model.lora.resize import resize_slot, with_rank
 from evo_grpo.model.lora.slots import AdapterSlots

@@ -20,7 +20,7 @@ _SORT_TENSORS = 5
 class NativeSettings(RolloutSettings):
     """The built-in engine, which samples with the trainer's base and adapters."""
 
-    implementation: ClassVar[str] = "evo_grpo.rollout.native.engine:NativeEngine"
+    implementation: ClassVar[str] = "evo_grpo.rollout.native.native_engine:NativeEngine"
     shares_base: ClassVar[bool] = True
 
     def held_memory(self, load: EngineLoad) -> tuple[Part, ...]:

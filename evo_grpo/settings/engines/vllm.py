@@ -52,7 +52,7 @@ Devices = Annotated[
 class VLLMSettings(RolloutSettings):
     """The settings of vLLM; they have no effect unless `engine.rollout` is `vllm`."""
 
-    implementation: ClassVar[str] = "evo_grpo.rollout.vllm.engine:VLLMEngine"
+    implementation: ClassVar[str] = "evo_grpo.rollout.vllm.vllm_engine:VLLMEngine"
     ignores: ClassVar[Mapping[str, str]] = {
         "max_decode_prompts": "which makes its own batches; bound them with engine.max_decode_rows",
     }

@@ -178,20 +178,19 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
     hidden, inner, layers, heads, vocabulary = (size or 0 for size in sizes)
     head = _positive_integer(config.get("head_dim")) or hidden // heads
     kv_heads = _positive_integer(config.get("num_key_value_heads")) or heads
-    qkv_bias, o_bias = family.biases
+    qkv_bias, o_bias, mlp_bias = family.biases
     linears: dict[str, tuple[int, int, bool]] = {
         "self_attn.q_proj": (hidden, heads * head, _flag(config, qkv_bias)),
         "self_attn.k_proj": (hidden, kv_heads * head, _flag(config, qkv_bias)),
         "self_attn.v_proj": (hidden, kv_heads * head, _flag(config, qkv_bias)),
         "self_attn.o_proj": (heads * head, hidden, _flag(config, o_bias)),
     }
-    mlp_bias = kind == "llama" and _flag(config, "mlp_bias")
     for part, inputs, outputs in (
         ("gate", hidden, inner),
         ("up", hidden, inner),
         ("down", inner, hidden),
     ):
-        linears[f"mlp.{part}_proj"] = (inputs, outputs, mlp_bias)
+        linears[f"mlp.{part}_proj"] = (inputs, outputs, _flag(config, mlp_bias))
     per_layer = sum(i * o + o * bias for i, o, bias in linears.values())
     per_layer += 2 * hidden + (2 * head if family.head_norms else 0)
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", False) else 2)

@@ -14,7 +14,7 @@ from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
 

@@ -31,7 +31,7 @@ from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.ability import Ability, ability_of
-from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 
 BUILDS = {

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.lora.files import CONFIG, WEIGHTS
+from evo_grpo.model.lora.adapter_files import CONFIG, WEIGHTS
 from evo_grpo.model.lora.load import copy_slot, plan_adapter
 from evo_grpo.model.lora.slots import AdapterSlots
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import RowLayout, population_forward
-from evo_grpo.model.lora.files import CONFIG, WEIGHTS
+from evo_grpo.model.lora.adapter_files import CONFIG, WEIGHTS
 from evo_grpo.model.lora.load import plan_adapter
 from evo_grpo.model.lora.slots import AdapterSlots
 

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from evo_grpo import GRPO, Population, agilerl
 from evo_grpo.errors import CheckpointError, ConfigError, EngineUnavailable, ModelError
 from evo_grpo.model.base import SharedBase
-from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.settings import VLLMSettings
 from evo_grpo.sources import resolve
 

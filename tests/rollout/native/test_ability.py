@@ -27,7 +27,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.ability import Ability, ability_of, window_of
 from evo_grpo.rollout.native.decoder import EqualLengthDecoder, ModuleDecoder
-from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 
 LENGTHS = (3, 9, 1, 6)

@@ -7,7 +7,7 @@ from engine_contract import logprobs_of, prompts_of
 
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native import loop
-from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 
 

@@ -13,11 +13,11 @@ from engine_contract import ids_of, prompts_of
 from evo_grpo.model.llama import decode
 from evo_grpo.model.llama.cache import FixedCache
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.native import engine as engines
 from evo_grpo.rollout.native import loop
+from evo_grpo.rollout.native import native_engine as engines
 from evo_grpo.rollout.native import rows as native_rows
-from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.native.loop import Batch
+from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.native.rows import RowQueue
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings

@@ -9,7 +9,7 @@ from stop_cases import check, slots_of, tokenizer_of
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.ends import StopRules
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
 from evo_grpo.types import Prompt

@@ -16,7 +16,7 @@ from vllm_doubles import REQUEST, build, settings_of
 
 from evo_grpo.errors import ConfigError, EngineUnavailable, RunFailedError
 from evo_grpo.rollout.vllm import process as module
-from evo_grpo.rollout.vllm.engine import VLLMEngine
+from evo_grpo.rollout.vllm.vllm_engine import VLLMEngine
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from evo_grpo.cli.plan import plan
 from evo_grpo.errors import ConfigError
 from evo_grpo.rollout.sampling import Sampling
-from evo_grpo.rollout.vllm.engine import means_policy, sampling_keywords
+from evo_grpo.rollout.vllm.vllm_engine import means_policy, sampling_keywords
 from evo_grpo.settings import AgentSettings, VLLMSettings, from_dict, warnings
 from evo_grpo.settings.engines.vllm import OURS
 

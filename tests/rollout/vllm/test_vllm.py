@@ -27,7 +27,7 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.sampling import Sampling
-from evo_grpo.rollout.vllm.engine import VLLMEngine
+from evo_grpo.rollout.vllm.vllm_engine import VLLMEngine
 
 pytestmark = pytest.mark.vllm
 TEXTS = ("12+07=", "3+4=", "10+22=", "5+5=")
@@ -176,7 +176,7 @@ def test_after_an_update_the_new_weights_answer(make):
 
 def test_agents_and_vllm_take_turns_until_it_is_killed_asleep(python, monkeypatch):
     """Here its worker frees nothing, but its scheduler stops, and level 2 loads its base again."""
-    monkeypatch.setattr("evo_grpo.rollout.vllm.engine.can_sleep", lambda base: True)
+    monkeypatch.setattr("evo_grpo.rollout.vllm.vllm_engine.can_sleep", lambda base: True)
 
     def started(level):
         settings = settings_of(python=python, sleep_level=level).replace(model="tiny-sums")

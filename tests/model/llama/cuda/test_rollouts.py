@@ -14,8 +14,8 @@ from evo_grpo.model.llama import decode
 from evo_grpo.model.llama.cache import FixedCache
 from evo_grpo.model.llama.cuda import operators
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.native import engine as native
-from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.native import native_engine as native
+from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings, EngineConfig
 

@@ -13,8 +13,8 @@ from evo_grpo.errors import ConfigError, RunFailedError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.sampling import Sampling
-from evo_grpo.rollout.vllm import engine as module
-from evo_grpo.rollout.vllm.engine import VLLMEngine
+from evo_grpo.rollout.vllm import vllm_engine as module
+from evo_grpo.rollout.vllm.vllm_engine import VLLMEngine
 
 TEXTS = ("12+07=", "3+4=")
 

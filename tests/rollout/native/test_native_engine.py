@@ -16,7 +16,7 @@ from evo_grpo.model.llama.departures import departures_of
 from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native import loop
-from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
 from evo_grpo.types import Prompt

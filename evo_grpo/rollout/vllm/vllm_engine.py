@@ -20,7 +20,7 @@ from torch import Tensor
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.ends import StopRules
-from evo_grpo.model.lora.files import CONFIG, WEIGHTS, write_tensors
+from evo_grpo.model.lora.adapter_files import CONFIG, WEIGHTS, write_tensors
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
 from evo_grpo.rollout.sampling import Sampling

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save
 
-from evo_grpo.model.lora.files import AdapterCopy, read_adapter, write_tensors
+from evo_grpo.model.lora.adapter_files import AdapterCopy, read_adapter, write_tensors
 
 
 def tensors(dtype):
