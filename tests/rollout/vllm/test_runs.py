@@ -40,7 +40,7 @@ def echo(double_in_child, monkeypatch, tmp_path):
 def sleepy():
     """Settings of a vLLM that sleeps while agents learn, as if this device could."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("engine", "process"):
+        for module in ("vllm_engine", "process"):
             patch.setattr(f"evo_grpo.rollout.vllm.{module}.can_sleep", lambda base: True)
         patch.setattr("torch.cuda.is_available", lambda: False)
         yield {"device": "auto", "sleep_level": 2}
