@@ -1,10 +1,8 @@
 """Reads and writes the two files of a PEFT folder."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -33,12 +31,10 @@ class AdapterCopy:
     state: dict[str, Tensor]
     config: LoraConfig
 
-    def write(self, folder: Path) -> dict[str, str]:
-        """Write both files into a folder that exists; return their SHA-256 by name."""
-        weights = write_tensors(self.state, folder / WEIGHTS, {"format": "pt"})
-        config = self.config_json()
-        (folder / CONFIG).write_bytes(config)
-        return {WEIGHTS: weights, CONFIG: hashlib.sha256(config).hexdigest()}
+    def write(self, folder: Path) -> None:
+        """Write both files into a folder that exists."""
+        write_tensors(self.state, folder / WEIGHTS, {"format": "pt"})
+        (folder / CONFIG).write_bytes(self.config_json())
 
     def config_json(self) -> bytes:
         """Return the contents of adapter_config.json, as PEFT writes it."""
@@ -50,10 +46,8 @@ class AdapterCopy:
 
 def write_tensors(
     tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None = None
-) -> str:
-    """Write tensors on the CPU as a safetensors file; return its SHA-256.
-
-    The file has the bytes of `safetensors.torch.save`.
+) -> None:
+    """Write tensors on the CPU as a safetensors file, with the bytes of `safetensors.torch.save`.
 
     `save` holds Python's lock while it builds the bytes of the whole file, so no other thread can
     launch a kernel; `save_file` makes a file that only its owner may read. This function joins and
@@ -70,19 +64,10 @@ def write_tensors(
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
     with file.open("wb") as opened:
-
-        def write(data: bytes | memoryview) -> None:
-            opened.write(data)
-            digest.update(data)
-
-        write(len(text).to_bytes(8, "little") + text)
-        # Joined by dtype, since a view as bytes of every tensor takes longer than all else.
-        for _, alike in groupby(names, key=lambda name: tensors[name].dtype):
-            joined = torch.cat([tensors[name].detach().reshape(-1) for name in alike])
-            write(joined.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        opened.write(len(text).to_bytes(8, "little") + text)
+        flat = [tensors[name].detach().reshape(-1).view(torch.uint8) for name in names]
+        opened.write(torch.cat(flat).numpy().data)
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
