@@ -15,6 +15,8 @@ from evo_grpo.errors import CheckpointError
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+_BUFFER = 1 << 20
+"""Bytes of small tensors that are written at once."""
 #: Names that safetensors gives the dtypes of adapters and moments.
 _KINDS = {
     torch.float64: "F64",
@@ -50,24 +52,32 @@ def write_tensors(
     """Write tensors on the CPU as a safetensors file, with the bytes of `safetensors.torch.save`.
 
     `save` holds Python's lock while it builds the bytes of the whole file, so no other thread can
-    launch a kernel; `save_file` makes a file that only its owner may read. This function joins and
-    writes the tensors without the lock.
+    launch a kernel; `save_file` makes a file that only its owner may read. This function writes one
+    tensor after another.
     """
     # safetensors sorts by alignment, then by name, and fills the header up to 8 bytes.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    # Text, not mappings: thousands of new containers would start a collection of all garbage.
+    entries = [f'"__metadata__":{_to_json(metadata)}'] if metadata else []
     end = 0
     for name in names:
         tensor, start = tensors[name], end
         end += tensor.nbytes
-        kind, offsets = _KINDS[tensor.dtype], [start, end]
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        shape = ",".join(map(str, tensor.shape))
+        entries.append(
+            f'{_to_json(name)}:{{"dtype":"{_KINDS[tensor.dtype]}","shape":[{shape}],'
+            f'"data_offsets":[{start},{end}]}}'
+        )
+    text = f"{{{','.join(entries)}}}".encode()
     text += b" " * (-len(text) % 8)
-    with file.open("wb") as opened:
+    with file.open("wb", buffering=_BUFFER) as opened:
         opened.write(len(text).to_bytes(8, "little") + text)
-        flat = [tensors[name].detach().reshape(-1).view(torch.uint8) for name in names]
-        opened.write(torch.cat(flat).numpy().data)
+        for name in names:
+            opened.write(tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _to_json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
