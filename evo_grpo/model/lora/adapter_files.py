@@ -1,5 +1,6 @@
 """Reads and writes the two files of a PEFT folder."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,10 +34,12 @@ class AdapterCopy:
     state: dict[str, Tensor]
     config: LoraConfig
 
-    def write(self, folder: Path) -> None:
-        """Write both files into a folder that exists."""
-        write_tensors(self.state, folder / WEIGHTS, {"format": "pt"})
-        (folder / CONFIG).write_bytes(self.config_json())
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write both files into a folder that exists; return their SHA-256 by name."""
+        weights = write_tensors(self.state, folder / WEIGHTS, {"format": "pt"})
+        config = self.config_json()
+        (folder / CONFIG).write_bytes(config)
+        return {WEIGHTS: weights, CONFIG: hashlib.sha256(config).hexdigest()}
 
     def config_json(self) -> bytes:
         """Return the contents of adapter_config.json, as PEFT writes it."""
@@ -48,12 +51,12 @@ class AdapterCopy:
 
 def write_tensors(
     tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None = None
-) -> None:
-    """Write tensors on the CPU as a safetensors file, with the bytes of `safetensors.torch.save`.
+) -> str:
+    """Write tensors on the CPU as a safetensors file; return the SHA-256 of the file.
 
-    `save` holds Python's lock while it builds the bytes of the whole file, so no other thread can
-    launch a kernel; `save_file` makes a file that only its owner may read. This function writes one
-    tensor after another.
+    The file has the bytes of `safetensors.torch.save`. `save` holds Python's lock while it builds
+    the whole file, so no other thread can launch a kernel; `save_file` makes a file that only its
+    owner may read. This function writes one tensor after another.
     """
     # safetensors sorts by alignment, then by name, and fills the header up to 8 bytes.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
@@ -70,10 +73,15 @@ def write_tensors(
         )
     text = f"{{{','.join(entries)}}}".encode()
     text += b" " * (-len(text) % 8)
+    text = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(text)
     with file.open("wb", buffering=_BUFFER) as opened:
-        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.write(text)
         for name in names:
-            opened.write(tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data)
+            data = tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data
+            opened.write(data)
+            digest.update(data)
+    return digest.hexdigest()
 
 
 def _to_json(value: object) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from evo_grpo.model.digest import base_digest
-from evo_grpo.model.lora.adapter_files import CONFIG, WEIGHTS, AdapterCopy, write_tensors
+from evo_grpo.model.lora.adapter_files import WEIGHTS, AdapterCopy, write_tensors
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentTensors, copy_tensors
 from evo_grpo.record.names import ATTRIBUTES
@@ -72,20 +72,19 @@ class Snapshot:
             shutil.rmtree(folder / part, ignore_errors=True)
         (folder / OPTIMIZER).unlink(missing_ok=True)
         adapters = {"actor": self.tensors.actor, "reference": self.tensors.reference}
-        names: list[str] = []
-        for name, adapter in adapters.items():
+        files: dict[str, str] = {}
+        for part, adapter in adapters.items():
             if adapter is not None:
-                (folder / name).mkdir(parents=True, exist_ok=True)
-                adapter.write(folder / name)
-                names += f"{name}/{WEIGHTS}", f"{name}/{CONFIG}"
+                (folder / part).mkdir(parents=True, exist_ok=True)
+                written = adapter.write(folder / part)
+                files |= {f"{part}/{name}": digest for name, digest in written.items()}
         if self.tensors.moments:
-            write_tensors(self._moments(), folder / OPTIMIZER)
-            names.append(OPTIMIZER)
-        files = {name: _sha256(folder / name) for name in sorted(names)}
-        attributes = json.dumps({**self.attributes, "files": files}, indent=1)
+            files[OPTIMIZER] = write_tensors(self._moments(), folder / OPTIMIZER)
+        files = dict(sorted(files.items()))
+        attributes = json.dumps({**self.attributes, "files": files}, indent=1).encode() + b"\n"
         # Written last, since it has the digests of the other files.
-        (folder / ATTRIBUTES).write_text(f"{attributes}\n", encoding="utf-8")
-        return {**files, ATTRIBUTES: _sha256(folder / ATTRIBUTES)}
+        (folder / ATTRIBUTES).write_bytes(attributes)
+        return {**files, ATTRIBUTES: hashlib.sha256(attributes).hexdigest()}
 
     def _moments(self) -> dict[str, Tensor]:
         """Return AdamW's moments by name: the adapter's tensor in PEFT's file, then the moment."""
@@ -95,11 +94,6 @@ class Snapshot:
             for place, values in self.tensors.moments.items()
             for name, value in values.items()
         }
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def save_agent(
