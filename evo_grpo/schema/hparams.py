@@ -117,7 +117,7 @@ Clip = Annotated[float | tuple[float, float], BeforeValidator(clip_coefficient)]
 GradNorm = Annotated[float | None, BeforeValidator(_no_limit), computable(1e-12)]
 Rate = Annotated[float, computable(LEAST_LR, MOST_LR)]
 Factor = Annotated[float, computable(LEAST, MOST)]
-"""A factor on logits, or the temperature of a loss."""
+"""A divisor or multiplier, for instance of logits, or the temperature of a loss."""
 Weight = Annotated[float, computable(0.0, MOST)]
 """The weight of a term; mutations may bring it arbitrarily close to 0."""
 Decay = Annotated[float, computable(0.0, LARGEST_DECAY)]

@@ -242,8 +242,8 @@ def per_longest(totals: Totals) -> Tensor | float:
     """Return weights for (sum over all tokens) / (rows * max_completion_length)."""
     if totals.max_completion_length is None:
         raise ConfigError(
-            "max_completion_length: expected an int >= 1 with loss_type='dr_grpo', got None; give "
-            "the most tokens a completion may have, dr_grpo divides by it"
+            "max_completion_length: expected an int >= 1 for a loss that divides by it, such as "
+            "dr_grpo, got None; give the most tokens a completion may have"
         )
     return 1 / (totals.rows * totals.max_completion_length)
 
