@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import classes
 import command_line
 import configuration
+import metrics
 import packages
 import signature
 import strategies
@@ -29,6 +30,7 @@ FILES: dict[str, Callable[[], str]] = {
     "docs/command_line.md": command_line.page,
     "docs/configuration.md": configuration.page,
     "docs/dependencies.md": packages.page,
+    "docs/metrics.md": metrics.page,
     "docs/strategies.md": strategies.page,
     "evo_grpo/api/keywords.py": signature.page,
     "population.schema.json": lambda: json.dumps(json_schema(), indent=1) + "\n",

@@ -197,7 +197,7 @@ def _table(command: Any) -> Iterator[str]:  # noqa: ANN401 -- typer exports no t
         if one.name in ("help", "debug"):  # options of every command
             continue
         if one.param_type_name == "argument":
-            required = "" if one.required else f" Default: `{one.default}`."
+            required = "" if one.required or one.default is None else f" Default: `{one.default}`."
             yield f"| `{one.metavar or one.name.upper()}` | {one.help}{required} |"
             continue
         value = "" if one.is_flag else f" {one.metavar or one.name.upper()}"

@@ -74,7 +74,7 @@ OF_STEPS = (
         "groups",
         "sum",
     ),
-    _of_step("replaced", "Of these, groups that are learned from.", "groups", "sum"),
+    _of_step("replaced", "Groups of `resampled` that are learned from.", "groups", "sum"),
     _of_step("loss", "Loss, mean over optimizer steps."),
     _of_step(
         "kl",
@@ -108,7 +108,7 @@ OF_STEPS = (
     _of_step("tokens", "Tokens sampled.", "tokens", "none"),
     _of_step("completions", "Completions sampled, one for each turn.", "completions", "none"),
     _of_step("rows", "Completions or episodes in the loss.", "rows", "sum"),
-    _of_step("skipped_rows", "Of these, rows that give no gradient.", "rows", "sum"),
+    _of_step("skipped_rows", "Rows of `rows` that give no gradient.", "rows", "sum"),
     _of_step("updates", "Optimizer steps taken.", "steps", "sum"),
     _of_step("failed", "Optimizer steps whose gradient was not finite.", "steps", "sum"),
     _of_step("set_aside", "Groups set aside because a reward could not be used.", "groups", "sum"),
@@ -177,15 +177,3 @@ def over_steps(name: str) -> Summed:
     """Return how a metric's value of a round is computed from its steps; "mean" if unknown."""
     entry = metric(name)
     return "mean" if entry is None else entry.over
-
-
-def table() -> str:
-    """Return the vocabulary as the Markdown table of docs/metrics.md."""
-    per = {"step": "step and agent", "round": "round and agent", "population": "round"}
-    lines = ["| metric | meaning | unit | one for each | in a round |", "|---|---|---|---|---|"]
-    lines += [
-        f"| `{m.name}` | {m.meaning} | {m.unit} | {per[m.per]} "
-        f"| {'' if m.over == 'none' else m.over} |"
-        for m in VOCABULARY
-    ]
-    return "\n".join(lines) + "\n"

@@ -1,18 +1,14 @@
-"""One vocabulary: what is measured is in it, and the page is made of it."""
-
-from pathlib import Path
+"""One vocabulary: what is measured is in it."""
 
 import pytest
 from small_run import small
 
 from evo_grpo import run
 from evo_grpo.readers.trackers.base import values_of
-from evo_grpo.record import vocabulary
 from evo_grpo.record.history import WHERE, metric_rows
 from evo_grpo.record.log import RoundDone
 from evo_grpo.record.vocabulary import VOCABULARY, metric, over_steps
 
-ROOT = Path(__file__).resolve().parents[2]
 SEVERAL_TURNS = {"dropped", "empty_steps", "turns", "cut"}
 
 
@@ -64,7 +60,3 @@ def test_families_and_names_of_others():
     assert over_steps("tokens") == "none"
     assert metric("of an environment of mine") is None
     assert over_steps("of an environment of mine") == "mean"
-
-
-def test_the_page_has_its_table():
-    assert vocabulary.table() in (ROOT / "docs/metrics.md").read_text(encoding="utf-8")

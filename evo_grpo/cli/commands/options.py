@@ -162,7 +162,7 @@ Ranks = Annotated[
 
 
 Agent = Annotated[
-    int | None, typer.Option("--agent", metavar="N", help="An agent in place of the winner.")
+    int | None, typer.Option("--agent", metavar="N", help="This agent instead of the winner.")
 ]
 Member = Annotated[
     int | None,

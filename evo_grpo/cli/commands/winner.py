@@ -45,7 +45,7 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     best: Annotated[
         Path | None,
         typer.Option(
-            "--best", metavar="OUT", parser=expanded, help="The same folder, for the winner."
+            "--best", metavar="OUT", parser=expanded, help="Export the winner to this folder."
         ),
     ] = None,
     agent: options.Agent = None,
@@ -54,7 +54,7 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     best_ever: options.BestEver = False,
     prefer: options.Prefer = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="One ordinary model in place of an adapter.")
+        bool, typer.Option("--merge", help="Write one ordinary model instead of an adapter.")
     ] = False,
     push: Annotated[
         str | None,
@@ -66,7 +66,7 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Also a winner that is worse than the base model.")
+        bool, typer.Option("--anyway", help="Export a winner that is worse than the base model.")
     ] = False,
     debug: options.Debug = False,
 ) -> None:
@@ -305,12 +305,14 @@ def evaluate(  # noqa: PLR0913 -- each is an option of the command
     ] = "test",
     prompts: Annotated[
         int | None,
-        typer.Option("--prompts", metavar="N", min=1, help="How many; default: as in the run."),
+        typer.Option(
+            "--prompts", metavar="N", min=1, help="Number of prompts; default: as in the run."
+        ),
     ] = None,
     samples: Annotated[
         int | None,
         typer.Option(
-            "--samples", metavar="N", min=1, help="Of each prompt; default: as in the run."
+            "--samples", metavar="N", min=1, help="Answers to each prompt; default: as in the run."
         ),
     ] = None,
     temperature: Temperature = None,
