@@ -78,7 +78,7 @@ def write_tensors(
     with file.open("wb", buffering=_BUFFER) as opened:
         opened.write(text)
         for name in names:
-            data = tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data
+            data = tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().data
             opened.write(data)
             digest.update(data)
     return digest.hexdigest()

@@ -1,6 +1,7 @@
 """The bytes of an adapter's file are those that safetensors writes for torch."""
 
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,25 @@ def tensors(dtype):
 def test_the_bytes_are_those_of_safetensors(dtype, metadata, tmp_path):
     write_tensors(tensors(dtype), tmp_path / "file", metadata)
     assert (tmp_path / "file").read_bytes() == save(tensors(dtype), metadata)
+
+
+def test_the_digest_is_that_of_the_file_whatever_the_size_and_shape_of_a_tensor(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    megabytes = torch.randn(3, 1 << 18, generator=generator)
+    given = {
+        "large": megabytes,
+        "as large": megabytes + 1,
+        "columns": megabytes[:, :5],
+        "every other": megabytes[0].bfloat16()[::2],
+        'a "name"\n\\ \N{SNOWMAN}': torch.arange(3.0),
+        "none": torch.empty(0, 4),
+    }
+    digest = write_tensors(given, tmp_path / "file")
+    written = (tmp_path / "file").read_bytes()
+    assert written == save({name: value.contiguous() for name, value in given.items()})
+    assert digest == sha256(written).hexdigest()
+    with pytest.raises(OSError, match="No space left"):
+        write_tensors(given, Path("/dev/full"))
 
 
 def test_a_file_is_as_open_as_other_files_and_a_full_disk_is_an_os_error(tmp_path):

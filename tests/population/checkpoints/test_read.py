@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from evo_grpo.errors import CheckpointError
 from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.population.checkpoints.read import load_agent, read_attributes
-from evo_grpo.population.checkpoints.write import save_agent
+from evo_grpo.population.checkpoints.write import save_agent, snapshot_agent
 from evo_grpo.types import Member, Mutation, Score
 
 IDS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]])
@@ -67,6 +67,15 @@ def test_a_loaded_agent_goes_on_bit_for_bit(tmp_path, slot):
         theirs = other.learn([AgentBatch(slot, fresh(rows))], stream=("learn", seed))
         assert ours == theirs
     assert same(weights(other, slot), weights(cohort, 1))
+
+
+def test_what_is_written_later_is_the_agent_of_the_moment(tmp_path):
+    cohort = trained()
+    snapshot = snapshot_agent(cohort, 0)
+    written = snapshot.write(tmp_path / "at once")
+    step(cohort, 0, 5)
+    assert snapshot.write(tmp_path / "later") == written
+    assert snapshot_agent(cohort, 0).write(tmp_path / "another") != written
 
 
 def test_loading_changes_no_other_agent(tmp_path):
