@@ -231,9 +231,9 @@ class _File:
         return len(data)
 
     def writelines(self, lines):
-        """Write each of them."""
-        for line in lines:
-            self.write(line)
+        """Write all of them at once, as a buffered file does."""
+        lines = list(lines)
+        self.write(("" if isinstance(lines[0], str) else b"").join(lines))
 
     def truncate(self, length=None):
         """Cut it off."""

@@ -95,6 +95,9 @@ class _Halves:
             self._touches.touch()
         return len(data)
 
+    def writelines(self, pieces):
+        self.write(b"".join(pieces))
+
     def __enter__(self):
         self._file.__enter__()
         return self

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,9 +54,10 @@ def write_tensors(
 ) -> str:
     """Write tensors on the CPU as a safetensors file; return the SHA-256 of the file.
 
-    The file has the bytes of `safetensors.torch.save`. `save` holds Python's lock while it builds
-    the whole file, so no other thread can launch a kernel; `save_file` makes a file that only its
-    owner may read. This function writes one tensor after another.
+    The file has the bytes of `safetensors.torch.save`, but for the order of tensors where float16
+    and bfloat16 are mixed. `save` holds Python's lock while it builds the whole file, so no other
+    thread can launch a kernel; `save_file` makes a file that only its owner may read. This function
+    writes one tensor after another.
     """
     # safetensors sorts by alignment, then by name, and fills the header up to 8 bytes.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
@@ -74,13 +75,18 @@ def write_tensors(
     text = f"{{{','.join(entries)}}}".encode()
     text += b" " * (-len(text) % 8)
     text = len(text).to_bytes(8, "little") + text
-    digest = hashlib.sha256(text)
-    with file.open("wb", buffering=_BUFFER) as opened:
-        opened.write(text)
+    digest = hashlib.sha256()
+
+    def hashed() -> Iterator[bytes | memoryview]:
+        digest.update(text)
+        yield text
         for name in names:
             data = tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().data
-            opened.write(data)
             digest.update(data)
+            yield data
+
+    with file.open("wb", buffering=_BUFFER) as opened:
+        opened.writelines(hashed())
     return digest.hexdigest()
 
 

@@ -1,6 +1,7 @@
 """The bytes of an adapter's file are those that safetensors writes for torch."""
 
 import json
+import resource
 from hashlib import sha256
 from pathlib import Path
 
@@ -43,8 +44,16 @@ def test_the_digest_is_that_of_the_file_whatever_the_size_and_shape_of_a_tensor(
     written = (tmp_path / "file").read_bytes()
     assert written == save({name: value.contiguous() for name, value in given.items()})
     assert digest == sha256(written).hexdigest()
-    with pytest.raises(OSError, match="No space left"):
-        write_tensors(given, Path("/dev/full"))
+
+
+def test_a_disk_that_fills_up_within_a_large_tensor_is_an_os_error(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_tensors({"large": torch.zeros(1 << 20)}, tmp_path / "file")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_file_is_as_open_as_other_files_and_a_full_disk_is_an_os_error(tmp_path):
