@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 from forked import Forked
 
@@ -15,10 +17,11 @@ def free_port():
         return one.getsockname()[1]
 
 
-def start(ranks, *command, places=None, env=None):
+def start(ranks, *command, places=None, env=None, begin=Forked):
     """Start a command in `ranks` processes that know each other; returns them by rank.
 
-    Each runs in its own of `places`, where those are given.
+    Each runs in its own of `places`, where those are given. `begin` starts one: a `Forked` has
+    loaded torch before, a `fresh` process has not.
     """
     shared = {
         **os.environ,
@@ -29,13 +32,26 @@ def start(ranks, *command, places=None, env=None):
         **(env or {}),
     }
     return [
-        Forked(
+        begin(
             command,
             cwd=places[rank] if places else None,
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(ranks)
     ]
+
+
+def fresh(arguments, cwd=None, env=None):
+    """Start `python *arguments` in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def finish(processes, seconds=SECONDS):
