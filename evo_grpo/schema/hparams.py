@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 
 from evo_grpo.schema.group import Group, computable, mutable_fields, setting
 from evo_grpo.schema.problems import Problems
-from evo_grpo.schema.validation import LEAST, MOST
+from evo_grpo.schema.validation import LEAST, MAX_RANK, MOST
 
 Value = float | str
 """The value of a hyperparameter that may mutate: a number, a name, or true or false."""
@@ -285,7 +285,11 @@ class Hparams(AgentFields):
         mutates=True,
     )
     lora_r: int | None = setting(
-        None, "Rank of its adapter; null is that of `model.lora.r`.", ge=1, mutates=True
+        None,
+        "Rank of its adapter; null is that of `model.lora.r`.",
+        ge=1,
+        le=MAX_RANK,
+        mutates=True,
     )
     lora_alpha: Annotated[float | None, computable(LEAST, MOST)] = setting(
         None,

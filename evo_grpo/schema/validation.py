@@ -22,6 +22,9 @@ MOST_DIGITS = 20
 LEAST, MOST = 1e-6, 1e6
 """Bounds of a factor on logits or log-probs; float32 holds numbers up to 3e38."""
 
+MAX_RANK = 65_536
+"""Largest accepted LoRA rank, above the features of any layer: a larger one is a mistake."""
+
 LARGEST_REWARD = 1e15
 """Largest magnitude of a reward. Beyond it, float64 does not distinguish rewards that differ by 1,
 and results exceed float32."""

@@ -21,7 +21,7 @@ from evo_grpo.schema.problems import (
     unknown_name,
 )
 from evo_grpo.schema.search_space import HyperparameterConfig, outside
-from evo_grpo.schema.validation import LEAST, MOST
+from evo_grpo.schema.validation import LEAST, MAX_RANK, MOST
 
 
 def _modules(value: object) -> object:
@@ -81,7 +81,7 @@ Scale = Annotated[float | None, group.computable(LEAST, MOST)]
 class LoraSettings(group.Group):
     """The adapter that each agent trains; settings that PEFT has too have PEFT's names."""
 
-    r: int = group.setting(8, "Rank of the two matrices.", ge=1)
+    r: int = group.setting(8, "Rank of the two matrices.", ge=1, le=MAX_RANK)
     alpha: Scale = group.setting(
         None, "LoRA alpha: the update is scaled by alpha / r; null means twice `r`.", gt=0
     )
@@ -241,27 +241,6 @@ def begins_outside(
     for value in outside(Hparams().with_scale(space.names(), adapter), space):
         if value.name.startswith(LORA):
             yield value.name.removeprefix(LORA), value.told(dotted((*above, value.name)))
-
-
-def too_wide(space: HyperparameterConfig, layer: str, width: int) -> str:
-    """Return why ranks in the range are too large for `layer`, the narrowest one, or ""."""
-    name = f"{LORA}r"
-    text = above_width(space[name].max, layer, width) if name in space.names() else ""
-    remedy = "lower max" if text and space[name].choices is None else "remove it"
-    return f"{text}; {remedy}" if text else ""
-
-
-def above_width(rank: float, layer: str, width: int) -> str:
-    """Return why a rank is too large for the narrowest layer, without a remedy, or "".
-
-    `layer` is the narrowest layer with an adapter, `width` the smaller of its inputs and outputs.
-    """
-    if rank <= width:
-        return ""
-    return (
-        f"expected ranks of at most {width}, the width of the narrowest layer with an adapter, "
-        f"{layer}, got {rank:g}; PEFT takes a larger one, which adds parameters and no function"
-    )
 
 
 def searched(space: HyperparameterConfig) -> list[str]:

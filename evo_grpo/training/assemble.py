@@ -220,7 +220,6 @@ def add_agents(
     starts = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
     dealt = enumerate(deal(starts, cohort.shards))
     slots = [cohort.add(hparams, shard).slot for shard, part in dealt for hparams in part]
-    starting.check_widths(cohort, given=start is not None)
     if start is not None:
         starting.start_with(cohort, slots, start)
     return tuple(slots)

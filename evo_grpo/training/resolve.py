@@ -128,9 +128,7 @@ def _check_memory(config: RunConfig, setup: machine.Setup | None) -> None:
     if setup is None:
         return
     config = _with_adapter(config, setup)
-    model_size.check_adapters_fit(
-        config.model, config.largest_lora, config.search_space(), setup.size
-    )
+    model_size.check_adapters_fit(config.model, config.largest_lora, setup.size)
     plan = setup.plan(config)
     if plan is None or plan.peak <= setup.capacity:
         return

@@ -27,13 +27,12 @@ from evo_grpo.model.lora.load import fit_slot, plan_copy
 from evo_grpo.places import find
 from evo_grpo.population.checkpoints.read import refuse_foreign_files
 from evo_grpo.population.cohort.cohort import Cohort
-from evo_grpo.population.cohort.state import narrowest
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.rollout.native.ability import ability_of
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import LoraSettings, ModelConfig
 from evo_grpo.settings.algorithm import AlgorithmConfig
-from evo_grpo.settings.model import above_width, pattern_problems, searched, too_wide
+from evo_grpo.settings.model import pattern_problems, searched
 from evo_grpo.training.sizing.model_size import ModelSize, adapted_layers, rank_in
 from evo_grpo.types import Slot
 
@@ -205,23 +204,6 @@ def check_adapters(cohort: Cohort) -> None:
     cohort.slots.target_sets.check()
     for name in cohort.settings.lora.searched_sets(space):
         cohort.slots.target_sets.modules(name)
-
-
-def check_widths(cohort: Cohort, *, given: bool) -> None:
-    """Check, once there are agents, that no LoRA rank is above the width of a layer.
-
-    `given` says whether the agents start from an adapter; their rank is then the adapter's.
-    """
-    layer = narrowest(cohort.slots)
-    if layer is None:
-        return
-    # A PEFT object may have any rank.
-    from_settings = not given and "lora" not in cohort.objects
-    above = above_width(cohort.slots.config.r, *layer) if from_settings else ""
-    problem = too_wide(cohort.hp_config, *layer)
-    if problem or above:
-        name, text = ("hyperparameters.", problem) if problem else ("", f"{above}; lower it")
-        raise ConfigError(f"{name}lora.r: {text}")
 
 
 def start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> None:

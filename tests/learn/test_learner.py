@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig
 from slow_step import slow_step
 from tiny_cohort import (
     PLAIN,
@@ -230,6 +231,17 @@ def test_step_matches_a_slow_reference(kind, beta):
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
     assert metrics["updates"] == 3
     assert ("kl" in metrics) == (metrics.get("kl", 0) > 0) == (beta > 0)
+
+
+def test_a_rank_above_the_width_of_every_layer_learns_as_in_peft():
+    lora = LoraConfig(r=40, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    cohort, rows = build_cohort(1, lora=lora), make_rows(5, groups=3)
+    start = weights(cohort, 0)
+    expected, (_, norm) = slow_step(build_cohort(1, lora=lora), rows, PLAIN, cohort.learner.loss)
+    (metrics,) = learn(cohort, [0], [rows])
+    assert distance(weights(cohort, 0), expected) < 2e-5
+    assert distance(start, expected) > 1e-3
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
 
 
 @pytest.mark.parametrize(

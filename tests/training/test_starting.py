@@ -14,7 +14,6 @@ from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import from_dict
 from evo_grpo.sources import resolve
-from evo_grpo.training.assemble import prepare
 
 QV = ["q_proj", "v_proj"]
 MERGE = "merge this adapter into its base"
@@ -87,16 +86,6 @@ def test_an_adapter_that_is_not_finite_is_refused_by_file_and_tensor(tmp_path, v
     save_file(tensors, file)
     said = re.escape(f"expected finite numbers, got NaN or infinity in {key} of {file}")
     refused(settings(tmp_path / "start"), tmp_path, said)
-
-
-def test_searched_ranks_may_be_as_wide_as_the_layers_of_the_adapter(tmp_path):
-    ranges = {"evolve": {"hyperparameters": {"lora.r": {"min": 1, "max": 80}}}}
-    config = settings(saved(tmp_path / "q", target_modules=["q_proj"]), **ranges)
-    make_plan(config)
-    with prepare(config):
-        pass
-    narrow = settings(saved(tmp_path / "k", target_modules=["k_proj"]), **ranges)
-    refused(narrow, tmp_path, r"lora.r: expected ranks of at most 64, .*k_proj, got 80")
 
 
 def test_settings_beside_an_adapter_are_those_of_the_adapter_or_refused(tmp_path):

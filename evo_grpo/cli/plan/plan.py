@@ -218,7 +218,7 @@ def _read_base(
 
         model = with_adapter(config.model, base, config.search_space().names())
         config = config.model_copy(update={"model": model})
-    model_size.check_adapters_fit(config.model, config.largest_lora, config.search_space(), base)
+    model_size.check_adapters_fit(config.model, config.largest_lora, base)
     return config, base, failure
 
 

@@ -63,11 +63,9 @@ _COMPARED = (
     "alpha_pattern",
     "fan_in_fan_out",
 )
-MAX_RANK = 65_536
-"""Largest accepted rank, above the features of any layer: a larger rank is damage or an attack."""
 _RANK = validation.Rule(
-    lambda v: validation.is_whole(v) and 1 <= v <= MAX_RANK,
-    f"an integer from 1 to {MAX_RANK}",
+    lambda v: validation.is_whole(v) and 1 <= v <= validation.MAX_RANK,
+    f"an integer from 1 to {validation.MAX_RANK}",
     "8 is usual",
 )
 _ALPHA = validation.Rule(
@@ -93,12 +91,12 @@ class _Fields:
     """
 
     peft_type: str
-    r: Annotated[int, Field(ge=1, le=MAX_RANK)] = 8
+    r: Annotated[int, Field(ge=1, le=validation.MAX_RANK)] = 8
     lora_alpha: _Alpha = 8
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     target_modules: str | list[str] | None = None
     exclude_modules: str | list[str] | None = None
-    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=MAX_RANK)]] | None = None
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=validation.MAX_RANK)]] | None = None
     alpha_pattern: dict[str, _Alpha] | None = None
     layers_to_transform: int | list[int] | None = None
     layers_pattern: str | list[str] | None = None
@@ -248,12 +246,7 @@ def linear_modules(model: Any) -> set[str]:  # noqa: ANN401 -- of any transforme
     }
 
 
-def width_of(module: Any) -> int:  # noqa: ANN401 -- a linear layer, wrapped or not
-    """Return the smaller of the numbers of inputs and outputs of a linear layer."""
-    return min(_features(module))
-
-
-def _features(module: Any) -> tuple[int, int]:  # noqa: ANN401 -- as above
+def _features(module: Any) -> tuple[int, int]:  # noqa: ANN401 -- a linear layer, wrapped or not
     if isinstance(module, Conv1D):
         inputs, outputs = module.weight.shape
         return inputs, outputs

@@ -27,7 +27,6 @@ from evo_grpo.population.cohort.state import (
     AgentState,
     References,
     adapter_config,
-    check_rank,
     copy_tensors,
     inherit,
     put_tensors,
@@ -297,7 +296,6 @@ class Cohort:
     def check_hparams(self, hparams: Hparams) -> None:
         """Raise a ConfigError if no agent of this cohort can train with the hyperparameters."""
         self.learner.loss.of_agent(hparams)
-        check_rank(self.slots, hparams)
 
     def set_hparams(self, slot: int, hparams: Hparams) -> None:
         """Set an agent's hyperparameters, after `check_hparams`; resize its adapter if necessary.

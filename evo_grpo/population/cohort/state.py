@@ -15,16 +15,13 @@ from evo_grpo.evolve.start import with_first_choices
 from evo_grpo.learn.updates import lr_factor
 from evo_grpo.model.forward.sending import fetch
 from evo_grpo.model.lora.adapter_files import AdapterCopy
-from evo_grpo.model.lora.configs import module_of, width_of
 from evo_grpo.model.lora.load import fit_slot, padded
 from evo_grpo.model.lora.resize import resize_slot, with_rank
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.population.zero.together import ZeroOptimizer
-from evo_grpo.schema.hparams import LORA, Hparams, RankAlpha
-from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.hparams import Hparams, RankAlpha
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.algorithm import LRSchedule
-from evo_grpo.settings.model import above_width
 from evo_grpo.types import Member, Score, Slot
 
 START = "start"
@@ -215,25 +212,6 @@ def put_tensors(
 def rank_alpha(config: LoraConfig) -> RankAlpha:
     """Return the rank and alpha in a LoRA configuration of PEFT."""
     return RankAlpha(config.r, config.lora_alpha)
-
-
-def narrowest(slots: AdapterSlots) -> tuple[str, int] | None:
-    """Return the narrowest layer that may have an adapter, and its width; None without agents."""
-    sets = slots.target_sets
-    modules = {module for name in sets for module in sets.modules(name)}
-    widths = {name: width_of(slots.base.model.get_submodule(name)) for name in modules}
-    for slot in slots.names[:1]:  # a process without agents has no slot
-        for key, shape in slots.shapes(slot).items():
-            width = shape[1] if ".lora_A." in key else shape[0]
-            widths[module_of(key)] = min(width, widths.get(module_of(key), width))
-    return min(widths.items(), key=lambda layer: layer[1], default=None)
-
-
-def check_rank(slots: AdapterSlots, hparams: Hparams) -> None:
-    """Check that an agent's own LoRA rank, if any, is at most the width of every layer."""
-    layer = None if hparams.lora_r is None else narrowest(slots)
-    if layer is not None and (text := above_width(hparams.lora_r or 0, *layer)):
-        raise Problems(Problem((f"{LORA}r",), f"{text}; lower it"))
 
 
 def adapter_config(slots: AdapterSlots, hparams: Hparams, adapter: str | None = None) -> LoraConfig:

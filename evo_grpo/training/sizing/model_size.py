@@ -6,7 +6,7 @@ only for the architectures that have `biases` in `FAMILIES`.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -20,10 +20,9 @@ from evo_grpo.escaping import shorten
 from evo_grpo.model.files import config_file, gguf_config, read_config
 from evo_grpo.model.llama.families import FAMILIES
 from evo_grpo.schema.patterns import ending, matches
-from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import LoraSettings, ModelConfig
 from evo_grpo.settings.engines.declaration import Shape
-from evo_grpo.settings.model import above_width, missing_layers, too_wide
+from evo_grpo.settings.model import missing_layers
 from evo_grpo.sources import hub_message, resolve
 
 #: Files that tell the size of a model and whether its tokenizer has a chat template.
@@ -128,33 +127,16 @@ def adapted_layers(size: ModelSize, lora: LoraSettings) -> dict[str, tuple[int, 
     return layers
 
 
-def check_adapters_fit(
-    model: ModelConfig, largest: LoraSettings, space: HyperparameterConfig, size: ModelSize
-) -> None:
-    """Refuse LoRA settings with layers that the model lacks, or a rank above a layer's width.
+def check_adapters_fit(model: ModelConfig, largest: LoraSettings, size: ModelSize) -> None:
+    """Refuse LoRA settings with layers that the model lacks; nothing if its layers are unknown.
 
-    `largest` is the largest adapter of an agent. If the layers are unknown, nothing is checked.
+    `largest` is the largest adapter of an agent.
     """
-    if (problem := next(_misfits(model, largest, space, size), None)) is not None:
-        raise ConfigError(problem)
-
-
-def _misfits(
-    model: ModelConfig, largest: LoraSettings, space: HyperparameterConfig, size: ModelSize
-) -> Iterator[str]:
     lora = model.lora
     for name, targets in lora.target_sets.items() if size.linears else ():
         if text := missing_layers(targets, size.linears, size.name, lora.exclude_modules or ()):
-            yield f"model.lora.target_sets.{name}: {text}"
-    layers = adapted_layers(size, largest)
-    narrow = min(layers, key=lambda name: min(layers[name]), default=None)
-    if narrow is None:
-        return
-    if text := too_wide(space, narrow, min(layers[narrow])):
-        yield f"evolve.hyperparameters.lora.r: {text}"
-    text = above_width(lora.r, narrow, min(layers[narrow]))
-    if model.adapter is None and text:
-        yield f"model.lora.r: {text}; lower it"
+            raise ConfigError(f"model.lora.target_sets.{name}: {text}")
+    adapted_layers(size, largest)
 
 
 def rank_in(layer: str, lora: LoraSettings) -> int:
