@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args, overload
 
 import numpy as np
@@ -109,7 +108,8 @@ def group_advantages(
     sizes = group_sizes(group_size, len(values))
     coefficients = reward_weights(values, weights)
     totals = combined(values, coefficients)
-    return restore(_normalize(totals, sizes, scale, eps, ddof, _Rounding(values, coefficients)))
+    tolerances = _tolerances(values, coefficients)
+    return restore(_normalize(totals, sizes, scale, eps, ddof, tolerances))
 
 
 def zero_variance_groups(
@@ -131,7 +131,7 @@ def zero_variance_groups(
     totals = combined(values, coefficients)
     if not len(totals):
         return np.zeros(0, dtype=np.bool_)
-    tolerances = _Rounding(values, coefficients).tolerances()
+    tolerances = _tolerances(values, coefficients)
     return _constant(totals, tolerances, group_lengths(sizes, len(totals)))
 
 
@@ -143,35 +143,17 @@ def zero_variance_fraction(
     return float(dead.mean()) if dead.size else 0.0
 
 
-@dataclass(frozen=True)
-class _Rounding:
-    """The rounding tolerance of weighted sums of rewards; see `zero_variance_groups`.
+def _tolerances(rewards: Floats, weights: Floats | None) -> Floats:
+    """Return the rounding tolerance (B,) of weighted sums; see `zero_variance_groups`.
 
-    Rewards are (B,) without weights, or (B, K) with weights (K,).
+    Rewards are (B,) without weights, or (B, K) with weights (K,); NaN counts as 0.
     """
-
-    rewards: Floats
-    weights: Floats | None
-
-    def tolerances(self, rows: npt.NDArray[np.bool_] | slice = slice(None)) -> Floats:
-        """Return the tolerance of every row, (B,), or of `rows` only; NaN rewards count as 0."""
-        magnitudes = np.abs(np.nan_to_num(self.rewards[rows]))
-        if self.weights is not None:
-            magnitudes = magnitudes @ np.abs(self.weights)
-        return ZERO_SPREAD + self._relative * magnitudes
-
-    def largest(self) -> float:
-        """Return an upper bound of all tolerances, from the largest magnitude of a reward."""
-        magnitude = max(float(self.rewards.max()), -float(self.rewards.min()))
-        if math.isnan(magnitude):  # some functions abstain
-            magnitude = float(np.nanmax(np.abs(self.rewards)))
-        factor = 1.0 if self.weights is None else float(np.abs(self.weights).sum())
-        return ZERO_SPREAD + self._relative * magnitude * factor
-
-    @property
-    def _relative(self) -> float:
-        terms = 1 if self.weights is None else len(self.weights)
-        return 2 * (max(terms, ROUNDING_TERMS) + 1) * float(np.finfo(self.rewards.dtype).eps)
+    magnitudes = np.abs(np.nan_to_num(rewards))
+    terms = 1
+    if weights is not None:
+        magnitudes, terms = magnitudes @ np.abs(weights), len(weights)
+    relative = 2 * (max(terms, ROUNDING_TERMS) + 1) * float(np.finfo(rewards.dtype).eps)
+    return ZERO_SPREAD + relative * magnitudes
 
 
 def _constant(
@@ -187,17 +169,13 @@ def _constant(
 
 
 def _normalize(
-    values: Floats, sizes: Sizes, scale: Scale, eps: float, ddof: int, rounding: _Rounding
+    values: Floats, sizes: Sizes, scale: Scale, eps: float, ddof: int, tolerances: Floats
 ) -> Floats:
     """Subtract the group's mean from rewards `values` (B,), and divide as `scale` says."""
     if not len(values):
         return values.copy()
     group_eps = eps if scale == "group" else None
-    deviations = None
-    if isinstance(sizes, int):
-        deviations = _equal_groups(values, sizes, group_eps, ddof, rounding)
-    if deviations is None:  # groups of different sizes, or an abstention
-        deviations = _any_groups(values, sizes, group_eps, ddof, rounding)
+    deviations = _deviations(values, sizes, group_eps, ddof, tolerances)
     if scale == "batch":
         valid = values[~np.isnan(values)]
         spread = float((valid - valid[0]).std(ddof=ddof)) if len(valid) > ddof else 0.0
@@ -205,50 +183,20 @@ def _normalize(
     return deviations
 
 
-def _equal_groups(
-    values: Floats, size: int, eps: float | None, ddof: int, rounding: _Rounding
-) -> Floats | None:
-    """Compute `_any_groups` of groups of one size, faster; None if a reward is NaN or infinite."""
-    rows = values.reshape(-1, size)
-    with np.errstate(invalid="ignore", over="ignore"):
-        # Relative to the group's first reward: a group of equal rewards is then exactly zero, which
-        # R - mean(R) is not (the mean of three times 0.1 is 0.10000000000000002). einsum, not a
-        # product with ones: BLAS would let a group's last bit depend on how many groups there are.
-        deviations = rows - rows[:, :1]
-        mean = np.einsum("ij->i", deviations)
-        if not math.isfinite(np.add.reduce(mean)):
-            return None
-        mean /= size
-        deviations -= mean[:, None]
-        squares = np.einsum("ij,ij->i", deviations, deviations)
-        # A spread s gives squares between s^2 / 2 and size s^2 / 4, which decides almost always.
-        constant = squares <= ZERO_SPREAD**2 / 2
-        unsure = squares <= size * rounding.largest() ** 2
-        unsure ^= constant
-        if unsure.any():
-            tolerances = rounding.tolerances(np.repeat(unsure, size))
-            lengths = np.full(int(unsure.sum()), size, dtype=np.intp)
-            constant[unsure] = _constant(rows[unsure].reshape(-1), tolerances, lengths)
-        if constant.any():
-            deviations[constant] = 0
-        if eps is not None:
-            deviations *= _inverse_spread(squares, max(size - ddof, 0), eps)[:, None]
-    return deviations.reshape(-1)
-
-
-def _any_groups(
-    values: Floats, sizes: Sizes, eps: float | None, ddof: int, rounding: _Rounding
+def _deviations(
+    values: Floats, sizes: Sizes, eps: float | None, ddof: int, tolerances: Floats
 ) -> Floats:
     """Subtract the group's mean; unless `eps` is None, divide by std + `eps`. NaN becomes 0."""
     lengths = group_lengths(sizes, len(values))
     starts = np.cumsum(lengths) - lengths
     valid = ~np.isnan(values)
     counts = np.add.reduceat(valid.astype(values.dtype), starts)
-    # Relative to the group's lowest reward, for the reason given in _equal_groups.
+    # Relative to the group's lowest reward: a group of equal rewards is then exactly zero, which
+    # R - mean(R) is not (the mean of three times 0.1 is 0.10000000000000002).
     lowest = np.minimum.reduceat(np.where(valid, values, np.inf), starts)
     deviations = np.where(valid, values - np.repeat(lowest, lengths), 0)
     mean = np.add.reduceat(deviations, starts) / np.maximum(counts, 1)
-    counted = valid & ~np.repeat(_constant(values, rounding.tolerances(), lengths), lengths)
+    counted = valid & ~np.repeat(_constant(values, tolerances, lengths), lengths)
     deviations = np.where(counted, deviations - np.repeat(mean, lengths), 0)
     if eps is not None:
         squares = np.add.reduceat(deviations * deviations, starts)
