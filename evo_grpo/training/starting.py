@@ -160,33 +160,23 @@ def _check_tensors(
             )
 
 
-_UNSET: tuple[Any, ...] = (None, [], (), {})
-#: Options without a setting -> the value with which each does nothing. `generate` takes the prompt
-#: for the encoder's input, also of a model that has no encoder.
-_ACTS: Mapping[str, object] = {
-    "guidance_scale": 1,
-    "sequence_bias": None,
-    "encoder_repetition_penalty": 1,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "bad_words_ids": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "exponential_decay_length_penalty": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "watermarking_config": None,
-    "constraints": None,
-    "force_words_ids": None,
-    "num_beams": 1,
-    "dola_layers": None,
-}
-#: The same for options that act only with `do_sample`.
-_SAMPLES: Mapping[str, object] = {
-    "top_h": None,
-    "typical_p": 1,
-    "epsilon_cutoff": 0,
-    "eta_cutoff": 0,
+#: Options of generation_config by the value, beside None, with which they do nothing. `generate`
+#: takes the prompt for the encoder's input, also of a model that has no encoder.
+_OPTIONS: Mapping[int | None, tuple[str, ...]] = {
+    None: (
+        *("sequence_bias", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id"),
+        *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
+        *("watermarking_config", "constraints", "force_words_ids", "dola_layers", "top_h"),
+        "stop_strings",
+    ),
+    0: (
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"),
+        *("penalty_alpha", "min_length", "min_new_tokens"),
+    ),
+    1: (
+        *("guidance_scale", "encoder_repetition_penalty", "num_beams", "typical_p"),
+        "repetition_penalty",
+    ),
 }
 
 
@@ -286,40 +276,27 @@ def warn_of_processors(base: SharedBase, algorithm: AlgorithmConfig, mutates: bo
     `mutates` says whether the repetition penalty is a hyperparameter that mutates.
     """
     config: Any = getattr(base.model, "generation_config", None)
-
-    def value_of(name: str) -> Any:  # noqa: ANN401 -- of any option, in any release
-        return getattr(config, name, None)
-
-    samples = bool(value_of("do_sample"))
-    options = [
-        f"{name}={shown(value_of(name))}"
-        for name, neutral in {**_ACTS, **(_SAMPLES if samples else {})}.items()
-        if value_of(name) not in _UNSET and value_of(name) != neutral
-    ]
-    # Contrastive search; the default top_k of `generate` is 50.
-    if not samples and (value_of("penalty_alpha") or 0) > 0 and value_of("top_k") != 1:
-        options.append(f"penalty_alpha={value_of('penalty_alpha')}")
-    strings: Any = value_of("stop_strings") or []
-    strings = [strings] if isinstance(strings, str) else strings
-    # Options that have a setting, and whether the setting has the same effect.
-    least, penalty = algorithm.min_output_tokens, algorithm.repetition_penalty
-    for name, setting, same in (
-        (
-            "repetition_penalty",
-            "repetition_penalty",
-            mutates or value_of("repetition_penalty") in (None, 1, penalty),
-        ),
-        ("min_length", "min_output_tokens", (value_of("min_length") or 0) <= least),
-        ("min_new_tokens", "min_output_tokens", (value_of("min_new_tokens") or 0) <= least),
-        ("stop_strings", "stop", set(strings) <= set(algorithm.stop)),
-    ):
-        if not same:
-            options.append(f"{name}={shown(value_of(name))} (the setting is algorithm.{setting})")
+    given = {
+        name: value
+        for neutral, names in _OPTIONS.items()
+        for name in names
+        if (value := getattr(config, name, None)) not in (None, [], (), {}, neutral)
+    }
+    if mutates:
+        given.pop("repetition_penalty", None)
+    settings = {
+        "repetition_penalty": algorithm.repetition_penalty,
+        "min_length": algorithm.min_output_tokens,
+        "min_new_tokens": algorithm.min_output_tokens,
+        "stop_strings": algorithm.stop,
+    }
+    options = [f"{name}={shown(v)}" for name, v in given.items() if v != settings.get(name)]
     if options:
         warnings.warn(
             f"generation_config of {base.name!r}: rollouts follow the settings of the run and "
-            f"ignore {', '.join(options)}; set these options to None there, or the trained model "
-            "answers differently under generate than in training",
+            f"ignore {', '.join(options)}; set these options to None there, or those that have one "
+            "to their setting (algorithm.repetition_penalty, min_output_tokens, stop), or the "
+            "trained model answers differently under generate than in training",
             UserWarning,
             stacklevel=4,
         )
