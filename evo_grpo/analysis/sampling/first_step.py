@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -207,7 +207,6 @@ def try_config(
     answer: str | None = None,
     code: str | Path | None = None,
     env: object = None,
-    notify: Callable[[str], None] | None = None,
 ) -> Tried:
     """Sample the untrained model at the settings of a run, and score its answers.
 
@@ -220,7 +219,6 @@ def try_config(
         answer: A text to score as the answer to each prompt, without a model.
         code: A further folder to search for files and modules of the task.
         env: The environment, in place of the task of `config`.
-        notify: Called with a sentence on the cost of a judge, before the judge is asked.
 
     Raises:
         ConfigError: There is no such row, a number is out of range, or an answer is given to a task
@@ -247,7 +245,7 @@ def try_config(
             windows = run.algorithm.max_model_len, read_model_size(run.model.name).context
             if isinstance(gym, ReasoningGym) and (limits := [size for size in windows if size]):
                 gym.limit_context(min(limits), run.algorithm.longest_output(run.search_space()))
-            return _scored(gym, run.env.kind, split, numbers, answer, notify)
+            return _scored(gym, run.env.kind, split, numbers, answer)
         agents = run.agents().replace(engine=run.engine.replace(zero=None))
         if env is None:
             cohort, task_env, start = build_parts(run, agents)
@@ -257,7 +255,7 @@ def try_config(
         (slot,) = add_agents(cohort, 1, "same", start)
         cohort.open_engine()
         stack.callback(cohort.close_engine)
-        tried = _sampled(cohort, slot, task_env, _starts(task_env, split, numbers), samples, notify)
+        tried = _sampled(cohort, slot, task_env, _starts(task_env, split, numbers), samples)
         batch = (run.algorithm.prompts_per_step or task_env.batch_size) * run.algorithm.group_size
         steps = run.population.rounds * run.population.steps_per_round
         return replace(tried, steps=steps, answers_per_step=run.population.size * batch)
@@ -269,13 +267,10 @@ def _sampled(
     env: Environment[Any],
     starts: Sequence[Any],
     samples: int | None,
-    notify: Callable[[str], None] | None,
 ) -> Tried:
     """Sample and score answers as the first agent of the run does in its first step."""
     hparams = cohort.agents[slot].hparams
     size = samples or hparams.group_size
-    repeated_starts = [start for start in starts for _ in range(size)]
-    _tell_of_judges(env, repeated_starts, cohort.output_tokens(hparams), notify)
     sampler = PopulationSampler.in_training(cohort, [slot], stream=("try",))
     prompted_starts = starts_under(env, hparams.prompt, starts)
     fresh_play = cohort.begin(env, [prompted_starts], [size])  # makes environments of several turns
@@ -287,28 +282,7 @@ def _sampled(
     return _tried(env, experience, size, sampled - began, time.perf_counter() - sampled)
 
 
-def _tell_of_judges(
-    env: Environment[Any], starts: Sequence[Any], tokens: int, notify: Callable[[str], None] | None
-) -> None:
-    """Report the cost of the questions to a task's judges; `starts` has one start per answer."""
-    if notify is None or not isinstance(env, ReasoningGym):
-        return
-    from evo_grpo.envs.rewards.scorers import Judge  # it loads asyncio, and few runs have one
-
-    for reward in env.task.rewards:
-        if isinstance(reward.fn, Judge):
-            rows = [{**start.columns, "prompt": start.text} for start in starts]
-            notify(reward.fn.questions(rows, tokens))
-
-
-def _scored(
-    env: object,
-    kind: str,
-    split: Split,
-    numbers: Sequence[int],
-    text: str,
-    notify: Callable[[str], None] | None,
-) -> Tried:
+def _scored(env: object, kind: str, split: Split, numbers: Sequence[int], text: str) -> Tried:
     """Score a text as the answer to each prompt, after loading only the model's tokenizer."""
     if not isinstance(env, ReasoningGym):
         raise ConfigError(
@@ -318,7 +292,6 @@ def _scored(
     env.prepare_rewards("cpu")
     ids = tuple(env.tokenizer(text, add_special_tokens=False)["input_ids"])
     prompts = _starts(env, split, numbers)
-    _tell_of_judges(env, prompts, len(ids), notify)
     answer = (Completion(ids, text, None, ended=True),)
     play = env.begin([prompts], [1])
     play.tell([[CompletionGroup(-1, prompt, answer) for prompt in prompts]])

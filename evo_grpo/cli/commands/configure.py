@@ -142,13 +142,7 @@ def try_(  # noqa: PLR0913 -- each is an option of the command
         from evo_grpo.record.files import to_line
 
         tried = try_config(
-            loaded,
-            rows=numbers,
-            split=split,
-            samples=samples,
-            answer=answer,
-            code=code,
-            notify=lambda text: say(text, err=True),
+            loaded, rows=numbers, split=split, samples=samples, answer=answer, code=code
         )
     if as_json:
         write(to_line(tried.to_json(), indent=1) + "\n")

@@ -23,7 +23,6 @@ from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.rewards.functions import Board, Scorer, UnusableRewardError, template_rows
 from evo_grpo.envs.rewards.judge_client import Answer, Answers, Body, Client, Unanswered
 from evo_grpo.envs.rewards.watch import check_not_stopped
-from evo_grpo.envs.thinking import COLUMN
 from evo_grpo.errors import ConfigError, RewardError
 from evo_grpo.escaping import redacted
 from evo_grpo.settings.rewards import JudgeReward, ModelReward
@@ -35,8 +34,6 @@ DEFAULT_TEXT = "{prompt}{completion}"
 """Default template of the text that a reward model reads."""
 LIKELIEST = 20
 """Number of the likeliest first tokens that `score: logprob` asks for; the API allows no more."""
-CHARACTERS = 4
-"""Characters per token, in an estimate of what a judge reads."""
 WAIT_SECONDS = 0.5
 """Seconds between two checks of a waiting thread whether its result is still needed."""
 LEAST_PROBABILITY = 0.5
@@ -184,32 +181,6 @@ class Judge(Scorer):
             "output_tokens": float(answers.output),
             "cost": cost / 1e6,
         }
-
-    def questions(self, rows: Sequence[Mapping[str, Any]], tokens: int) -> str:
-        """Return a sentence on the number and size of the questions, before they are asked.
-
-        `rows` has a mapping for each completion: the columns of its row, and its `prompt`. `tokens`
-        is the greatest length of a completion.
-        """
-        settings = self.settings
-        characters = sum(
-            len(template.plain({**row, "completion": "", COLUMN: ""}))
-            for row in rows
-            for template in self._templates.values()
-        )
-        read_tokens = characters / CHARACTERS + len(rows) * tokens
-        parameters = settings.parameters
-        answer_tokens = 1 if settings.score == "logprob" else settings.max_tokens
-        answer_tokens = (
-            parameters.get("max_completion_tokens") or parameters.get("max_tokens") or answer_tokens
-        )
-        write_tokens = len(rows) * answer_tokens
-        cost = (read_tokens * settings.input_price + write_tokens * settings.output_price) / 1e6
-        return (
-            f"the judge {settings.model!r} is asked up to {len(rows):,} questions, about "
-            f"{read_tokens:,.0f} tokens to read and at most {write_tokens:,} to write, which cost "
-            f"about {cost:.2g} at most by its prices"
-        )
 
     def __call__(
         self, *, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]

@@ -4,7 +4,6 @@ import json
 from itertools import product
 
 import pytest
-from judge_server import judging, says
 from small_run import small
 from typer.testing import CliRunner
 
@@ -202,28 +201,3 @@ def test_a_wrong_option_is_named(dataset, arguments, message):
     done = called(dataset("exact"), *arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())
-
-
-def test_questions_to_a_judge_are_counted_and_priced_before_they_are_asked(dataset):
-    said = []
-    with judging(lambda body, number: (200, says("<score>5</score>"))) as server:
-        judge = {"kind": "judge", "url": server.url, "model": "m", "max_tokens": 100}
-        prices = {"input_price": 2.0, "output_price": 10.0}
-        prompt = "Is {completion} right for {prompt}? End with <score>number</score>"
-        config = dataset("exact")
-        env = config.env.replace(
-            reward=["tried_rewards:exact", {**judge, **prices, "prompt": prompt}]
-        )
-
-        def heard(text):
-            said.append((text, server.requests))
-
-        tried = try_config(config.replace(env=env), rows=[0, 1], samples=3, notify=heard)
-    assert {answer.rewards["judge"] for one in tried.prompts for answer in one.answers} == {0.5}
-    ((text, before),) = said
-    assert before == 0 < server.requests <= 6
-    # Template and prompt have 50 characters, 12.5 tokens; a completion has at most 32 of them.
-    assert text == (
-        "the judge 'm' is asked up to 6 questions, about 267 tokens to read and at most 600 to "
-        "write, which cost about 0.0065 at most by its prices"
-    )
