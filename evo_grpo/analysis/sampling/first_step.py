@@ -2,10 +2,9 @@
 
 import math
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.population.evaluate import weighted
 from evo_grpo.readers.terminal.console import say
-from evo_grpo.readers.terminal.progress import clock
 from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import beside, code_folder
 from evo_grpo.record.wording import count, number
@@ -40,8 +38,6 @@ PROMPTS = 3
 """Prompts that are tried if no rows are named."""
 CUT_OFTEN = 0.2
 """If a greater share of the answers is cut off, the advice names the limit of tokens."""
-GROUP_SIZES = (4, 8, 16, 32)
-"""Group sizes for which the share of groups with a signal is estimated."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,6 @@ class Tried:
     Attributes:
         sampling_seconds: Time to sample the answers; 0 if the user wrote the answer.
         reward_seconds: Time to score the answers.
-        answers_per_step: Answers of all agents in one step.
     """
 
     task: str
@@ -96,8 +91,6 @@ class Tried:
     weights: Mapping[str, float]
     sampling_seconds: float
     reward_seconds: float
-    steps: int = 0
-    answers_per_step: int = 0
 
     @property
     def answers(self) -> tuple[TriedAnswer, ...]:
@@ -119,25 +112,6 @@ class Tried:
         """Mean tokens of an answer."""
         return sum(answer.tokens for answer in self.answers) / len(self.answers)
 
-    @property
-    def run_seconds(self) -> float | None:
-        """Upper estimate of the run's time to sample, in s; None if the user wrote the answer."""
-        seconds_per_answer = self.sampling_seconds / len(self.answers)
-        return self.steps * self.answers_per_step * seconds_per_answer if self.steps else None
-
-    def signal_with(self, group_size: int) -> float:
-        """Return the estimated share of groups of another size whose rewards would differ.
-
-        The estimate assumes that the rewards of each prompt have their observed frequencies.
-        """
-        shares: list[float] = []
-        for prompt in self.prompts:
-            frequencies = Counter(answer.reward for answer in prompt.answers)
-            unknown, total = frequencies.pop(None, 0), len(prompt.answers)
-            equal = sum(((count + unknown) / total) ** group_size for count in frequencies.values())
-            shares.append(1 - equal + (len(frequencies) - 1) * (unknown / total) ** group_size)
-        return sum(shares) / len(shares)
-
     def sentences(self) -> list[str]:
         """Return sentences on the answers: their length, rewards, time and signal."""
         answers = self.answers
@@ -154,22 +128,14 @@ class Tried:
                 spread = f"{min(values):g} to {max(values):g}, mean {mean:.2f}"
             times = "" if weight == 1 else f", times {weight:g}"
             lines.append(f"reward {name}: {spread}{times}")
-        if self.run_seconds is None:
+        if self.sampling_seconds == 0:
             return lines
-        lines.append(
-            f"{count(self.steps, 'step')} of {count(self.answers_per_step, 'answer')} like these "
-            f"sample for {clock(self.run_seconds)} in the run, less where more at once are faster; "
-            "scoring, learning and evaluations come on top"
-        )
         differ = sum(prompt.signal for prompt in self.prompts)
         lines.append(
             f"{differ} of {count(len(self.prompts), 'group')} have a signal: only a group whose "
             "rewards differ changes an agent"
         )
-        if differ:
-            sizes = ", ".join(f"{n}: {self.signal_with(n):.0%}" for n in GROUP_SIZES)
-            return [*lines, f"share of groups with a signal by group_size, as estimated: {sizes}"]
-        return [*lines, self._without_signal()]
+        return lines if differ else [*lines, self._without_signal()]
 
     def _without_signal(self) -> str:
         """Return advice on raising the share of groups with a signal."""
@@ -192,10 +158,9 @@ class Tried:
             {**vars(prompt), "answers": [vars(answer) for answer in prompt.answers]}
             for prompt in self.prompts
         ]
-        sizes = {str(size): self.signal_with(size) for size in GROUP_SIZES}
-        measured = ("signal", "cut", "tokens", "run_seconds")
+        measured = ("signal", "cut", "tokens")
         values = {**vars(self), **{name: getattr(self, name) for name in measured}}
-        return plain_value({**values, "prompts": prompts, "signal_with_group_size": sizes})
+        return plain_value({**values, "prompts": prompts})
 
 
 def try_config(
@@ -255,10 +220,7 @@ def try_config(
         (slot,) = add_agents(cohort, 1, "same", start)
         cohort.open_engine()
         stack.callback(cohort.close_engine)
-        tried = _sampled(cohort, slot, task_env, _starts(task_env, split, numbers), samples)
-        batch = (run.algorithm.prompts_per_step or task_env.batch_size) * run.algorithm.group_size
-        steps = run.population.rounds * run.population.steps_per_round
-        return replace(tried, steps=steps, answers_per_step=run.population.size * batch)
+        return _sampled(cohort, slot, task_env, _starts(task_env, split, numbers), samples)
 
 
 def _sampled(
