@@ -20,12 +20,15 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from evo_grpo.envs.data.tables import Split
 from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.errors import ConfigError
-from evo_grpo.settings import EnvConfig
+from evo_grpo.schema.group import Group
+from evo_grpo.schema.problems import Problems
+
+G = TypeVar("G", bound=Group)
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,12 @@ class Family:
     reads: tuple[Split, ...] = ()
 
 
-def checked_arguments(env: EnvConfig, taken_by: Callable[..., object]) -> dict[str, Any]:
-    """Return `env.args`, checked by name and type against keyword-only parameters of `taken_by`."""
-    parameters = inspect.signature(taken_by).parameters.values()
-    parameter_names = [p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
-    check_names(env.kind, env.args, parameter_names)
-    return checked_types(env.args, taken_by)
+def arguments(args: Mapping[str, Any], kind: type[G]) -> G:
+    """Return `env.args` as a group of settings; raise Problems whose paths begin with env.args."""
+    try:
+        return kind(**args)
+    except Problems as error:
+        raise error.below("env", "args") from None
 
 
 def check_names(kind: str, args: Iterable[str], known: Iterable[str]) -> None:
@@ -63,21 +66,6 @@ def check_names(kind: str, args: Iterable[str], known: Iterable[str]) -> None:
                 f'env.args.{name}: no such argument of "{kind}".{nearest(name, known)} '
                 f"It has: {listed(known)}"
             )
-
-
-def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> dict[str, Any]:
-    """Return `args`; refuse a value whose type differs from that of the parameter's default.
-
-    A parameter of `taken_by` whose default is None takes an integer or None.
-    """
-    for name, value in args.items():
-        default = inspect.signature(taken_by).parameters[name].default
-        expected: type = int if default is None else type(default)
-        if (default is None and value is None) or type(value) is expected:
-            continue
-        article = "an integer" if expected is int else "a string"
-        raise ConfigError(f"env.args.{name}: expected {article}, got {value!r}")
-    return dict(args)
 
 
 def check_arguments(
@@ -105,13 +93,6 @@ def check_call(kind: str, args: Mapping[str, Any], made_by: Callable[..., Any]) 
             f'env.args: "{kind}" is not called with {listed(args)}: {error}.{near} '
             f"It takes: {listed(signature.parameters)}"
         ) from error
-
-
-def check_integer(name: str, value: object, low: int) -> int:
-    """Check that an argument of `env.args` is an integer >= `low`, and return it."""
-    if type(value) is not int or value < low:
-        raise ConfigError(f"env.args.{name}: expected an integer >= {low}, got {value!r}")
-    return value
 
 
 def check_name(kind: str, package: str, name: str, names: Iterable[str]) -> None:

@@ -62,7 +62,7 @@ REFUSED = [
     ("check none.yaml", "write one with: evo-grpo init none.yaml"),
     ("check --set evolve.selection.sise=3", "did you mean 'size'?"),
     ("check --set env=sumz", 'env.kind: no task "sumz". Did you mean "sums"?'),
-    ("check --set env.args.lowest=3", 'no such argument of "sums". Did you mean "low"?'),
+    ("check --set env.args.lowest=3", "env.args.lowest: unknown key; did you mean 'low'?"),
     ("check --set model=./here", "model: './here' is neither an embedded model"),
     ("check --set model.lora.target_modules=[qproj]", "['qproj'] matches no layer of tiny-sums"),
     (f"check --set {ROWS % ('no.csv', 'q', 'exact')}", "train: no file 'no.csv'"),

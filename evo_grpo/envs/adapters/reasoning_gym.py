@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.builtin.dataset import divide
 from evo_grpo.envs.data.tables import SPLITS, DatasetRow
-from evo_grpo.envs.family import Family, check_integer, check_name, check_names, checked_types
+from evo_grpo.envs.family import Family, arguments, check_name, check_names
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.packages import global_generators_kept, load_package
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
+from evo_grpo.schema.group import Group, setting
 from evo_grpo.seeding import derive
 from evo_grpo.settings import EnvConfig
 
@@ -26,60 +26,46 @@ PACKAGE = "reasoning-gym"
 MAX_OUTPUT_TOKENS = 64
 
 
+class Sizes(Group):
+    """What `env.args` takes beside the settings of a dataset."""
+
+    train_size: int = setting(1000, "Questions to learn from.", ge=1)
+    validation_size: int = setting(128, "Questions for selection.", ge=1)
+    test_size: int = setting(256, "Questions of the final evaluation.", ge=1)
+
+
 def build(name: str, env: EnvConfig, seed: int) -> Task:
-    """Build the task of a dataset; `env.args` has the split sizes and settings of the dataset."""
-    sizes = {f"{split}_size" for split in SPLITS}
-    counts = {key: value for key, value in env.args.items() if key in sizes}
-    settings = {key: value for key, value in env.args.items() if key not in sizes}
-    return reasoning_gym_task(seed, name, settings, **checked_types(counts, reasoning_gym_task))
+    """Build the task of a dataset, with the columns question, answer and metadata.
 
-
-def reasoning_gym_task(
-    seed: int,
-    dataset: str,
-    args: Mapping[str, Any],
-    *,
-    train_size: int = 1000,
-    validation_size: int = 128,
-    test_size: int = 256,
-) -> Task:
-    """Build a task with the columns question, answer and metadata.
-
-    No question occurs twice. If the dataset has too few different questions, such as sums of two
-    digits, all splits are smaller, in the same proportions.
-
-    Args:
-        seed: Seed of the questions and of their division into splits.
-        dataset: Name in reasoning-gym, e.g. "chain_sum".
-        args: Settings of that dataset. For "composite", `datasets` is a list of mappings with name,
-            weight and config.
-        train_size: Questions to learn from, >= 1.
-        validation_size: Questions for selection, >= 1.
-        test_size: Questions of the final evaluation, >= 1.
+    `env.args` has the sizes of the splits and the settings of the dataset. For "composite",
+    `datasets` is a list of mappings with name, weight and config. No question occurs twice. If the
+    dataset has too few different questions, such as sums of two digits, all splits are smaller, in
+    the same proportions.
     """
-    shares = {"train": train_size, "validation": validation_size, "test": test_size}
-    for split, share in shares.items():
-        check_integer(f"{split}_size", share, 1)
+    sizes = {key: value for key, value in env.args.items() if key in Sizes.model_fields}
+    args = {key: value for key, value in env.args.items() if key not in sizes}
+    counts = arguments(sizes, Sizes)
+    shares = {split: getattr(counts, f"{split}_size") for split in SPLITS}
     if unset := {"size", "seed"} & args.keys():
         raise ConfigError(
             f"env.args.{min(unset)}: is not set here; use train_size, validation_size and "
             "test_size, and the run's seed"
         )
     source = _create(
-        dataset, {**args, "size": sum(shares.values()), "seed": derive(seed, dataset) % 2**31}
+        name, {**args, "size": sum(shares.values()), "seed": derive(seed, name) % 2**31}
     )
     try:
         with global_generators_kept():
             entries = [dict(source[number]) for number in range(len(source))]
     except Exception as error:  # settings that pass the dataset's own check may still fail here
         raise ConfigError(
-            f'env.args: "{dataset}" makes no questions with these settings: '
+            f'env.args: "{name}" makes no questions with these settings: '
             f"{type(error).__name__}: {error}"
         ) from error
     rows: dict[str, DatasetRow] = {entry["question"]: entry for entry in entries}
     divided = divide(list(rows.values()), shares, lambda row: row["question"], seed)
     return Task(
-        name=f"reasoning_gym:{dataset}",
+        name=f"reasoning_gym:{name}",
         splits={split: divided[split] for split in SPLITS},
         rewards=(RewardFunction("score_answer", _Scorer(source)),),
         templates={None: Template.of([{"role": "user", "content": "{question}"}])},

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from evo_grpo.envs.episodes.multi_turn import check_flag, check_reward
-from evo_grpo.envs.family import Family, check_arguments, check_integer, check_name
+from evo_grpo.envs.family import Family, check_arguments, check_name
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.envs.packages import PrivateGenerators, entry_point, load_package, quiet, try_out
 from evo_grpo.errors import ConfigError
+from evo_grpo.schema.validation import whole
 from evo_grpo.seeding import generator
 from evo_grpo.settings import EnvConfig
 
@@ -69,10 +70,9 @@ def build(
     make_game = _find(kind, name, args)
     opponent = str(args.get("opponent", "random"))
     play = random_opponent if opponent == "random" else load(opponent, "env.args.opponent")
-    player = check_integer("player", args.get("player", 0), 0)
-    players = args.get("players")
-    if players is not None:
-        check_integer("players", players, 1)
+    player, players = args.get("player", 0), args.get("players")
+    whole(0).check("env.args.player", player)
+    whole(1).or_none().check("env.args.players", players)
 
     make = partial(
         TextArenaEnv, make_game, play, kind=kind, player=player, players=players, seed=seed

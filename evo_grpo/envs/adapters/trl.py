@@ -18,9 +18,10 @@ from evo_grpo.envs import finding, loading, packages
 from evo_grpo.envs.conversations import is_conversation, messages_of, text_of
 from evo_grpo.envs.data.tables import DatasetRow, read_rows
 from evo_grpo.envs.episodes.multi_turn import check_reward
-from evo_grpo.envs.family import Family, check_call, check_integer
+from evo_grpo.envs.family import Family, check_call
 from evo_grpo.envs.rewards.watch import await_result
 from evo_grpo.errors import ConfigError, DataError
+from evo_grpo.schema.validation import whole
 from evo_grpo.settings import EnvConfig
 
 FAMILY = Family("code", multi_turn=True, reads=("train",))
@@ -158,7 +159,8 @@ def _rows(env: EnvConfig) -> Sequence[DatasetRow]:
 
 
 def _arguments(args: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    max_turns = check_integer("max_turns", args.get("max_turns", MAX_TURNS), 1)
+    max_turns = args.get("max_turns", MAX_TURNS)
+    whole(1).check("env.args.max_turns", max_turns)
     return max_turns, {key: value for key, value in args.items() if key != "max_turns"}
 
 

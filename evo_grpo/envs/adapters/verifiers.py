@@ -20,13 +20,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from evo_grpo.envs.episodes.multi_turn import check_flag, check_reward
-from evo_grpo.envs.family import Family, check_integer
+from evo_grpo.envs.family import Family
 from evo_grpo.envs.finding import is_installed
 from evo_grpo.envs.loading import is_standard, search_here, standard_library
 from evo_grpo.envs.messages import nearest
 from evo_grpo.envs.packages import PrivateGenerators, load_package, quiet, try_out
 from evo_grpo.envs.rewards.watch import in_a_thread
 from evo_grpo.errors import ConfigError, EngineUnavailable
+from evo_grpo.schema.validation import whole
 from evo_grpo.settings import EnvConfig
 
 FAMILY = Family("name", multi_turn=True)
@@ -45,7 +46,8 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], VerifiersEnv]:
     kind, args = env.kind, env.args
     _module(kind, name)  # refuses the standard library
     vf = load_package(kind, "verifiers.v1", PACKAGE, REMEDY)
-    count = check_integer("tasks", args.get("tasks", TASKS), 1)
+    count = args.get("tasks", TASKS)
+    whole(1).check("env.args.tasks", count)
     settings = {key: value for key, value in args.items() if key != "tasks"}
     generators = PrivateGenerators(seed)
     with generators.swapped_in(), quiet():
@@ -63,7 +65,7 @@ def check(name: str, env: EnvConfig, seed: int) -> None:
     """Check that the package and the taskset's module are installed, without importing them."""
     del seed
     module = _module(env.kind, name)
-    check_integer("tasks", env.args.get("tasks", TASKS), 1)
+    whole(1).check("env.args.tasks", env.args.get("tasks", TASKS))
     about = f'env.kind: "{env.kind}"'
     if not is_installed("verifiers.v1"):
         raise EngineUnavailable(

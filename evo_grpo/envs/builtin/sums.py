@@ -3,15 +3,32 @@
 from functools import cache
 
 from evo_grpo.envs.data.tables import DatasetRow, LazyRows
-from evo_grpo.envs.family import Family, checked_arguments
+from evo_grpo.envs.family import Family, arguments
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
+from evo_grpo.schema.group import Group, setting
 from evo_grpo.seeding import generator
 from evo_grpo.settings import EnvConfig
 
 FAMILY = Family()
+
+
+class Arguments(Group):
+    """What `env.args` takes."""
+
+    low: int = setting(0, "Least summand.", ge=0, le=99)
+    high: int = setting(99, "Greatest summand, >= low.", ge=0, le=99)
+    train_size: int | None = setting(
+        None, "Rows to learn from; null takes all that the other splits leave."
+    )
+    validation_size: int | None = setting(
+        None, "Rows for selection; null takes 5% of the pairs, at least one."
+    )
+    test_size: int | None = setting(
+        None, "Rows of the final evaluation; null as for validation_size."
+    )
 
 
 def exact(completion: str, answer: str) -> float:
@@ -34,39 +51,17 @@ def digits(completion: str, answer: str) -> float:
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Task:
-    """Build the task of `env`; `env.args` are the keywords of `sums_task`."""
+    """Build the task: every pair of summands once, divided among the splits by a seeded shuffle."""
     del name
-    return sums_task(seed, **checked_arguments(env, sums_task))
-
-
-def sums_task(
-    seed: int,
-    *,
-    low: int = 0,
-    high: int = 99,
-    train_size: int | None = None,
-    validation_size: int | None = None,
-    test_size: int | None = None,
-) -> Task:
-    """Build the task: every pair of summands once, divided among the splits by a seeded shuffle.
-
-    Args:
-        seed: Seed of the shuffle.
-        low: Least summand, in [0, 99].
-        high: Greatest summand, in [low, 99].
-        train_size: Rows to learn from; None takes all that the other splits leave.
-        validation_size: Rows for selection; None takes 5% of the pairs, at least one.
-        test_size: Rows of the final evaluation; None as for `validation_size`.
-    """
-    if not 0 <= low <= high <= 99:
-        raise ConfigError(
-            f"env.args: expected 0 <= low <= high <= 99 (two digits), got low {low}, high {high}"
-        )
+    args = arguments(env.args, Arguments)
+    low, high = args.low, args.high
+    if low > high:
+        raise ConfigError(f"env.args: expected low <= high, got low {low}, high {high}")
     pairs = (high - low + 1) ** 2
     held_out = max(1, pairs // 20)
-    validation = held_out if validation_size is None else validation_size
-    test = held_out if test_size is None else test_size
-    train = pairs - validation - test if train_size is None else train_size
+    validation = held_out if args.validation_size is None else args.validation_size
+    test = held_out if args.test_size is None else args.test_size
+    train = pairs - validation - test if args.train_size is None else args.train_size
     if min(train, validation, test) < 1 or train + validation + test > pairs:
         raise ConfigError(
             f"env.args: summands from {low} to {high} make {pairs} pairs, expected at least one "
