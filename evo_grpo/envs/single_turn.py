@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, Self, final
 
@@ -20,7 +18,7 @@ from evo_grpo.envs.prompting import with_prompting
 from evo_grpo.envs.prompts import Messages, RenderedPrompts, Tokenizer, fitting_rows
 from evo_grpo.envs.protocol import Ask, Experience, Floats
 from evo_grpo.envs.rewards import process, scorers, scoring
-from evo_grpo.envs.rewards.functions import Board, Scorer
+from evo_grpo.envs.rewards.functions import Scorer
 from evo_grpo.envs.task import Task
 from evo_grpo.envs.template_keywords import dropped_sentence, ignored_keywords
 from evo_grpo.envs.thinking import COLUMN, check_tags, parted
@@ -149,8 +147,10 @@ class ReasoningGym:
         self._functions = [reward for reward in task.rewards if not isinstance(reward.fn, Scorer)]
         #: Whether some function is called as TRL calls it, once for each agent.
         self.of_trl = any(reward.style == "trl" for reward in self._functions)
-        self._scorers = [reward.fn for reward in task.rewards if isinstance(reward.fn, Scorer)]
-        self._judges = [scorer for scorer in self._scorers if isinstance(scorer, scorers.Judge)]
+        #: The reward models and judges, in the order of the reward functions.
+        self.scorers = [reward.fn for reward in task.rewards if isinstance(reward.fn, Scorer)]
+        #: The judges by their position in `scorers`, which names their files in a run folder.
+        self.judges = {n: fn for n, fn in enumerate(self.scorers) if isinstance(fn, scorers.Judge)}
         isolated = task.calls.isolate == "process" and bool(self._functions)
         self._process = process.RewardProcess(self._functions, task.calls) if isolated else None
         sentences = ignored_keywords(self.tokenizer.chat_template, task.template.keywords)
@@ -312,38 +312,6 @@ class ReasoningGym:
             )
             self._render(replace(self.task, splits=fitting), self._answer_tokens)
 
-    def prepare_rewards(self, device: str) -> None:
-        """Load the reward models to a device, and check what judges need."""
-        for scorer in self._scorers:
-            scorer.prepare(device)
-
-    def record_rewards(self, folder: Path, rank: int = 0) -> None:
-        """Keep the answers of judges in a folder of the run, and use the answers already there."""
-        for number, scorer in enumerate(self._scorers):
-            if isinstance(scorer, scorers.Judge):
-                scorer.record_in(folder, f"judge-{number}-rank-{rank}", counts=rank == 0)
-
-    def share_rewards(self, board: Board, *, known: bool) -> None:
-        """Make judges ask each question once in all processes; see `Judge.share`."""
-        for judge in self._judges:
-            judge.share(board, known=known)
-
-    def unrecorded_rewards(self) -> list[Mapping[str, Any]]:
-        """Return, for each judge, the answers that this process could not write to a file."""
-        return [judge.unrecorded() for judge in self._judges]
-
-    def keep_rewards(self, unrecorded: Sequence[Mapping[str, Any]]) -> None:
-        """Write answers of each judge, which `unrecorded_rewards` returned in another process."""
-        for judge, answers in zip(self._judges, unrecorded, strict=True):
-            judge.record(answers)
-
-    def spent_on_rewards(self) -> dict[str, float]:
-        """Return the sums of answers, tokens and cost over all judges; {} without a judge."""
-        total = Counter[str]()
-        for judge in self._judges:
-            total.update(judge.spent())
-        return dict(total)
-
     def close(self) -> None:
         """End the process in which the reward functions run, if there is one."""
         if self._process is not None:
@@ -475,6 +443,12 @@ def _trajectories(group: CompletionGroup) -> list[Trajectory]:
         )
         for completion in group.completions
     ]
+
+
+def judge_cost(env: object) -> float:
+    """Return the cost of an environment's judges in this process; 0 without a judge."""
+    judges = env.judges.values() if isinstance(env, ReasoningGym) else ()
+    return sum((judge.spent()["cost"] for judge in judges), 0.0)
 
 
 def right_answer(columns: Mapping[str, Any]) -> str:

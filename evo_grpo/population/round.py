@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from evo_grpo.envs.rewards.weights import judge_cost
+from evo_grpo.envs.single_turn import judge_cost
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.model.out_of_memory import naming_failed_device

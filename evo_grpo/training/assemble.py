@@ -346,9 +346,12 @@ def record_rewards(env: object, path: Path, team: Team, *, writes: bool, shared:
     if not isinstance(env, ReasoningGym):
         return
     if writes or shared:
-        env.record_rewards(path / JUDGED, team.rank)
+        for number, judge in env.judges.items():
+            name = f"judge-{number}-rank-{team.rank}"
+            judge.record_in(path / JUDGED, name, counts=team.rank == 0)
     if (board := team.board()) is not None:
-        env.share_rewards(board, known=writes and not shared)
+        for judge in env.judges.values():
+            judge.share(board, known=writes and not shared)
 
 
 def spent_on_rewards(env: object, team: Team, *, writes: bool) -> dict[str, float]:
@@ -358,9 +361,10 @@ def spent_on_rewards(env: object, team: Team, *, writes: bool) -> dict[str, floa
     """
     spent = Counter[str]()
     if isinstance(env, ReasoningGym):
-        part = env.spent_on_rewards(), env.unrecorded_rewards()
-        for cost, unrecorded in team.gather(part):
-            spent.update(cost)
-            if writes:
-                env.keep_rewards(unrecorded)
+        judges = env.judges.values()
+        for answers in team.gather([(judge.spent(), judge.unrecorded()) for judge in judges]):
+            for judge, (cost, unrecorded) in zip(judges, answers, strict=True):
+                spent.update(cost)
+                if writes:
+                    judge.record(unrecorded)
     return dict(spent)

@@ -251,7 +251,8 @@ def _scored(env: object, kind: str, split: Split, numbers: Sequence[int], text: 
             f"answer: expected a task of one turn, got {kind}, whose episodes go on after an "
             "answer; leave the answer out"
         )
-    env.prepare_rewards("cpu")
+    for scorer in env.scorers:
+        scorer.prepare("cpu")
     ids = tuple(env.tokenizer(text, add_special_tokens=False)["input_ids"])
     prompts = _starts(env, split, numbers)
     answer = (Completion(ids, text, None, ended=True),)

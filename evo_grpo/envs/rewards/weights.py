@@ -83,12 +83,6 @@ def reward_names(env: Environment[Any]) -> tuple[str, ...]:
     return tuple(getattr(env, "reward_names", ()))
 
 
-def judge_cost(env: Environment[Any]) -> float:
-    """Return the cost of an environment's judges in this process; 0 without a judge."""
-    spent = getattr(env, "spent_on_rewards", dict[str, float])()
-    return spent.get("cost", 0.0)
-
-
 def values_by_name(env: Environment[Any], rewards: Floats) -> list[dict[str, float | None]]:
     """Return, for each row of rewards (B, K), reward function -> reward, with None for NaN."""
     names = reward_names(env) or [f"reward {n}" for n in range(1, rewards.shape[1] + 1)]

@@ -215,7 +215,8 @@ class Cohort:
             limit = (self.max_output_tokens,) if isinstance(env, ReasoningGym) else ()
             env.limit_context(self.context_length, *limit)
         if isinstance(env, ReasoningGym):
-            env.prepare_rewards(str(self.base.device))
+            for scorer in env.scorers:
+                scorer.prepare(str(self.base.device))
 
     def next_call(self) -> int:
         """Count a call outside of rounds; return its number, which gives it a random stream."""

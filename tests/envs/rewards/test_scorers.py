@@ -10,7 +10,7 @@ from small_run import outcome, small, stopped_and_resumed
 from evo_grpo import run
 from evo_grpo.envs.rewards import judge_client
 from evo_grpo.envs.rewards.scorers import RewardModel
-from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.envs.single_turn import ReasoningGym, judge_cost
 from evo_grpo.errors import ConfigError, DataError, RewardError
 from evo_grpo.record.run_dir import clear_run
 from evo_grpo.record.summary import read_summary
@@ -50,7 +50,8 @@ def groups_of(env, texts, prompts=1):
 
 def test_a_judge_and_a_function_have_a_column_each_in_their_order(tokenizer):
     with judging(by_digits) as server:
-        for rewards, at in (([judge(server.url), length], 0), ([length, judge(server.url)], 1)):
+        priced = judge(server.url, input_price=10.0)
+        for rewards, at in (([priced, length], 0), ([length, priced], 1)):
             env = gym(tokenizer, rewards, reward_weights=[2.0, 3.0], reward_timeout=1e-3)
             groups = groups_of(env, ["1", "22x", "333333"])
             scores = env.score(groups)
@@ -59,6 +60,7 @@ def test_a_judge_and_a_function_have_a_column_each_in_their_order(tokenizer):
             assert scores[:, at] == pytest.approx(expected)
             assert scores[:, 1 - at].tolist() == [1, 3, 6]
             assert [reward.name for reward in env.task.rewards][at] == "judge"
+            assert judge_cost(env) == pytest.approx(3e-3)  # 100 tokens of each of 3 questions
 
 
 @pytest.mark.parametrize("errors", ["stop", "set_aside"])
