@@ -166,7 +166,7 @@ def in_groups(
     evolve, strategies = groups["evolve"], dict[str, Any]()
     for name, field, method in STRATEGIES:
         if hasattr(evolve[name], method) and not isinstance(evolve[name], Group):
-            strategies[field] = from_object(name, method, evolve.pop(name))
+            strategies[field] = from_object(name, evolve.pop(name))
     if size == 1 and evolve.get("selection") == TournamentSelection():
         evolve["selection"] = NoSelection()  # one agent has no competitors
     population = PopulationConfig(size=size, **groups["population"])

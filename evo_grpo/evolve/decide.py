@@ -12,7 +12,7 @@ import numpy as np
 
 from evo_grpo.evolve.compare import Comparison, compare
 from evo_grpo.evolve.explore.step import lower_lr
-from evo_grpo.evolve.generation import Generation, check_plan, next_generation
+from evo_grpo.evolve.generation import Generation, changes_between, check_plan, next_generation
 from evo_grpo.evolve.goals import ahead, best_first, ranked
 from evo_grpo.evolve.protocols import Explorer, Offspring, Selector, Trial
 from evo_grpo.schema.hparams import Hparams
@@ -118,8 +118,9 @@ def decide(  # noqa: PLR0913 -- one argument for each result of a round
     ]
     if archive is not None and not any(histories):
         return _all_restored(standings, places, archive, strategy, round, next_id)
-    plan = strategy.selector.plan(histories, places, rng)
-    check_plan(f"{type(strategy.selector).__name__}.plan", plan, len(standings), places)
+    method = f"{type(strategy.selector).__name__}.plan"
+    answer = strategy.selector.plan(histories, places, rng)
+    plan = check_plan(method, answer, len(standings), places)
     scores = [history[-1] if history else None for history in histories]
     # Of two agents that tie, one can be replaced without loss, and the mean of two relatives at
     # the end of a run is better than either.
@@ -283,7 +284,8 @@ def _copies_of_archive(
     """Return copies of the best agent ever for slots `agents`, one per factor in `RESTORED_LR`."""
     copies: list[tuple[Member, Hparams, Decision]] = []
     for number, (agent, factor) in enumerate(zip(agents, RESTORED_LR, strict=False)):
-        values, changes = lower_lr(archive.hparams, factor, strategy.hp_config)
+        values = lower_lr(archive.hparams, factor, strategy.hp_config)
+        changes = changes_between(archive.hparams, values, strategy.hp_config)
         mutation = Mutation("restore", changes)
         member = Member(next_id + number, agent, archive.member.id, round + 1, mutation)
         text = (

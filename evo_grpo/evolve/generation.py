@@ -1,16 +1,20 @@
-"""Computes the members and hyperparameters of the next round from a plan and an explorer."""
+"""Computes the members and hyperparameters of the next round from a plan and an explorer.
+
+What a user-defined strategy returns is checked here before it takes effect.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from evo_grpo.errors import ShapeError
-from evo_grpo.evolve.protocols import Candidate, Explorer, Offspring, Trial
+from evo_grpo.evolve.explore.step import value_of
+from evo_grpo.evolve.protocols import Candidate, Changes, Explorer, Offspring, Trial
 from evo_grpo.evolve.ranges import latin_hypercube
-from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, in_order, is_of_every_agent
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import is_whole, shown
 from evo_grpo.types import Member, Mutation, Slot
@@ -68,9 +72,10 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
             source, copied, offspring.elite, trials, round + 1, place in shares,
             shares.get(place, ()),
         )  # fmt: skip
-        values, changes = explorer.explore(candidate, space, rng)
-        if changes or copied:
-            mutation = Mutation("mutate" if changes else "clone", changes)
+        values = explorer.explore(candidate, space, rng)
+        changes = _checked_changes(f"{type(explorer).__name__}.explore", source, values, space)
+        if copied or values != source:
+            mutation = Mutation("clone" if values == source else "mutate", changes)
             new_members.append(Member(next_id, agent, parent.id, round + 1, mutation))
             next_id += 1
         else:
@@ -108,10 +113,75 @@ def _shares_of_twins(
     return shares
 
 
-def check_plan(name: str, plan: Sequence[Offspring], size: int, places: int) -> None:
-    """Raise ShapeError if the plan of method `name` does not suit `size` agents and `places`."""
-    if wrong := _wrong_in(plan, size, places):
+def _checked_changes(
+    name: str, old: Hparams, values: object, hp_config: HyperparameterConfig
+) -> Changes:
+    """Return the changes from `old` to the `values` that method `name` returned.
+
+    Raises:
+        ShapeError: `values` are no Hparams, one is none of its choices, or one is unset, or set,
+            that all agents have from the run's settings.
+    """
+    if not isinstance(values, Hparams):
+        raise ShapeError(
+            f"{name}: expected an evo_grpo.Hparams, got {shown(values)}; return the Hparams alone, "
+            "such as candidate.hparams.replace(lr=1e-4)"
+        )
+    had, has = ({n for n, v in one.named().items() if v is not None} for one in (old, values))
+    searched = hp_config.names()
+    new = {n for n in has - had if n not in searched and not is_of_every_agent(n)}
+    if wrong := in_order(had - has | new):
+        raise ShapeError(
+            f"{name}: expected values of the hyperparameters that the agent has, or that are "
+            f"searched, got others in {', '.join(wrong)}; change no value to None, and give what "
+            "may change a range in evolve.hyperparameters"
+        )
+    changes = changes_between(old, values, hp_config)
+    for changed, (_, value) in changes.items():
+        parameter = hp_config[changed] if changed in searched else None
+        if parameter is not None and parameter.choices is not None and not parameter.allows(value):
+            raise ShapeError(f"{name}: {changed}: expected {parameter.expected()}, got {value!r}")
+    return changes
+
+
+def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig) -> Changes:
+    """Return the hyperparameters that differ between `old` and `new`, as name -> (old, new).
+
+    The two ends of a clip range are separate entries if a clip_coef is a pair or if the ends
+    mutate. A searched hyperparameter that is None in `old` has the value of `value_of`; others that
+    are None in `old` or `new` are left out.
+    """
+    searched = hp_config.names()
+    pairs = any(isinstance(hparams.clip_coef, tuple) for hparams in (old, new))
+    ends = pairs or not set(CLIP_ENDS).isdisjoint(searched)
+    changes: Changes = {}
+    for name in in_order((*old.named(), *new.named(), *CLIP_ENDS)):
+        if name == "clip_coef" if ends else name in CLIP_ENDS:
+            continue
+        before, after = old.get(name), new.get(name)
+        if before is None and name in searched:
+            before = value_of(old, name, hp_config[name])
+        if before is not None and after is not None and before != after:
+            changes[name] = (before, after)
+    return changes
+
+
+def check_plan(name: str, plan: object, size: int, places: int) -> list[Offspring]:
+    """Return what method `name` planned for `size` agents and at most `places`, as a list.
+
+    Raises:
+        ShapeError: It is no plan, or does not suit the agents or the places.
+    """
+    entries = list(cast("Iterable[object]", plan)) if isinstance(plan, Iterable) else [plan]
+    offspring = [entry for entry in entries if isinstance(entry, Offspring)]
+    if not isinstance(plan, Iterable) or len(offspring) < len(entries):
+        raise ShapeError(
+            f"{name}: expected a sequence of evo_grpo.Offspring, got {shown(plan)}; return one for "
+            "each agent that goes on"
+        )
+    if wrong := _wrong_in(offspring, size, places):
         raise ShapeError(f"{name}: {wrong}")
+    return offspring
 
 
 def _wrong_in(plan: Sequence[Offspring], size: int, places: int) -> str:

@@ -140,8 +140,8 @@ class Explorer(Protocol):
 
     def explore(
         self, candidate: Candidate, hp_config: HyperparameterConfig, rng: np.random.Generator
-    ) -> tuple[Hparams, Changes]:
-        """Return an agent's new hyperparameters, and their changes as `{name: (old, new)}`.
+    ) -> Hparams:
+        """Return an agent's new hyperparameters, or `candidate.hparams` if none changes.
 
         Args:
             candidate: The agent.

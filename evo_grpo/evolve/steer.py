@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.generation import changes_between
 from evo_grpo.evolve.protocols import Changes
 from evo_grpo.evolve.start import with_values
-from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, in_order
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import Problem, refuse
 from evo_grpo.schema.search_space import HyperparameterConfig, outside
 from evo_grpo.types import Decision, Member, Mutation, Request, RequestOutcome, Slot
@@ -153,25 +154,6 @@ def _set(
 
 def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig) -> Changes:
-    """Return the hyperparameters that differ between `old` and `new`, as name -> (old, new).
-
-    The two ends of a clip range are separate entries if a clip_coef is a pair or if the ends
-    mutate. Hyperparameters that are None in `old` or `new` are left out.
-    """
-    ends = any(isinstance(hparams.clip_coef, tuple) for hparams in (old, new)) or bool(
-        set(CLIP_ENDS) & set(hp_config.names())
-    )
-    changes: Changes = {}
-    for name in in_order((*old.named(), *new.named(), *CLIP_ENDS)):
-        if name == "clip_coef" if ends else name in CLIP_ENDS:
-            continue
-        before, after = old.get(name), new.get(name)
-        if before is not None and after is not None and before != after:
-            changes[name] = (before, after)
-    return changes
 
 
 def _swaps(members: Sequence[Member], played: Mapping[int, Slot]) -> bool:

@@ -5,11 +5,13 @@ returns the plan.
 """
 
 import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from evo_grpo.errors import EvoGrpoError, RunFailedError
+from evo_grpo.escaping import error_text
 from evo_grpo.evolve import compare, decide, goals, protocols
 from evo_grpo.evolve.decide import Standing, keep_all
 from evo_grpo.evolve.generation import Generation
@@ -302,8 +304,13 @@ def _plan_beyond(inputs: PlanInputs) -> tuple[NextAgents | None, str]:
     try:
         generation, decisions = _next_generation(inputs)
     except EvoGrpoError as error:
-        return None, f"no round can follow round {inputs.round + 1}: {error}"
-    return NextAgents(generation.members, generation.hparams, decisions), ""
+        why = str(error)
+    except Exception as error:  # the user's strategies may raise anything
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        why = f"{at.name} in {at.filename}:{at.lineno} raised {error_text(error)}"
+    else:
+        return NextAgents(generation.members, generation.hparams, decisions), ""
+    return None, f"no round can follow round {inputs.round + 1}: {why}"
 
 
 def _collapsed(inputs: PlanInputs, *, last: bool) -> Sequence[Standing]:

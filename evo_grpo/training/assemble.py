@@ -17,7 +17,7 @@ from evo_grpo.envs.rewards.weights import check_rewards, named_weights
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.checked import CheckedSelector
+from evo_grpo.evolve.select.pareto import ParetoSelector
 from evo_grpo.evolve.start import Start, start_hparams
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.choice import serves_head
@@ -33,6 +33,7 @@ from evo_grpo.population.rules import RoundSettings
 from evo_grpo.record.names import JUDGED
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.rollout.engine import check_engine
+from evo_grpo.schema.group import Group
 from evo_grpo.schema.problems import below, refuse
 from evo_grpo.settings import (
     AgentSettings,
@@ -114,8 +115,8 @@ class Prepared:
         check_rewards(named_weights(self.env), space, fitness.reward, fitness.objectives, stop)
         check_columns(getattr(self.env, "task", None), self.round_settings.record.columns)
         refuse(below(cross_checks.fitness_problems(space, fitness), "evolve", "fitness"))
-        user_defined = isinstance(self.round_settings.selector, CheckedSelector)
-        refuse(below(cross_checks.objective_problems(evolve, own=user_defined), "evolve"))
+        own = not isinstance(self.round_settings.selector, Group | ParetoSelector)
+        refuse(below(cross_checks.objective_problems(evolve, own=own), "evolve"))
 
     def is_unfinished(self, rounds: Sequence[RoundRecord]) -> bool:
         """Return whether a run, or a call of `train`, has rounds to play after `rounds`."""

@@ -136,8 +136,8 @@ class FromPython:
         """
         settings = assemble.settings_of_rounds(config, prompts or algorithm.DEFAULT_PROMPTS)
         strategies: dict[str, Any] = {
-            place: from_object(name, method, self.strategies[name])
-            for name, place, method in STRATEGIES
+            place: from_object(name, self.strategies[name])
+            for name, place, _ in STRATEGIES
             if name in self.strategies
         }
         return replace(settings, **strategies)

@@ -1,7 +1,7 @@
 """Creates the task and the strategies that settings name, without importing torch."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from evo_grpo.envs.data.tables import SPLITS, require_columns
 from evo_grpo.envs.finding import find_name
@@ -10,7 +10,6 @@ from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.envs.rewards.weights import check_rewards
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.checked import CheckedExplorer, CheckedSelector
 from evo_grpo.evolve.kinds import Exploration, Selection, UserStrategy
 from evo_grpo.evolve.protocols import Explorer, Selector
 from evo_grpo.evolve.start import with_first_choices
@@ -24,7 +23,7 @@ def selector(selection: Selection, significance: float | None = None) -> Selecto
     `significance` is `evolve.significance`, the level at which `pareto` tests dominance.
     """
     if isinstance(selection, UserStrategy):
-        return CheckedSelector(_instance(selection, "evolve.selection", "plan"))
+        return _instance(selection, "evolve.selection", "plan")
     with_tests = getattr(selection, "at", None)
     return selection if with_tests is None else with_tests(significance)
 
@@ -32,7 +31,7 @@ def selector(selection: Selection, significance: float | None = None) -> Selecto
 def explorer(exploration: Exploration) -> Explorer:
     """Return the explorer: `exploration` itself, or an instance of the class that it names."""
     if isinstance(exploration, UserStrategy):
-        return CheckedExplorer(_instance(exploration, "evolve.exploration", "explore"))
+        return _instance(exploration, "evolve.exploration", "explore")
     return exploration
 
 
@@ -95,18 +94,14 @@ def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
         check(with_first_choices(first, space), space)
 
 
-def from_object(name: str, method: str, given: object) -> Selector | Explorer:
-    """Wrap a strategy that is passed as an object, so that its return values are checked.
-
-    `name` is its keyword, `method` its required method: "plan" or "explore".
-    """
+def from_object(name: str, given: object) -> Any:  # noqa: ANN401 -- of the user's class
+    """Return a strategy that keyword `name` passes as an object; raise ConfigError for a class."""
     if isinstance(given, type):
         call = f"{name}={given.__name__}()"
         raise ConfigError(
             f"{name}: expected an object, got the class {given.__name__}; give {call}"
         )
-    strategy = cast("Any", given)
-    return CheckedSelector(strategy) if method == "plan" else CheckedExplorer(strategy)
+    return given
 
 
 def _instance(setting: UserStrategy, where: str, method: str) -> Any:  # noqa: ANN401 -- of the user's class

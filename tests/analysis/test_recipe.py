@@ -54,7 +54,7 @@ def trained_with(found):
     for number in range(found.population.rounds):
         if number:
             explorer, rng = found.evolve.exploration, np.random.default_rng(0)
-            hparams, _ = explorer.explore(Candidate(hparams, round=number), space, rng)
+            hparams = explorer.explore(Candidate(hparams, round=number), space, rng)
         values.append(hparams)
     return values
 

@@ -1,12 +1,14 @@
 """Generations: ids are never reused, parents are where they are said to be, values follow."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.on_copy import NoExploration
-from evo_grpo.evolve.generation import next_generation
+from evo_grpo.evolve.generation import check_plan, next_generation
 from evo_grpo.evolve.protocols import Offspring, Trial
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.schema.hparams import Hparams
@@ -27,7 +29,7 @@ class Watching:
 
     def explore(self, candidate, hp_config, rng):
         self.seen.append(candidate)
-        return candidate.hparams, {}
+        return candidate.hparams
 
 
 def founders(size):
@@ -177,9 +179,106 @@ def test_shares_of_twins_take_nothing_from_the_stream_of_the_exploration():
     class Drawing:
         def explore(self, candidate, hp_config, rng):
             states.append(rng.random())
-            return candidate.hparams, {}
+            return candidate.hparams
 
     alike, unlike = [Hparams()] * 2, [Hparams(lr=1e-4), Hparams(lr=1e-3)]
     for hparams in (alike, unlike):
         step((Offspring(0, 0), Offspring(1, 1)), founders(2), hparams, Drawing())
     assert states[:2] == states[2:]
+
+
+# --- what strategies of a user return -------------------------------------------------------------
+
+SPACE = HyperparameterConfig(
+    batch_size=RLParameter(4, 64), loss_type=RLParameter(choices=["grpo", "dapo"])
+)
+OLD = Hparams(loss_type="grpo")
+
+
+class Mine:
+    def __init__(self, answer):
+        self.answer = answer
+
+    def explore(self, candidate, hp_config, rng):
+        return self.answer
+
+
+def explored(answer):
+    rng, plan = np.random.default_rng(0), (Offspring(0, 0),)
+    return next_generation(plan, founders(1), [OLD], Mine(answer), SPACE, rng, round=0, next_id=1)
+
+
+@pytest.mark.parametrize(
+    ("new", "changes"),
+    [
+        ({}, {}),
+        ({"lr": np.float64(2e-4), "temperature": 0.9}, {"lr": 2e-4, "temperature": 0.9}),
+        ({"clip_coef": (1.3, 1.4)}, {"clip_low": 1.3, "clip_high": 1.4}),
+        ({"loss_type": "dapo", "group_size": np.int64(4)}, {"group_size": 4, "loss_type": "dapo"}),
+        ({"batch_size": 8}, {"batch_size": 8}),  # None counts as the maximum
+    ],
+)
+def test_changes_are_computed_in_plain_values(new, changes):
+    (member,), (hparams,) = (found := explored(OLD.replace(**new))).members, found.hparams
+    assert hparams == OLD.replace(**new)
+    assert member.id == (1 if changes else 0)
+    assert {name: after for name, (_, after) in member.mutation.changes.items()} == changes
+    for name, pair in member.mutation.changes.items():
+        assert pair[0] == (64 if name == "batch_size" else OLD.get(name))
+        assert {type(end) for end in pair} <= {int, float, str}
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "expected an evo_grpo.Hparams, got None; return the Hparams alone"),
+        ((OLD, {}), r"expected an evo_grpo.Hparams, got \(Hparams\(.*; return the Hparams alone"),
+        ({"lr": 1e-4}, "expected an evo_grpo.Hparams, got {'lr': 0.0001}"),
+        (OLD.replace(loss_type="bnpo"), "loss_type: expected one of grpo, dapo, got 'bnpo'"),
+        (OLD.replace(loss_type=None, lr=1e-4), ".*, got others in loss_type; change"),
+        (OLD.replace(max_grad_norm=None), ".* got others in max_grad_norm"),
+        (OLD.replace(lora_r=4, reward_weights={"a": 1}), r".* others in lora.r, reward_weights.a;"),
+    ],
+)
+def test_what_is_no_exploration_is_refused_by_the_name_of_the_class(answer, message):
+    with pytest.raises(ShapeError, match=f"^Mine.explore: {message}"):
+        explored(answer)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [Offspring(1, 1)],
+        (one for one in [Offspring(0, 0), Offspring(2, 0)]),
+        [Offspring(np.int64(0), np.int64(0)), Offspring(np.int64(1), np.int64(0), np.True_)],
+    ],
+)
+def test_any_sequence_of_offspring_is_a_plan(plan):
+    found = check_plan("Mine.plan", plan, 3, 3)
+    assert 1 <= len(found) <= 2
+    assert {type(one) for one in found} == {Offspring}
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "expected a sequence of evo_grpo.Offspring, got None; return one for"),
+        (Offspring(0, 0), r"expected a sequence of evo_grpo.Offspring, got Offspring\("),
+        ([0, 1, 2], r"expected a sequence of evo_grpo.Offspring, got \[0, 1, 2\]"),
+        ([Offspring(0, 3)], r"expected .* parents in 0..2, the indices of `histories`, got \[0, 3"),
+        ([Offspring(-1, -1)], r"expected .* in 0..2.* got \[-1, -1\]"),
+        ([Offspring(0.0, 0)], r"expected .* in 0..2.* got \[0.0, 0\]"),
+        ([], r"expected 1 to 2 offspring at different positions.* got positions \[\]"),
+        (
+            [Offspring(1, 1), Offspring(0, 0)],
+            r"expected .* ascending order, got positions \[1, 0\]",
+        ),
+        ([Offspring(1, 1), Offspring(1, 1)], r"expected .* different positions.* got .* \[1, 1\]"),
+        ([Offspring(p, p) for p in range(3)], r"expected 1 to 2 offspring.*\[0, 1, 2\]"),
+        ([Offspring(0, 1), Offspring(1, 0)], r"position 0 copies position 1.*its own parent: \[\]"),
+        ([Offspring(0, 0), Offspring(1, 2)], r"position 1 copies position 2.*: \[0\]; an agent"),
+    ],
+)
+def test_what_is_no_plan_is_refused_by_the_name_of_the_class(answer, message):
+    with pytest.raises(ShapeError, match=f"^Mine.plan: {message}"):
+        check_plan("Mine.plan", answer, 3, 2)

@@ -166,7 +166,7 @@ def test_a_strategy_is_frozen_and_equal_by_its_settings():
 def test_without_an_exploration_copies_keep_the_hyperparameters_of_their_parent():
     candidate, rng = Candidate(INSIDE, copied=True), np.random.default_rng(0)
     found = NoExploration().explore(candidate, HyperparameterConfig(**RANGES), rng)
-    assert found == (INSIDE, {})
+    assert found == INSIDE
     assert rng.bit_generator.state == np.random.default_rng(0).bit_generator.state
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from evo_grpo.evolve.steer import NextRound, RoundEnd, changes_between, steer
+from evo_grpo.evolve.generation import changes_between
+from evo_grpo.evolve.steer import NextRound, RoundEnd, steer
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.types import Decision, Member, Mutation, Request

@@ -421,8 +421,8 @@ def ruinous(monkeypatch):
     def explore(self, candidate, hp_config, rng):
         old = candidate.hparams
         if old.lr in (0.5, 5e-3, 2.5e-3):
-            return old, {}
-        return old.replace(lr=0.5), {"lr": (old.lr, 0.5)}
+            return old
+        return old.replace(lr=0.5)
 
     monkeypatch.setattr("evo_grpo.evolve.explore.mutate.Mutations.explore", explore)
     changes = {"algorithm__lr": 1e-2, "population__init": "same", "population__sizes": [4, 2]}

@@ -626,8 +626,8 @@ class Foreign:
     def explore(self, candidate, hp_config, rng):
         old = candidate.hparams
         if candidate.elite:
-            return old, {}
-        return old.replace(loss_type="gspo"), {"loss_type": (old.loss_type, "gspo")}
+            return old
+        return old.replace(loss_type="gspo")
 
 
 def test_an_exploration_that_returns_what_no_agent_can_have_ends_the_run_before_its_record(

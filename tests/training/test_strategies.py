@@ -38,8 +38,8 @@ class HalveLR:
         old = candidate.hparams.lr
         new = hp_config["lr"].clip(old / 2)
         if not candidate.copied or new == old:
-            return candidate.hparams, {}
-        return candidate.hparams.replace(lr=new), {"lr": (old, new)}
+            return candidate.hparams
+        return candidate.hparams.replace(lr=new)
 
 class Neither:
     pass
@@ -69,7 +69,7 @@ def test_a_class_of_this_folder_plans_with_its_arguments(folder):
         made = selector(own(kind, copies=False))
         assert [one.parent for one in made.plan([[]] * 3, 3, None)] == [0, 1, 2]
     exploration = UserStrategy(kind="my_strategies:HalveLR")
-    assert type(explorer(exploration).explorer).__name__ == "HalveLR"
+    assert type(explorer(exploration)).__name__ == "HalveLR"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ class Mine:
         return TournamentSelection(size=1).plan(histories, places, rng)
 
     def explore(self, candidate, hp_config, rng):
-        return candidate.hparams, {}
+        return candidate.hparams
 
 
 ROUND = {
@@ -201,6 +201,6 @@ def test_a_class_is_not_an_object(given):
     with pytest.raises(
         ConfigError, match=rf"^selection: expected an object, got the class {given.__name__}; give "
     ):
-        from_object("selection", "plan", given)
+        from_object("selection", given)
     with pytest.raises(ConfigError, match=r"^selection: expected an object, got the class"):
         population().train("sums", rounds=1, selection=given, **ROUND)

@@ -9,7 +9,8 @@ import numpy as np
 from evo_grpo.api.population import Population
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.mutate import Mutations as Strategy
-from evo_grpo.evolve.protocols import Candidate, Changes, Offspring, rank
+from evo_grpo.evolve.generation import changes_between
+from evo_grpo.evolve.protocols import Candidate, Offspring, rank
 from evo_grpo.evolve.select.tournament import TournamentSelection as Tournament
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, warn_if_nothing_mutates
@@ -117,7 +118,7 @@ class Mutations:
 
     def explore(
         self, candidate: Candidate, hp_config: HyperparameterConfig, rng: np.random.Generator
-    ) -> tuple[Hparams, Changes]:
+    ) -> Hparams:
         """Change one hyperparameter of a candidate, or none; see `Explorer`."""
         return self.strategy.explore(candidate, hp_config, rng)
 
@@ -130,7 +131,7 @@ class Mutations:
             rng = generator(self.rand_seed or 0, "mutate", call, position)
             hparams = population[position].hparams
             candidate = Candidate(hparams, elite=position == population.elite)
-            hparams, changes = self.explore(candidate, space, rng)
-            if changes:
-                population.set_hparams(position, hparams, changes)
+            new = self.explore(candidate, space, rng)
+            if changes := changes_between(hparams, new, space):
+                population.set_hparams(position, new, changes)
         return population

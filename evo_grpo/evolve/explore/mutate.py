@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Literal, Self, final
 from pydantic import model_validator
 
 from evo_grpo.evolve.explore.step import between, in_order, put, step
-from evo_grpo.evolve.protocols import Candidate, Changes
+from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.evolve.ranges import end_of_distance, parts, placed
 from evo_grpo.schema.group import Group, setting
-from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, Value
+from evo_grpo.schema.hparams import CLIP_ENDS, Hparams
 from evo_grpo.schema.problems import Problems
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Mutations(Group):
 
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
-    ) -> tuple[Hparams, Changes]:
+    ) -> Hparams:
         """Move one hyperparameter, or none, with the probabilities that the weights give.
 
         The weight `rl_hp` counts only if a hyperparameter has a range, and `choice` only if one has
@@ -62,7 +62,7 @@ class Mutations(Group):
         """
         hparams = candidate.hparams
         if not hp_config or not self._may_mutate(candidate):
-            return hparams, {}
+            return hparams
         with_range = [name for name in hp_config.names() if hp_config[name].choices is None]
         with_choices = [name for name in hp_config.names() if hp_config[name].choices is not None]
         rl_hp, choice = bool(with_range) * self.rl_hp, bool(with_choices) * self.choice
@@ -70,7 +70,7 @@ class Mutations(Group):
         if self.step == "between" and not any(t.hparams != hparams for t in candidate.trials):
             return self._move_all(candidate, hp_config)
         if draw >= rl_hp + choice:
-            return hparams, {}
+            return hparams
         names = with_range if draw < rl_hp else with_choices
         name = names[int(rng.integers(len(names)))]
         parameter = hp_config[name]
@@ -93,11 +93,9 @@ class Mutations(Group):
             return False
         return candidate.copied or not self.copies_only
 
-    def _move_all(
-        self, candidate: Candidate, hp_config: "HyperparameterConfig"
-    ) -> tuple[Hparams, Changes]:
+    def _move_all(self, candidate: Candidate, hp_config: "HyperparameterConfig") -> Hparams:
         """Set each hyperparameter by `candidate.shares`, if `rl_hp` or `choice` allows it."""
-        hparams, changes = candidate.hparams, dict[str, tuple[Value, Value]]()
+        hparams = candidate.hparams
         for (name, parameter), share in zip(
             parts(hparams, hp_config.parameters), candidate.shares, strict=False
         ):
@@ -107,8 +105,6 @@ class Mutations(Group):
             else:
                 value = placed(name, parameter, share)
             weight = self.rl_hp if parameter.choices is None else self.choice
-            if weight == 0 or not in_order(hparams, name, value):
-                continue
-            new, change = put(hparams, {name: value}, {name: parameter})
-            hparams, changes = new, changes | change
-        return hparams, changes
+            if weight > 0 and in_order(hparams, name, value):
+                hparams = put(hparams, {name: value}, {name: parameter})
+        return hparams

@@ -5,7 +5,7 @@
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from evo_grpo.evolve.explore.step import lower_lr
-from evo_grpo.evolve.protocols import Candidate, Changes
+from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.hparams import Hparams
 
@@ -31,11 +31,11 @@ class LowerLROnCopy(Group):
 
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
-    ) -> tuple[Hparams, Changes]:
+    ) -> Hparams:
         """Lower the lr of a copy; nothing is drawn."""
         del rng
         if not candidate.copied:
-            return candidate.hparams, {}
+            return candidate.hparams
         return lower_lr(candidate.hparams, self.factor, hp_config)
 
 
@@ -47,7 +47,7 @@ class NoExploration(Group):
 
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
-    ) -> tuple[Hparams, Changes]:
+    ) -> Hparams:
         """Return the candidate's hyperparameters unchanged; nothing is drawn."""
         del hp_config, rng
-        return candidate.hparams, {}
+        return candidate.hparams

@@ -12,7 +12,7 @@ from pydantic import AfterValidator
 
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.evolve.explore.step import put, value_of
-from evo_grpo.evolve.protocols import Candidate, Changes, Trial
+from evo_grpo.evolve.protocols import Candidate, Trial
 from evo_grpo.evolve.ranges import distance_range, from_distance, parts
 from evo_grpo.evolve.start import sample_hparams
 from evo_grpo.schema.group import Group, PlainMapping, setting
@@ -72,7 +72,7 @@ class OptunaExploration(Group):
 
     def explore(
         self, candidate: Candidate, hp_config: HyperparameterConfig, rng: "np.random.Generator"
-    ) -> tuple[Hparams, Changes]:
+    ) -> Hparams:
         """Propose the hyperparameters of a copy; nothing is drawn for survivors.
 
         A proposed clip pair with low >= high is ignored. Errors of the sampler raise ConfigError.
@@ -80,7 +80,7 @@ class OptunaExploration(Group):
         hparams = candidate.hparams
         space = dict(parts(hparams, hp_config.parameters))
         if not candidate.copied or not space:
-            return hparams, {}
+            return hparams
         proposed = self._propose(space, candidate.trials, int(rng.integers(2**31)))
         values = {name: _value(name, space[name], proposed[name]) for name in space}
         low, high = (values.get(*end) for end in zip(CLIP_ENDS, hparams.clip_bounds, strict=True))

@@ -5,7 +5,7 @@
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from evo_grpo.evolve.explore.step import in_order, put, step
-from evo_grpo.evolve.protocols import Candidate, Changes
+from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.evolve.ranges import draw_value, parts
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.hparams import Hparams
@@ -37,23 +37,19 @@ class Resample(Group):
 
     def explore(
         self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
-    ) -> tuple[Hparams, Changes]:
+    ) -> Hparams:
         """Draw or move each hyperparameter of a copy; nothing is drawn for survivors.
 
         If a drawn end of a clip pair would give low >= high, the end moves by a factor instead.
         """
         hparams = candidate.hparams
-        changes: Changes = {}
         if not candidate.copied:
-            return hparams, changes
+            return hparams
         for name, parameter in parts(hparams, hp_config.parameters):
             anew = rng.random() < self.probability
             value = draw_value(name, parameter, rng) if anew else None
             if value is not None and in_order(hparams, name, value):
-                hparams, change = put(hparams, {name: value}, {name: parameter})
-            elif isinstance(hparams.get(name), str | bool):
-                continue
-            else:
-                hparams, change = step(hparams, name, parameter, rng.random())
-            changes |= change
-        return hparams, changes
+                hparams = put(hparams, {name: value}, {name: parameter})
+            elif not isinstance(hparams.get(name), str | bool):
+                hparams = step(hparams, name, parameter, rng.random())
+        return hparams

@@ -83,7 +83,7 @@ class ScheduleExploration(Group):
         candidate: protocols.Candidate,
         hp_config: "HyperparameterConfig",
         rng: "np.random.Generator",
-    ) -> tuple[Hparams, protocols.Changes]:
+    ) -> Hparams:
         """Set the scheduled values of an agent's next round that have a range; nothing is drawn."""
         del rng
         hparams = candidate.hparams

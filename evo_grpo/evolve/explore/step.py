@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from evo_grpo.evolve.protocols import Changes
 from evo_grpo.evolve.ranges import distance_range, from_distance, placed, share_of
 from evo_grpo.evolve.start import with_values
 from evo_grpo.schema.hparams import CLIP_ENDS, LEAST_LR, Hparams, Value
@@ -21,30 +20,27 @@ def value_of(hparams: Hparams, name: str, parameter: RLParameter) -> Value:
     return parameter.clip(parameter.max) if parameter.choices is None else parameter.choices[0]
 
 
-def put(
-    hparams: Hparams, values: Mapping[str, Value], space: Mapping[str, RLParameter]
-) -> tuple[Hparams, Changes]:
-    """Set the `values` that have a range in `space`; return new hyperparameters and changes."""
-    old = {name: value_of(hparams, name, space[name]) for name in values if name in space}
-    changes = {n: (before, values[n]) for n, before in old.items() if values[n] != before}
-    return with_values(hparams, {n: new for n, (_, new) in changes.items()}, space), changes
+def put(hparams: Hparams, values: Mapping[str, Value], space: Mapping[str, RLParameter]) -> Hparams:
+    """Return hyperparameters with the `values` that have a range in `space`."""
+    new = {
+        name: value
+        for name, value in values.items()
+        if name in space and value != value_of(hparams, name, space[name])
+    }
+    return with_values(hparams, new, space)
 
 
-def lower_lr(
-    hparams: Hparams, factor: float, hp_config: HyperparameterConfig
-) -> tuple[Hparams, Changes]:
+def lower_lr(hparams: Hparams, factor: float, hp_config: HyperparameterConfig) -> Hparams:
     """Multiply the lr by a factor and clamp it to its range, if it has one."""
     # The lr of a long line of copies would otherwise reach 0, which is not a valid lr.
     new = max(hparams.lr * factor, LEAST_LR)
     if "lr" in hp_config.names():
         new = hp_config["lr"].clip(new)
-    return hparams.replace(lr=new), {} if new == hparams.lr else {"lr": (hparams.lr, new)}
+    return hparams.replace(lr=new)
 
 
-def step(
-    hparams: Hparams, name: str, parameter: RLParameter, draw: float
-) -> tuple[Hparams, Changes]:
-    """Move a hyperparameter or a clip end by a factor; return the new hyperparameters and changes.
+def step(hparams: Hparams, name: str, parameter: RLParameter, draw: float) -> Hparams:
+    """Move a hyperparameter or a clip end by a factor; return the new hyperparameters.
 
     For an end, `parameter` is the range of the end, not of its distance from 1. Ends and decay
     rates move by their distance from 1. `draw` is a uniform number in [0, 1).
@@ -85,17 +81,15 @@ def moved(name: str, parameter: RLParameter, value: Value, draw: float) -> Value
     return from_distance(name, parameter, cast("float", distance.step(abs(value - 1), draw)))
 
 
-def _step_clip_end(
-    hparams: Hparams, name: str, end: RLParameter, draw: float
-) -> tuple[Hparams, Changes]:
+def _step_clip_end(hparams: Hparams, name: str, end: RLParameter, draw: float) -> Hparams:
     """Move one end of the clip range, in the other direction if low >= high would result."""
     old = hparams.clip_bounds[CLIP_ENDS.index(name)]
     other_way = 0.0 if draw >= end.grow_probability else end.grow_probability
     for attempt in (draw, other_way):
         new = cast("float", moved(name, end, old, attempt))
         if new != old and in_order(hparams, name, new):
-            return hparams.with_value(name, new), {name: (old, new)}
-    return hparams, {}
+            return hparams.with_value(name, new)
+    return hparams
 
 
 def in_order(hparams: Hparams, name: str, value: Value) -> bool:

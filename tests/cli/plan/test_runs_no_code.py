@@ -50,7 +50,7 @@ class Strategy:
         return []
 
     def explore(self, candidate, hp_config, rng):
-        return candidate.hparams, {}
+        return candidate.hparams
 '''
 ROWS = "\n".join(json.dumps({"question": f"{n}?", "answer": str(n)}) for n in range(20))
 NAMED = {

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evo_grpo.evolve.explore.mutate import Mutations
+from evo_grpo.evolve.generation import changes_between
 from evo_grpo.evolve.protocols import Candidate, Trial
 from evo_grpo.schema.hparams import MUTABLE
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
@@ -22,7 +23,8 @@ seeds = st.integers(0, 2**32)
 
 
 def explore(mutations, hparams, config, rng, **candidate):
-    return mutations.explore(Candidate(hparams, **candidate), config, rng)
+    new = mutations.explore(Candidate(hparams, **candidate), config, rng)
+    return new, changes_between(hparams, new, config)
 
 
 def walk(hparams, config, seed, steps=60, mutations=ALWAYS):
@@ -192,7 +194,8 @@ def between(hparams, config, tried, share, seed=0, mutations=None, **candidate):
     trials = tuple(Trial(one, 0.5, 0) for one in tried)
     shares = (share,) * (len(config.names()) + 1)
     made = Candidate(hparams, **{"trials": trials, "twin": True, "shares": shares, **candidate})
-    return (mutations or Mutations()).explore(made, config, np.random.default_rng(seed))
+    new = (mutations or Mutations()).explore(made, config, np.random.default_rng(seed))
+    return new, changes_between(hparams, new, config)
 
 
 @pytest.mark.parametrize("elite", [False, True])
@@ -200,7 +203,7 @@ def between(hparams, config, tried, share, seed=0, mutations=None, **candidate):
 def test_only_twins_move_between_the_tried_values(settings, elite):
     rng = np.random.default_rng(0)
     alone = Candidate(INSIDE, elite=elite, trials=(Trial(INSIDE.replace(lr=1e-3), 0.5, 0),))
-    assert Mutations(**settings).explore(alone, WIDE, rng) == (INSIDE, {})
+    assert Mutations(**settings).explore(alone, WIDE, rng) == INSIDE
     assert rng.bit_generator.state == np.random.default_rng(0).bit_generator.state
     assert between(INSIDE, LR, [INSIDE.replace(lr=1e-3)], 0.9)[1]
 
@@ -332,7 +335,8 @@ def test_where_all_began_alike_everything_moves_over_its_range():
     start = INSIDE.replace(clip_coef=(0.8, 1.28), group_size=4)
     alike = (Trial(start, 0.5, 0),) * 4
     made = Candidate(start, twin=True, trials=alike, shares=(0.5, 0.5, 1.0, 0.5, 0.99))
-    new, changes = Mutations().explore(made, config, np.random.default_rng(0))
+    new = Mutations().explore(made, config, np.random.default_rng(0))
+    changes = changes_between(start, new, config)
     middle = math.sqrt(0.05 * 0.5)
     assert (new.lr, new.beta) == pytest.approx((1e-4, 0.1))
     assert new.clip_coef == pytest.approx((0.5, 1 + middle))

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evo_grpo.evolve.explore.resample import Resample
+from evo_grpo.evolve.generation import changes_between
 from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
@@ -28,7 +29,7 @@ def test_without_drawing_every_value_moves_by_a_factor(seed):
         group_size=RLParameter(2, 16),
         clip_coef=RLParameter(0.05, 0.5),
     )
-    _, changes = explore(Resample(probability=0), start, config, seed)
+    changes = changes_between(start, explore(Resample(probability=0), start, config, seed), config)
     ratios = {name: new / old for name, (old, new) in changes.items()}
     assert set(changes) == {"lr", "beta", "group_size", "clip_low", "clip_high"}
     assert ratios["lr"] == pytest.approx(0.8) or ratios["lr"] == pytest.approx(1.2)
@@ -41,7 +42,7 @@ def test_without_drawing_every_value_moves_by_a_factor(seed):
 
 def test_values_drawn_anew_cover_the_range_by_the_logarithm():
     config = HyperparameterConfig(lr=RLParameter(1e-6, 1e-2, start=(1e-4, 1e-3)))
-    drawn = [explore(Resample(probability=1), INSIDE, config, seed)[0].lr for seed in range(400)]
+    drawn = [explore(Resample(probability=1), INSIDE, config, seed).lr for seed in range(400)]
     logs = np.log10(drawn)
     assert -6 <= logs.min() < -5.8
     assert -2.2 < logs.max() <= -2
@@ -52,7 +53,7 @@ def test_the_probability_is_that_of_each_value():
     config = HyperparameterConfig(lr=RLParameter(1e-9, 1.0), temperature=RLParameter(1e-6, 10))
     moved = 0
     for seed in range(1000):
-        _, changes = explore(Resample(), INSIDE, config, seed)
+        changes = changes_between(INSIDE, explore(Resample(), INSIDE, config, seed), config)
         ratios = [new / old for old, new in changes.values()]
         moved += sum(min(abs(r - 0.8), abs(r - 1.2)) < 1e-9 for r in ratios)
     assert 0.71 < moved / 2000 < 0.79
@@ -64,7 +65,7 @@ def test_overlapping_ranges_of_a_clip_pair_keep_its_order(seed, probability):
     config = HyperparameterConfig(clip_low=RLParameter(0.5, 1.3), clip_high=RLParameter(0.9, 1.4))
     hparams = INSIDE.replace(clip_coef=(0.8, 1.28))
     for step in range(10):
-        hparams, _ = explore(Resample(probability=probability), hparams, config, seed + step)
+        hparams = explore(Resample(probability=probability), hparams, config, seed + step)
         low, high = hparams.clip_bounds
         assert 0.5 <= low < high <= 1.4
 
@@ -72,12 +73,10 @@ def test_overlapping_ranges_of_a_clip_pair_keep_its_order(seed, probability):
 def test_a_choice_is_drawn_anew_or_moves_to_the_next_one():
     config = HyperparameterConfig(group_size=RLParameter(choices=[2, 4, 8, 16]))
     start = INSIDE.replace(group_size=4)
-    moved = {
-        explore(Resample(probability=0), start, config, seed)[0].group_size for seed in range(40)
-    }
+    moved = {explore(Resample(probability=0), start, config, seed).group_size for seed in range(40)}
     assert moved == {2, 8}
     drawn = [
-        explore(Resample(probability=1), start, config, seed)[0].group_size for seed in range(400)
+        explore(Resample(probability=1), start, config, seed).group_size for seed in range(400)
     ]
     assert all(drawn.count(size) > 60 for size in (2, 4, 8, 16))
 
@@ -87,8 +86,8 @@ def test_a_name_and_a_number_that_may_be_0_are_drawn_from_their_choices():
         prompt=RLParameter(choices=["a", "b", "c"]), top_k=RLParameter(choices=[0, 10, 50])
     )
     start = INSIDE.replace(prompt="a", top_k=10)
-    drawn = [explore(Resample(probability=1), start, config, seed)[0] for seed in range(60)]
+    drawn = [explore(Resample(probability=1), start, config, seed) for seed in range(60)]
     assert {one.prompt for one in drawn} == {"a", "b", "c"}
     assert {one.top_k for one in drawn} == {0, 10, 50}
-    kept = [explore(Resample(probability=0), start, config, seed)[0] for seed in range(20)]
+    kept = [explore(Resample(probability=0), start, config, seed) for seed in range(20)]
     assert {one.prompt for one in kept} == {"a"}

@@ -168,10 +168,9 @@ def test_whatever_mutates_is_felt_in_the_next_step(name):
         hparams = hparams.replace(beta=1.0)
     given = {"choices": [low, high]} if isinstance(low, str | bool) else {"min": low, "max": high}
     config = HyperparameterConfig(**{name: RLParameter(**given)})
-    mutated, changes = Mutations(step="factors").explore(
+    mutated = Mutations(step="factors").explore(
         Candidate(hparams), config, np.random.default_rng(1)
     )
-    assert list(changes) == [name]
     assert mutated.get(name) != value
     seen = []
     for chosen in (hparams, mutated):
