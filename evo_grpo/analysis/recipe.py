@@ -29,8 +29,6 @@ from evo_grpo.settings import (
 from evo_grpo.settings.algorithm import AlgorithmConfig
 from evo_grpo.training.sizing.machine import LIMITS
 
-_NAMED = ("loss_type", "importance_sampling_level", "adv_norm", "kl_shaping")
-
 
 def recipe(
     run: str | Path,
@@ -136,7 +134,7 @@ def _ranges(line: Sequence[Hparams], space: HyperparameterConfig) -> dict[str, R
         if all(of_round == values[0] for of_round in values) and not follows:
             continue
         distinct = list(dict.fromkeys(value for of_round in values for value in of_round))
-        numbers = [value for value in distinct if not isinstance(value, str | bool)]
+        numbers = [value for value in distinct if not isinstance(value, str)]
         has_choices = name in space.names() and space[name].choices is not None
         if not numbers or has_choices or len(distinct) == 1:
             ranges[name] = RLParameter(choices=distinct)
@@ -187,14 +185,12 @@ def _algorithm(
 ) -> AlgorithmConfig:
     """Return the recipe's group `algorithm`; the steps of its lr schedule are scaled by `share`."""
     # These hyperparameters of an agent are None unless the run searches them.
-    searched = (*_NAMED, "max_output_tokens")
+    searched = ("loss_type", "importance_sampling_level", "adv_norm", "max_output_tokens")
     values = {name: getattr(first, name) for name in (*AgentFields.model_fields, *searched)}
     changes = {name: v for name, v in values.items() if name not in searched or v is not None}
     if own.lr_schedule is not None:
-        lr_schedule = own.lr_schedule.replace(steps=max(1, round(own.lr_schedule.steps * share)))
-        if first.warmup_proportion is not None:
-            lr_schedule = lr_schedule.replace(warmup_proportion=first.warmup_proportion)
-        changes["lr_schedule"] = lr_schedule
+        steps = max(1, round(own.lr_schedule.steps * share))
+        changes["lr_schedule"] = own.lr_schedule.replace(steps=steps)
     prompts = schedule.prompts_per_step(schedule.rounds[-1])
     return own.replace(**changes, prompts_per_step=max(1, round(prompts)))
 

@@ -257,7 +257,7 @@ def warn_of_inert_mutations(
         if finding not in run_settings.without_effect_of_agents(settings):
             warnings.warn(str(finding), WithoutEffect, stacklevel=3)
     if isinstance(explorer, Mutations):
-        warn_if_nothing_mutates(explorer.rl_hp, hp_config.mutating())
+        warn_if_nothing_mutates(explorer.rl_hp, hp_config)
 
 
 def recorded_config(prepared: Prepared, name: str, env: object) -> RunConfig:

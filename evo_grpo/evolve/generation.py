@@ -58,12 +58,11 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
 
     A copy, or an agent whose hyperparameters changed, becomes a new member; a survivor without
     changes keeps its member. The plan has passed `check_plan`; `members` and `hparams` are by
-    position. Only a schedule changes hyperparameters that are otherwise drawn once, at the start.
+    position.
     """
-    space = hp_config if getattr(explorer, "scheduled", False) else hp_config.mutating()
     new_members: list[Member] = []
     new_hparams: list[Hparams] = []
-    shares = _shares_of_twins(plan, hparams, len(space.names()) + 1, rng)
+    shares = _shares_of_twins(plan, hparams, len(hp_config.names()) + 1, rng)
     for place, offspring in enumerate(plan):
         parent, agent = members[offspring.parent], members[offspring.position].agent
         copied = offspring.parent != offspring.position
@@ -72,8 +71,8 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
             source, copied, offspring.elite, trials, round + 1, place in shares,
             shares.get(place, ()),
         )  # fmt: skip
-        values = explorer.explore(candidate, space, rng)
-        changes = _checked_changes(f"{type(explorer).__name__}.explore", source, values, space)
+        values = explorer.explore(candidate, hp_config, rng)
+        changes = _checked_changes(f"{type(explorer).__name__}.explore", source, values, hp_config)
         if copied or values != source:
             mutation = Mutation("clone" if values == source else "mutate", changes)
             new_members.append(Member(next_id, agent, parent.id, round + 1, mutation))

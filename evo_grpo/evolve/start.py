@@ -83,7 +83,7 @@ def start_problems(
 
 
 def with_first_choices(first: Hparams, hp_config: HyperparameterConfig) -> Hparams:
-    """Return `first`, with the first choice where a hyperparameter of names or bools is unset."""
+    """Return `first`, with the first choice where a hyperparameter of names is unset."""
     for name in hp_config.names():
         choices = hp_config[name].choices
         if choices is not None and has_no_order(name) and first.get(name) is None:
@@ -255,15 +255,15 @@ def carried_over(
     """Return `first` with the values that an agent of an earlier run has for `names`.
 
     The hyperparameters `names` mutate in both runs. A number outside its range is replaced by the
-    nearest end or choice. A name or bool that is none of the choices is ignored.
+    nearest end or choice. A name that is none of the choices is ignored.
     """
     hparams = first
     for name in (key for key in names if key not in CLIPS):
         value, parameter = earlier.get(name), hp_config[name]
-        is_name = isinstance(value, str | bool)  # true and false have no nearest choice
-        if value is None or (is_name and not parameter.allows(value)):
+        if value is None or (isinstance(value, str) and not parameter.allows(value)):
             continue
-        hparams = hparams.with_value(name, value if is_name else parameter.clip(value))
+        new = value if isinstance(value, str) else parameter.clip(value)
+        hparams = hparams.with_value(name, new)
     return _with_clip(hparams, earlier, hp_config) if set(names) & set(CLIPS) else hparams
 
 

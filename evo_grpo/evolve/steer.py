@@ -136,7 +136,7 @@ def _set(
     beyond = [value for value in outside(new, boundary.hp_config) if value not in before]
     remedy = "what it may be is in evolve.hyperparameters"
     refuse(Problem((value.name,), value.told(remedy=remedy)) for value in beyond)
-    assignments = ", ".join(f"{name} {_plain(value)}" for name, value in values.items())
+    assignments = ", ".join(f"{name} {value}" for name, value in values.items())
     if new == old:
         raise ConfigError(
             f"agent {member.agent}: expected a change, got its present values: {assignments}"
@@ -150,10 +150,6 @@ def _set(
         op = "steer-restore" if member.mutation.restores else "steer-clone"
     child = _with_child(plan, index, member, Mutation(op, changes), new, boundary)
     return child, f"agent {member.agent} was set by hand: {assignments}"
-
-
-def _plain(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _swaps(members: Sequence[Member], played: Mapping[int, Slot]) -> bool:

@@ -338,17 +338,12 @@ class Learner:
         logprobs, old, reference, kl = batch.pad(flat), batch.gather("old"), None, None
         if any(row.ref is not None for row in batch.rows):
             reference = batch.gather("ref")
-        shapes = [self.algorithm.shapes_kl(hparams[position]) for position in batch.owners]
-        # The KL is in the advantages or in the penalty of a row; both would count it twice.
-        shaping, penalty = _split_beta(values.beta, shapes)
-        shaping_kl = reference if any(shapes) else None
-        advantages = self._advantages(
-            batch, shaping, logprobs.detach(), shaping_kl, per_token=any(shapes)
-        )
-        if any(shapes):
+        advantages = self._advantages(batch, values.beta, logprobs.detach(), reference)
+        if self.algorithm.kl_shaping:
             # The metric stays the k3 estimate of the penalty; the advantages use the signed k1.
-            kl = kl_term(logprobs.detach(), reference, batch.mask, shaping)
-            values = replace(values, beta=penalty)
+            kl = kl_term(logprobs.detach(), reference, batch.mask, values.beta)
+            # The KL is in the advantages; a penalty would count it twice.
+            values = replace(values, beta=0.0)
         inputs = {
             "old_logprobs": old,
             "mask": batch.mask,
@@ -358,10 +353,7 @@ class Learner:
             "sampler_logprobs": None if call.exact_sampler else batch.sampler_logprobs(old),
         }
         terms = token_terms_of(self._losses(call, batch), logprobs, inputs, values)
-        if kl is None:
-            return terms
-        # Each of the two KLs is 0 in the rows of the other.
-        return replace(terms, kl=kl if terms.kl is None else kl + terms.kl)
+        return terms if kl is None else replace(terms, kl=kl)
 
     @staticmethod
     def _losses(call: _Call, batch: MicroBatch) -> list[LossConfig]:
@@ -373,20 +365,18 @@ class Learner:
         beta: float | Tensor,
         logprobs: Tensor,
         reference: Tensor | None,
-        *,
-        per_token: bool,
     ) -> Tensor:
         """Return advantages (B,), or (B, C) if they differ between tokens.
 
-        `beta` is the weight of KL shaping, a float or (B, 1), 0 for rows without KL shaping. In all
-        epochs, KL shaping compares the current policy with the reference; the ratio in the loss
-        corrects for samples of the old policy.
+        `beta` is the weight of KL shaping, a float or (B, 1). In all epochs, KL shaping compares
+        the current policy with the reference; the ratio in the loss corrects for samples of the old
+        policy.
         """
         advantages = batch.advantages.to(logprobs.dtype)
-        clip_range = self.algorithm.adv_clip_range
-        if not per_token and clip_range is None:
+        clip_range, shapes = self.algorithm.adv_clip_range, self.algorithm.kl_shaping
+        if not shapes and clip_range is None:
             return advantages
-        kl = None if reference is None else logprobs - reference
+        kl = None if reference is None or not shapes else logprobs - reference
         shaped, _ = token_advantages(
             advantages, batch.mask, kl=kl, beta=beta, clip_range=clip_range
         )
@@ -463,23 +453,6 @@ class Learner:
 def _has_gradient(row: Row, hparams: Hparams) -> bool:
     """Return whether a row can have a gradient; a row without one must not cause an AdamW step."""
     return (row.advantage != 0.0 or largest_penalty(hparams) > 0) and row.generated > 0
-
-
-def _split_beta(
-    beta: float | Tensor, shapes: Sequence[bool]
-) -> tuple[float | Tensor, float | Tensor]:
-    """Split beta into a weight of KL shaping and a weight of the KL penalty; a row has only one.
-
-    `beta` is (B, 1), or the float 0.0 if no row has a weight; `shapes` says which of the B rows
-    have KL shaping. Returns two tensors (B, 1), each 0 in rows that use the other term; a tensor of
-    zeros is returned as the float 0.0.
-    """
-    if not isinstance(beta, Tensor) or not any(shapes):
-        return 0.0, beta
-    if all(shapes):
-        return beta, 0.0
-    is_shaped = torch.tensor(shapes, device=beta.device)[:, None]
-    return torch.where(is_shaped, beta, 0.0), torch.where(is_shaped, 0.0, beta)
 
 
 def _finite(gradients: Sequence[Tensor]) -> bool:

@@ -110,16 +110,14 @@ def _norms(grads: Sequence[list[Tensor]]) -> list[float]:
     return torch.stack([torch.linalg.vector_norm(part) for part in parts]).tolist()
 
 
-def lr_factor(schedule: LRSchedule, step: int, warmup: float | None = None) -> float:
+def lr_factor(schedule: LRSchedule, step: int) -> float:
     """Return the factor, in (0, 1], that multiplies an agent's lr in GRPO step `step` (0-based).
 
-    In the warm-up the factor rises linearly. `warmup` is the share of the schedule's steps that
-    warm up, in [0, 1); None takes `schedule.warmup_proportion`. After the warm-up, the factor is
-    the cosine of Loshchilov and Hutter 2016, arXiv:1608.03983. After the end of the schedule, it
-    keeps its last value.
+    In the warm-up the factor rises linearly. After the warm-up, the factor is the cosine of
+    Loshchilov and Hutter 2016, arXiv:1608.03983. After the end of the schedule, it keeps its last
+    value.
     """
-    share = schedule.warmup_proportion if warmup is None else warmup
-    warm = math.ceil(share * schedule.steps)
+    warm = math.ceil(schedule.warmup_proportion * schedule.steps)
     if step < warm:
         return (step + 1) / warm
     decay_steps = max(1, schedule.steps - warm)

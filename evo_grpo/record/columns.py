@@ -40,7 +40,7 @@ def steered(rounds: Sequence[RoundRecord]) -> list[str]:
 
 def dtypes(names: Sequence[str]) -> dict[str, str]:
     """Return the pandas dtype of each hyperparameter; integers are nullable, to allow for None."""
-    types: dict[type, str] = {int: "Int64", float: "float64", str: "object", bool: "boolean"}
+    types: dict[type, str] = {int: "Int64", float: "float64", str: "object"}
     return {name: types[type_of(name)] for name in names}
 
 

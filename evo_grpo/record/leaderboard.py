@@ -220,7 +220,7 @@ def _goals(agent: AgentRecord, goals: Mapping[str, str]) -> dict[str, float | No
 
 def _values(hparams: Hparams, names: Sequence[str]) -> dict[str, Value | None]:
     values = columns.values(hparams, names).items()
-    return {n: value if isinstance(value, str | bool) else _or_none(value) for n, value in values}
+    return {n: value if isinstance(value, str) else _or_none(value) for n, value in values}
 
 
 def _or_none(value: float | None) -> float | None:

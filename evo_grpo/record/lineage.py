@@ -155,7 +155,7 @@ class Space:
         values: defaultdict[str, list[float]] = defaultdict(list)
         for agent in record.agents:
             for name, value in _values(agent.hparams, self.mutable).items():
-                if not isinstance(value, str | bool):
+                if not isinstance(value, str):
                     values[name].append(value)
         return Space(self.mutable, {name: (min(v), max(v)) for name, v in values.items()})
 
@@ -183,7 +183,7 @@ class Space:
                 if bounds.allows(value)
                 else None
             )
-        if isinstance(value, str | bool):
+        if isinstance(value, str):
             return None
         ends = [] if bounds is None else [bounds.min, bounds.max]
         ends += self.first.get(name, ())

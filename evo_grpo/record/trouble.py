@@ -236,7 +236,7 @@ def _at_bounds(last: AgentRecord, space: HyperparameterConfig) -> Iterator[Troub
     """Yield a problem for each hyperparameter of an agent that is at a bound of its range."""
     for name in space.names():
         value, ends = last.hparams.named().get(name), space[name]
-        if isinstance(value, str | bool) or ends.min == ends.max:
+        if isinstance(value, str) or ends.min == ends.max:
             continue  # a name has no bound
         for end, bound in (("min", ends.min), ("max", ends.max)):
             if value == bound != 0:

@@ -14,7 +14,7 @@ from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.validation import LEAST, MAX_RANK, MOST
 
 Value = float | str
-"""The value of a hyperparameter that may mutate: a number, a name, or true or false."""
+"""The value of a hyperparameter that may mutate: a number or a name."""
 
 LossType = Literal["grpo", "gspo", "cispo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo"]
 RatioLevel = Literal["token", "sequence"]
@@ -67,22 +67,12 @@ REWARD_WEIGHT = "reward_weights."
 LORA = "lora."
 """Prefix of the names of searched settings of adapters."""
 
-SCHEDULE = "lr_schedule."
-"""Prefix of the names of searched settings of the learning-rate schedule."""
-
-WARMUP = f"{SCHEDULE}warmup_proportion"
-
 PATHS = {
     "lora_r": f"{LORA}r",
     "lora_alpha": f"{LORA}alpha",
     "lora_target_modules": f"{LORA}target_modules",
-    "warmup_proportion": WARMUP,
 }
 """Field of `Hparams` -> its name in a search, if the two differ, such as `lora.r`."""
-
-DRAWN_AT_START = frozenset({WARMUP})
-"""Hyperparameters that are drawn for the first population and do not mutate: a copy keeps its
-parent's values."""
 
 LARGEST_DECAY = 1 - 1e-6
 """Largest decay rate of AdamW. Nearer to 1, a step divides by the moments of a single gradient."""
@@ -263,25 +253,11 @@ class Hparams(AgentFields):
     adv_norm: AdvNorm | None = setting(
         None, "Scale of the advantages; null is that of `algorithm.adv_norm`.", mutates=True
     )
-    kl_shaping: bool | None = setting(
-        None,
-        "Whether its KL is subtracted from the advantages instead of adding a penalty; null is "
-        "that of `algorithm.kl_shaping`.",
-        mutates=True,
-    )
     max_output_tokens: int | None = setting(
         None,
         "Its longest completion in tokens, in training and in evaluations; null is that of "
         "`algorithm.max_output_tokens`.",
         ge=1,
-        mutates=True,
-    )
-    warmup_proportion: float | None = setting(
-        None,
-        "Share of the steps of its schedule that warm up; null is that of "
-        "`algorithm.lr_schedule.warmup_proportion`.",
-        ge=0,
-        lt=1,
         mutates=True,
     )
     lora_r: int | None = setting(
@@ -413,15 +389,14 @@ def _mutable() -> dict[str, type]:
         annotation = Hparams.model_fields[field].annotation
         kinds = (annotation, *getattr(annotation, "__args__", ()))
         is_name = any(kind is str or get_origin(kind) is Literal for kind in kinds)
-        kind = str if is_name else next((k for k in (bool, int) if k in kinds), float)
-        types[PATHS.get(field, field)] = kind
+        types[PATHS.get(field, field)] = str if is_name else int if int in kinds else float
         if field == "clip_coef":
             types.update(dict.fromkeys(CLIP_ENDS, float))
     return types
 
 
 MUTABLE: dict[str, type] = _mutable()
-"""Hyperparameters that evolution may change, with their type: float, int, str or bool."""
+"""Hyperparameters that evolution may change, with their type: float, int or str."""
 
 
 def is_mutable(name: str) -> bool:
@@ -435,13 +410,13 @@ def is_of_every_agent(name: str) -> bool:
 
 
 def type_of(name: str) -> type:
-    """Return the type of a mutable hyperparameter: float, int, str or bool."""
+    """Return the type of a mutable hyperparameter: float, int or str."""
     return MUTABLE.get(name, float)
 
 
 def has_no_order(name: str) -> bool:
-    """Return whether the values of a mutable hyperparameter are names, or true and false."""
-    return type_of(name) in (str, bool)
+    """Return whether the values of a mutable hyperparameter are names."""
+    return type_of(name) is str
 
 
 def in_order(names: Iterable[str]) -> list[str]:

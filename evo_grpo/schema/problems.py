@@ -127,7 +127,7 @@ def short_name(name: str) -> str:
 
 
 def shown_value(value: object, digits: int = 3) -> str:
-    """Format the value of a hyperparameter: 0.2, 1.4e-3, a name, true, low:high, else "-".
+    """Format the value of a hyperparameter: 0.2, 1.4e-3, a name, low:high, else "-".
 
     A number just below 1, such as a decay rate, gets the digits that its distance from 1 needs.
     """
@@ -135,8 +135,6 @@ def shown_value(value: object, digits: int = 3) -> str:
         return ":".join(shown_value(end, digits) for end in cast("list[object]", value))
     if isinstance(value, str):
         return value
-    if isinstance(value, bool):
-        return str(value).lower()
     if not isinstance(value, int | float):
         return "-"
     if 0 < 1 - value < SMALL:

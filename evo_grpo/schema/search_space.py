@@ -20,13 +20,11 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group, pair, setting, wrong_keys
 from evo_grpo.schema.hparams import (
     CLIP_ENDS,
-    DRAWN_AT_START,
     LEAST_LR,
     LORA,
     MOST_LR,
     MUTABLE,
     REWARD_WEIGHT,
-    SCHEDULE,
     Hparams,
     Value,
     has_no_order,
@@ -42,7 +40,7 @@ Choices = tuple[Value, ...]
 CLIPS = ("clip_coef", *CLIP_ENDS)
 ROUNDING = 1e-12
 """Tolerance of a range for rounding: 1 - 0.8 is not exactly 0.2."""
-_PLURALS = {str: "names", bool: "true and false", int: "integers", float: "numbers"}
+_PLURALS = {str: "names", int: "integers", float: "numbers"}
 DECADE = 10.0
 """Factor by which lr may move in either direction in the default range."""
 
@@ -52,22 +50,21 @@ def _type_name(value: object) -> object:
 
 
 def _choices(value: object) -> object:
-    """Accept a list of distinct names, of distinct numbers (then sorted), or of true and false."""
+    """Accept a list of distinct names, or of distinct numbers, which are sorted."""
     if value is None:
         return None
     if isinstance(value, list | tuple) and value:
         items = cast("list[object]", list(value))
-        names = all(isinstance(item, str) and item for item in items)
-        if names or all(isinstance(item, bool) for item in items):
+        if all(isinstance(item, str) and item for item in items):
             values = cast("list[float | str]", items)
         elif all(map(is_number, items)):
             values = sorted(cast("list[float]", items))
         else:
-            raise ValueError("names alone, numbers alone, or true and false")
+            raise ValueError("names alone, or numbers alone")
         if len(set(values)) == len(values):
             return tuple(values)
         raise ValueError("each choice once")
-    raise ValueError("a list of names or of numbers, or of true and false")
+    raise ValueError("a list of names or of numbers")
 
 
 _Start = pair(
@@ -86,8 +83,8 @@ class RLParameter(Group):
     mutations. A value of 0 moves to a hundredth of the range. Integers are rounded and move by at
     least 1.
 
-    With `choices`, a mutation takes the next smaller or greater number, any other name, or the
-    opposite of true or false, each with the same probability.
+    With `choices`, a mutation takes the next smaller or greater number, or any other name, each
+    with the same probability.
     """
 
     model_config = ConfigDict(
@@ -109,11 +106,9 @@ class RLParameter(Group):
         "`[low, high]` inside the range. The first population is drawn from it; mutations move "
         "between `min` and `max`. null draws from the whole range.",
     )
-    choices: Annotated[tuple[bool | int | float | str, ...] | None, BeforeValidator(_choices)] = (
-        setting(
-            None,
-            "The possible values, in place of `min` and `max`: names, numbers, or true and false.",
-        )
+    choices: Annotated[tuple[int | float | str, ...] | None, BeforeValidator(_choices)] = setting(
+        None,
+        "The possible values, in place of `min` and `max`: names or numbers.",
     )
 
     def __init__(self, *values: Any, **settings: Any) -> None:
@@ -165,14 +160,14 @@ class RLParameter(Group):
         """Return whether a value is one of the choices, or in the range apart from rounding."""
         if self.choices is not None:
             return value in self.choices
-        if isinstance(value, str | bool):
+        if isinstance(value, str):
             return False
         return self.min - ROUNDING <= value <= self.max + ROUNDING
 
     def expected(self, where: str = "of its range") -> str:
         """Return the expectation in words: "a value inside of its range [1, 2]", "one of a, b"."""
         if self.choices is not None:
-            return f"one of {', '.join(map(plain_choice, self.choices))}"
+            return f"one of {', '.join(map(str, self.choices))}"
         return f"a value inside {where} [{self.min:g}, {self.max:g}]"
 
     def replace(self, **changes: Any) -> Self:
@@ -219,7 +214,7 @@ class RLParameter(Group):
         if self.choices is not None:
             candidates = _beside(value, self.choices)
             return candidates[int(draw * len(candidates))] if candidates else value
-        if isinstance(value, str | bool):
+        if isinstance(value, str):
             raise TypeError(f"expected a number, which a range moves, got {value!r}")
         grow = draw < self.grow_probability
         if value <= self.min:
@@ -238,17 +233,12 @@ class RLParameter(Group):
 
 
 def _numbers(choices: Choices) -> list[float]:
-    return [choice for choice in choices if not isinstance(choice, str | bool)]
-
-
-def plain_choice(choice: Value) -> str:
-    """Return a choice as population.yaml has it."""
-    return str(choice).lower() if isinstance(choice, bool) else str(choice)
+    return [choice for choice in choices if not isinstance(choice, str)]
 
 
 def _beside(value: Value, choices: Choices) -> list[Value]:
     """Return the choices that a mutation may take: other names, or the numbers next to a number."""
-    if isinstance(value, str | bool):
+    if isinstance(value, str):
         return [choice for choice in choices if choice != value]
     numbers = _numbers(choices)
     lower, higher = [n for n in numbers if n < value], [n for n in numbers if n > value]
@@ -293,13 +283,6 @@ class HyperparameterConfig:
         """Return the names of the hyperparameters, in the order of the arguments."""
         return list(self.parameters)
 
-    def mutating(self) -> "HyperparameterConfig":
-        """Return the hyperparameters that mutate during training, not only at the start."""
-        if DRAWN_AT_START.isdisjoint(self.parameters):
-            return self
-        ranges = {n: p for n, p in self.parameters.items() if n not in DRAWN_AT_START}
-        return HyperparameterConfig(**ranges)
-
     def __getitem__(self, name: str) -> RLParameter:
         return self.parameters[name]
 
@@ -323,7 +306,7 @@ def _one_by_one(parameters: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in parameters.items():
         ranges: dict[str, Any] = {name: value}
-        if f"{name}." in (REWARD_WEIGHT, LORA, SCHEDULE) and isinstance(value, Mapping):
+        if f"{name}." in (REWARD_WEIGHT, LORA) and isinstance(value, Mapping):
             group = cast("Mapping[object, Any]", value)
             ranges = {f"{name}.{key}": inner for key, inner in group.items()}
         for key, inner in ranges.items():
@@ -351,8 +334,7 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
     if not isinstance(given, RLParameter | Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
         text = f"expected a range, got {shown(given)}; write {{min: 1e-6, max: 3e-4}}"
         if has_no_order(name):
-            values = "true, false" if type_of(name) is bool else "..."
-            text = f"expected {{choices: [{values}]}}, got {shown(given)}; name the possible values"
+            text = f"expected {{choices: [...]}}, got {shown(given)}; name the possible values"
         raise Problems.one(text)
     refuse(wrong_keys(given, ()))
     parameter = given if isinstance(given, RLParameter) else RLParameter(**given)
@@ -437,8 +419,7 @@ class ValueOutsideRange(NamedTuple):
 
     def told(self, where: str = "of its range", remedy: str | None = None) -> str:
         """Return the message: the expected values, the value and the remedy."""
-        is_name = isinstance(self.value, str | bool)
-        text = plain_choice(self.value) if is_name else f"{self.value:g}"
+        text = self.value if isinstance(self.value, str) else f"{self.value:g}"
         is_range = self.parameter.choices is None
         advice = (
             "move it, or widen the range" if is_range else "take one of them, or add it to them"

@@ -12,7 +12,6 @@ from evo_grpo.schema.hparams import (
     LEAST_LR,
     LOSS_USES,
     MOST_LR,
-    WARMUP,
     AdvNorm,
     AgentFields,
     ClipCoef,
@@ -294,10 +293,6 @@ class AlgorithmConfig(LossFields, AgentFields):
             return int(space["max_output_tokens"].min)
         return self.max_output_tokens
 
-    def shapes_kl(self, hparams: Hparams) -> bool:
-        """Return whether an agent's KL is subtracted from its advantages, in place of a penalty."""
-        return self.kl_shaping if hparams.kl_shaping is None else hparams.kl_shaping
-
     def adv_scale(self, hparams: Hparams) -> Literal["group", "batch", "none"]:
         """Return the argument `scale` of `group_advantages` for the `adv_norm` of an agent."""
         return _SCALES[hparams.adv_norm or self.adv_norm]
@@ -319,16 +314,14 @@ class AlgorithmConfig(LossFields, AgentFields):
         setting later. A `max_output_tokens` of null becomes the largest of the range. `adapter` has
         the initial rank and alpha, if these are searched; None if they are not known.
         """
-        hparams, schedule = self.hparams(), self.lr_schedule
+        hparams = self.hparams()
         if adapter is not None:
             hparams = hparams.with_scale(space.names(), adapter)
         run_values = {
             "loss_type": (self.loss_type or self.kind, "grpo"),
             "importance_sampling_level": (self.importance_sampling_level, None),
             "adv_norm": (self.adv_norm, "mean_std"),
-            "kl_shaping": (self.kl_shaping, False),
             "max_output_tokens": (self.max_output_tokens or self.longest_output(space), None),
-            WARMUP: (None if schedule is None else schedule.warmup_proportion, None),
         }
         for name, (value, default) in run_values.items():
             if name not in space.names() or value is None:

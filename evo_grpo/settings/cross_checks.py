@@ -6,7 +6,7 @@ from typing import Any
 
 from evo_grpo.evolve import kinds, sizes, start
 from evo_grpo.schema.group import contradictions
-from evo_grpo.schema.hparams import REWARD_WEIGHT, WARMUP
+from evo_grpo.schema.hparams import REWARD_WEIGHT
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem, below, dotted
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter, outside
 from evo_grpo.settings.algorithm import AlgorithmConfig, level_problems
@@ -164,10 +164,6 @@ def agent_problems(
     yield from _lengths(algorithm, space, above)
     yield from _levels(algorithm, ranges or {}, above)
     yield from _outside(algorithm, ranges or {}, above)
-    where, remedy = dotted((*above, WARMUP)), "such as {steps: 100}, the GRPO steps of an agent"
-    missing = WARMUP in space.names() and algorithm.lr_schedule is None
-    row = ("lr_schedule", missing, f"a schedule where {where} is searched", remedy)
-    yield from below(contradictions(algorithm, row), "algorithm")
     yield from adapter_problems(model, space, above)
     lora = None if own_lora or model is None else model.lora.largest(space)
     for name, settings in engine.engines.items():

@@ -127,13 +127,6 @@ class KnownSettings:
         )
 
     @property
-    def kl_shaping(self) -> tuple[bool, ...]:
-        """Whether agents may have KL shaping: True, False or both."""
-        if self.mutates("kl_shaping"):
-            return tuple(map(bool, self.ranges["kl_shaping"].choices or ()))
-        return tuple(dict.fromkeys(map(self.algorithm.shapes_kl, self.begin)))
-
-    @property
     def has_kl(self) -> bool:
         """Whether any agent may have a beta above 0."""
         return self.bounds("beta")[1] > 0
@@ -204,7 +197,7 @@ def algorithm_rows(seen: KnownSettings) -> tuple[Row, ...]:
     algorithm, losses = seen.algorithm, set(seen.losses)
     other_loss = f"has no effect with loss_type {' or '.join(seen.losses)}; leave it out"
     fixed = all(use.fixed_level for use in seen.loss_uses)
-    level_of_kl = algorithm.kl_bias_correction and seen.has_kl and False in seen.kl_shaping
+    level_of_kl = algorithm.kl_bias_correction and seen.has_kl and not algorithm.kl_shaping
     delta, least = algorithm.delta or math.inf, seen.clip[1][0]
     no_kl, no_beta = not seen.has_kl, "has no effect with beta 0, which computes no KL; give a beta"
     exact, no_cap = seen.engine.rollout_settings.shares_base, algorithm.sampler_correction == "none"
@@ -224,7 +217,7 @@ def algorithm_rows(seen: KnownSettings) -> tuple[Row, ...]:
         ("delta", delta < least, below),
         *((name, name.partition("_")[0] not in losses, other_loss) for name in OF_ONE_LOSS),
         ("kl_bias_correction", no_kl, no_beta),
-        ("kl_bias_correction", False not in seen.kl_shaping, shaped),
+        ("kl_bias_correction", algorithm.kl_shaping, shaped),
         ("kl_shaping", no_kl, no_beta),
         ("separate_reference", no_kl, no_beta),
         ("sampler_correction", exact, engine),
@@ -246,11 +239,9 @@ def _algorithm(seen: KnownSettings) -> Iterator[Finding]:
     ]
     # Only the first finding of each setting.
     yield from {finding.path: finding for finding in reversed(findings)}.values()
-    beta = "has no effect with beta 0, which computes no KL; give a beta"
     least, most = seen.bounds("batch_size")[0], seen.most_rows
     rows = f"has no effect: it is {least:g}, and a step of an agent has at most {most:g} rows"
     yield from _findings(
-        (f"{RANGES}.kl_shaping", seen.mutates("kl_shaping") and not seen.has_kl, beta),
         ("batch_size", seen.is_set("batch_size") and least > most, f"{rows}; lower it"),
     )
 

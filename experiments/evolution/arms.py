@@ -36,15 +36,11 @@ CHOICES: dict[str, dict[str, list[str]]] = {
 }
 #: Names that were searched later, each alone but for the two of AdamW.
 BETAS = ("adam_beta1", "adam_beta2")
-SHAPING = "kl_shaping"
-WARMUP = "lr_schedule.warmup_proportion"
 LATER: dict[str, dict[str, Any]] = {
     "entropy_coef": {"min": 0.0, "max": 0.02},
     "max_output_tokens": {"min": 2, "max": 8},
     "adam_beta1": {"min": 0.5, "max": 0.98},
     "adam_beta2": {"min": 0.9, "max": 0.9995},
-    SHAPING: {"choices": [False, True]},
-    WARMUP: {"min": 0.02, "max": 0.5},
 }
 RANK = "lora.r"
 RANK_LR = 3e-3
@@ -352,14 +348,12 @@ NAMES = (
     # The first agent begins with the limit of the task, as all of search-nothing have it.
     _searching("max_output_tokens", overrides={"algorithm.max_output_tokens": 4}),
     _searching(*BETAS, name="search-adam_betas"),
-    _searching(SHAPING, overrides=_BETA, against=_AT_BETA),
     _searching(
         name=_AT_BETA,
         note="the defaults, searching nothing, at beta 0.05 and with a penalty",
         overrides=_BETA,
         against=_AT_BETA,
     ),
-    _searching(WARMUP, name="search-warmup", schedule=True, against=_AT_SCHEDULE),
     _searching(
         name=_AT_SCHEDULE,
         note="the defaults, searching nothing, with a schedule of lr that warms up for 5%",

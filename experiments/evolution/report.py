@@ -35,13 +35,18 @@ REFERENCES = ("random", REFERENCE, "one", *WEIGHTS, *FIXED_RANKS, *FIXED_PROMPTS
 """Arms that the others are held against."""
 RECOMBINED = ("new-none", "new-average", "new-svd_subspace", "new-layer_wise", "new-svd_noise")
 """Arms of settings that were removed, with `new-none` beside them: no run can repeat them."""
-BEYOND = {arm.name for arm in (*BEYOND_LR, *NAMES)}
+UNSEARCHED = {
+    "search-kl_shaping": "search-nothing-at-beta",
+    "search-warmup": "search-nothing-scheduled",
+}
+"""Arms that searched what may no longer be searched, with the arm that each is held against."""
+BEYOND = {*(arm.name for arm in (*BEYOND_LR, *NAMES)), *UNSEARCHED}
 
 Rows = list[list[str]]
 
 
 class Results:
-    """The lines of one task, by arm in the order of `ARMS`, then `RECOMBINED`.
+    """The lines of one task, by arm in the order of `ARMS`, then `UNSEARCHED` and `RECOMBINED`.
 
     Args:
         lines: Of the results file.
@@ -51,7 +56,7 @@ class Results:
         """Sort; of two lines for one run the later counts."""
         latest = {(line["arm"], line["seed"]): line for line in lines}
         self.by_arm: dict[str, list[Line]] = {}
-        for name in (*ARMS, *RECOMBINED):
+        for name in (*ARMS, *UNSEARCHED, *RECOMBINED):
             mine = [line for (arm, _), line in sorted(latest.items()) if arm == name]
             if mine:
                 self.by_arm[name] = mine
@@ -200,7 +205,7 @@ def ranges_table(results: Results) -> Rows:
         made = mine[-1]["overrides"]
         ranges = made["evolve.hyperparameters"]
         told = [f"{name} {_range(values)}" for name, values in ranges.items()]
-        against = (ARMS[arm].against, "search-lr")
+        against = (UNSEARCHED.get(arm) or ARMS[arm].against, "search-lr")
         gains = [paired(scores[arm], scores.get(other, {})) for other in against]
         test = [line["test"]["mean"] for line in mine]
         table.append([

@@ -175,10 +175,9 @@ def test_what_the_winner_found_is_a_setting_of_the_recipe():
             "evolve": {
                 "hyperparameters": {
                     "lr": {"min": 1e-4, "max": 1e-2},
-                    "kl_shaping": {"choices": [True, False]},
+                    "adv_norm": {"choices": ["mean_std", "mean_only"]},
                     "adam_beta2": {"min": 0.9, "max": 0.999},
                     "max_output_tokens": {"min": 2, "max": 8},
-                    "lr_schedule.warmup_proportion": {"min": 0.01, "max": 0.5},
                     "lora.target_modules": {"choices": ["q", "mlp"]},
                 }
             },
@@ -187,21 +186,16 @@ def test_what_the_winner_found_is_a_setting_of_the_recipe():
     first = Hparams(
         lr=1e-3,
         beta=0.1,
-        kl_shaping=True,
+        adv_norm="mean_only",
         adam_beta2=0.95,
         max_output_tokens=6,
-        warmup_proportion=0.25,
         lora_target_modules="mlp",
     )
     schedule = line(first, first.replace(lr=2e-3))
     found = recipe_settings(searched, schedule, 2, STEPS, model=None)
     algorithm = found.algorithm
-    assert (algorithm.kl_shaping, algorithm.adam_beta2, algorithm.max_output_tokens) == (
-        True,
-        0.95,
-        6,
-    )
-    assert algorithm.lr_schedule.warmup_proportion == 0.25
+    assert (algorithm.adv_norm, algorithm.adam_beta2) == ("mean_only", 0.95)
+    assert algorithm.max_output_tokens == 6
     assert found.model.lora.target_modules == MLP
     assert list(found.evolve.hyperparameters) == ["lr"]
     assert from_written(to_yaml(found), "recipe") == found

@@ -135,7 +135,7 @@ def test_equal_hyperparameters_of_agents_are_one_object_and_unequal_types_are_re
     data = to_json(replace(record, next_hparams=tuple(one.hparams for one in record.agents)))
     read = round_from_json(data)
     assert read.next_hparams[1] is read.agents[1].hparams
-    data["next_hparams"][1]["kl_shaping"] = 1
-    data["agents"][1]["hparams"]["kl_shaping"] = True
-    with pytest.raises(ValueError, match=r"next_hparams\[1\].*kl_shaping"):
+    data["next_hparams"][1]["group_size"] = 1.0
+    data["agents"][1]["hparams"]["group_size"] = 1
+    with pytest.raises(ValueError, match=r"hparams.*group_size"):
         round_from_json(data)

@@ -94,7 +94,6 @@ def test_no_limit_on_the_gradient_is_none_or_infinity():
 @pytest.mark.parametrize("name", sorted(MUTABLE))
 def test_every_mutable_name_can_be_read_and_set(name):
     own = {"loss_type": "cispo", "importance_sampling_level": "sequence", "adv_norm": "mean_only"}
-    own |= {"kl_shaping": True}
     own |= {"clip_low": 0.7, "clip_high": 1.4, "clip_coef": 0.3, "group_size": 5, "prompt": "a"}
     own |= {"lora.target_modules": "mlp"}
     value = own.get(name)

@@ -181,7 +181,7 @@ def test_a_config_knows_its_names_and_ints():
         ({"top_p": RLParameter(0.5, 2)}, r"top_p.max: expected a number in \(0, 1\], got 2"),
         ({"clip_coef": RLParameter(0, 0.3)}, "clip_coef.min: expected > 0, got 0"),
         ({"group_size": {"choices": []}}, "choices: expected a list of names or of numbers"),
-        ({"group_size": {"choices": [4, "8"]}}, "choices: expected names alone, numbers alone, or"),
+        ({"group_size": {"choices": [4, "8"]}}, "choices: expected names alone, or numbers alone"),
         ({"group_size": {"choices": [4, 8, 4]}}, "choices: expected each choice once, got"),
         ({"group_size": {"choices": [4, 8.5]}}, "choices: expected integers, .* group_size"),
         ({"group_size": {"choices": [1, 8]}}, "choices: expected an integer >= 2, got 1"),

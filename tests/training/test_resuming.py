@@ -60,9 +60,8 @@ CASES = {
     },
     "choices and schedules": {
         "evolve__hyperparameters": {
-            "kl_shaping": {"choices": [True, False]},
+            "loss_type": {"choices": ["grpo", "sapo"]},
             "adam_beta2": {"min": 0.9, "max": 0.9995},
-            "lr_schedule": {"warmup_proportion": {"min": 0.01, "max": 0.6}},
         },
         "algorithm__beta": 0.5,
         "algorithm__lr_schedule": {"steps": 3},

@@ -54,7 +54,7 @@ from evo_grpo.training.sizing.machine import Setup
 from evo_grpo.training.sizing.model_size import lora_parameters, read_model_size
 
 RANK, ALPHA, LAYERS = "lora.r", "lora.alpha", "lora.target_modules"
-SHAPING, WARMUP, WEIGHT = "kl_shaping", "lr_schedule.warmup_proportion", "reward_weights.last"
+WEIGHT = "reward_weights.last"
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 SETS = {"attention": ATTENTION, "mlp": MLP, "all": "all-linear"}
 PROMPTS = {"plain": {}, "swapped": {"prompt": "{b}+{a}="}, "zero": {"prompt": "0+{a}+{b}="}}
@@ -65,19 +65,15 @@ RANGES = {
     RANK: {"min": 1, "max": 16},
     ALPHA: {"min": 1, "max": 64},
     LAYERS: {"choices": list(SETS)},
-    SHAPING: {"choices": [True, False]},
     "adam_beta1": {"min": 0.5, "max": 0.98},
     "adam_beta2": {"min": 0.9, "max": 0.9995},
     "max_output_tokens": {"min": 2, "max": 4},
-    WARMUP: {"min": 0.01, "max": 0.6},
     "prompt": {"choices": list(PROMPTS)},
     WEIGHT: {"min": 0.1, "max": 2.0},
 }
 #: The settings that a search needs.
 NEEDS = {
     LAYERS: {"model__lora": {"r": 2, "target_sets": SETS}},
-    SHAPING: {"algorithm__beta": 0.5},
-    WARMUP: {"algorithm__lr_schedule": {"steps": 3}},
     "prompt": {"env__prompts": PROMPTS},
     WEIGHT: TWO,
 }
@@ -150,13 +146,11 @@ def summary_of(folder):
     [
         (RANK, 6, {"model__lora__r": 6}, {}),
         (LAYERS, "mlp", {"model__lora": {"r": 2, "target_modules": MLP}}, {}),
-        (SHAPING, True, {"algorithm__kl_shaping": True}, {}),
         ("max_output_tokens", 2, {"algorithm__max_output_tokens": 2}, CUT),
         (
             *("max_output_tokens", 2, {"algorithm__max_output_tokens": 2}),
             {**CUT, "algorithm__loss_type": "dr_grpo"},
         ),
-        (WARMUP, 0.6, {"algorithm__lr_schedule": {"steps": 3, "warmup_proportion": 0.6}}, {}),
         ("prompt", "swapped", {"env__prompts": None, "env__prompt": "{b}+{a}="}, {}),
         (WEIGHT, 0.3, {"env__reward_weights": {"last": 0.3}}, {}),
     ],
@@ -214,10 +208,8 @@ def test_the_round_after_a_cut_of_rank_or_layers_records_its_error(played):
 def test_the_first_population_covers_every_range_and_begins_with_the_values_of_the_run(played):
     first, *drawn = [agent.hparams for agent in read_rounds(played["others"])[0].agents]
     assert first.named().items() >= {
-        (SHAPING, False), ("adam_beta1", 0.9), ("max_output_tokens", 4), (WARMUP, 0.05),
-        ("prompt", "plain"), (WEIGHT, 1.0),
+        ("adam_beta1", 0.9), ("max_output_tokens", 4), ("prompt", "plain"), (WEIGHT, 1.0),
     }  # fmt: skip
-    assert [one.kl_shaping for one in (first, *drawn)].count(True) == 2
     assert {one.prompt for one in (first, *drawn)} == set(PROMPTS)
     # One in each third of the range of 1 - beta2, by its logarithm.
     low, high = math.log(0.0005), math.log(0.1)
@@ -231,7 +223,7 @@ def test_the_first_population_covers_every_range_and_begins_with_the_values_of_t
     assert all(low <= rank <= high for rank, (low, high) in zip(ranks, halves, strict=True))
 
 
-def test_a_search_is_recorded_and_shown_and_all_but_the_warm_up_mutates(played, tmp_path):
+def test_a_search_is_recorded_and_shown(played, tmp_path):
     for folder, names in (
         (played["adapters"], {RANK, ALPHA, LAYERS}),
         (played["others"], set(RANGES) - {RANK, ALPHA, LAYERS}),
@@ -240,21 +232,16 @@ def test_a_search_is_recorded_and_shown_and_all_but_the_warm_up_mutates(played, 
         changes = [m.mutation.changes for record in rounds for m in record.members]
         moved = {name for change in changes for name in change}
         assert moved
-        assert moved <= names - {WARMUP}
-        table = leaderboard(folder)
-        assert set(table.columns) >= names
+        assert moved <= names
+        assert set(leaderboard(folder).columns) >= names
         assert set(pd.read_csv(folder / "leaderboard.csv").columns) >= names
         page = write_report(folder, tmp_path / "report.html").read_text()
         assert all(name in page for name in names)
         assert study_of(folder).trials[0].params.keys() >= names
-    begun = {agent.hparams.warmup_proportion for agent in rounds[0].agents}
-    assert {agent.hparams.warmup_proportion for agent in rounds[-1].agents} <= begun
     texts = values_of(RoundDone(1, rounds[-1])).texts
     for agent in rounds[-1].agents:  # trackers draw numbers, so a choice is told in words
-        assert f"kl_shaping {agent.hparams.kl_shaping}" in texts[of_agent(agent.agent)]
-    assert str(table[SHAPING].dtype) == "boolean"
+        assert f"prompt {agent.hparams.prompt}" in texts[of_agent(agent.agent)]
     kinds = study_of(folder).trials[0].distributions
-    assert set(kinds[SHAPING].choices) == {True, False}
     assert set(kinds["prompt"].choices) == set(PROMPTS)
     assert isinstance(kinds["max_output_tokens"], optuna.distributions.IntDistribution)
 
@@ -263,13 +250,10 @@ def test_a_search_is_recorded_and_shown_and_all_but_the_warm_up_mutates(played, 
 def test_every_exploration_proposes_what_the_ranges_allow(exploration, tmp_path):
     config = searched(evolve__exploration=exploration)
     rounds = read_rounds(run(config, out=tmp_path / "run"))
-    begun = {agent.hparams.warmup_proportion for agent in rounds[0].agents}
     space = config.search_space()
     for hparams in (hparams for record in rounds for hparams in record.next_hparams):
         assert all(space[name].allows(hparams.get(name)) for name in space.names())
         assert {type(hparams.lora_r), type(hparams.max_output_tokens)} == {int}
-        assert type(hparams.kl_shaping) is bool
-        assert hparams.warmup_proportion in begun
 
 
 @pytest.mark.slow
@@ -292,7 +276,6 @@ def test_values_are_set_by_hand(tmp_path):
         (RANK, 2.5, r"lora\.r: expected an integer in \[1, 65536\]"),
         ("lora.target_module", "mlp", "did you mean 'lora.target_modules'"),
         (LAYERS, "mpl", "expected one of attention, mlp, all, got mpl"),
-        (SHAPING, 1, "kl_shaping: expected true or false"),
         ("adam_beta2", 1.0, r"adam_beta2: expected a number in \[0, 1\), got 1.0; 0.999 is usual"),
         ("adam_beta2", 0.5, r"inside of its range \[0.9, 0.9995\], got 0.5"),
         ("max_output_tokens", 5, r"inside of its range \[2, 4\], got 5"),
@@ -303,8 +286,8 @@ def test_values_are_set_by_hand(tmp_path):
     ):
         with pytest.raises(ConfigError, match=text):
             ask(folder, "set", agent=0, values={name: value})
-    values = {RANK: 5, LAYERS: "mlp", SHAPING: True, "adam_beta2": 0.99, "max_output_tokens": 3}
-    values |= {WARMUP: 0.5, "prompt": "swapped", WEIGHT: 1.5}
+    values = {RANK: 5, LAYERS: "mlp", "adam_beta2": 0.99, "max_output_tokens": 3}
+    values |= {"prompt": "swapped", WEIGHT: 1.5}
     ask(folder, "set", agent=0, values=values)
     resume(folder)
     agent = read_rounds(folder)[1].agents[0]
@@ -353,9 +336,10 @@ def of(name, low=None, high=None, **choices):
          "model.lora.target_modules: expected none where lora.target_modules is searched"),
         (LAYERS, {"model__lora": {"target_sets": SETS | {"mlp": ["gate_prj", "up_proj"]}}},
          "model.lora.target_sets.mlp: expected layers of tiny-sums"),
-        (SHAPING, of(SHAPING, 0, 1), f"{AT}.{SHAPING}: expected choices"),
-        (SHAPING, of(SHAPING, choices=[0, 1]), "expected true and false, which values of kl_sh"),
-        (SHAPING, ranges(kl_shaping=True), "expected {choices: [true, false]}, got true"),
+        *(("lr", of(name, 0.1, 0.4), f"{AT}.{name}: nothing of that name can mutate")
+          for name in ("kl_shaping", "lr_schedule.warmup_proportion")),
+        ("prompt", ranges(prompt=True), "expected {choices: [...]}, got true"),
+        ("lr", ranges(group_size={"choices": [True]}), "choices: expected names alone, or"),
         ("adam_beta2", of("adam_beta2", 0.9, 1), "adam_beta2.max: expected a number in [0, 1)"),
         ("adam_beta2", {"algorithm__adam_beta1": -0.1}, "adam_beta1: expected a number in [0, 1),"),
         ("adam_beta1", {"algorithm__adam_beta2": 0.9999999},
@@ -365,10 +349,6 @@ def of(name, low=None, high=None, **choices):
          "algorithm.min_output_tokens: expected at most the least max_output_tokens (2), got 3"),
         ("max_output_tokens", {**of("max_output_tokens", 2, 40), "algorithm__max_model_len": 32},
          f"{AT}.max_output_tokens: expected less than max_model_len (32)"),
-        (WARMUP, {"algorithm__lr_schedule": None},
-         f"algorithm.lr_schedule: expected a schedule where {AT}.{WARMUP} is searched"),
-        (WARMUP, of(WARMUP, 0.1, 0.4),
-         f"algorithm.{WARMUP}: expected a value inside {AT}.{WARMUP} [0.1, 0.4], got 0.05"),
         ("prompt", of("prompt", choices=["plain", "swaped"]),
          "one of env.prompts: plain, swapped, zero, got 'swaped'; did you mean 'swapped'?"),
         ("prompt", {"env__prompts": None}, "expected one of env.prompts: none, got 'plain'; add"),

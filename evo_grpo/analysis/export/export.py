@@ -40,7 +40,6 @@ from evo_grpo.record.files import writing
 from evo_grpo.record.folder import read_config
 from evo_grpo.record.wording import count, with_error
 from evo_grpo.schema.hparams import Hparams, Value
-from evo_grpo.schema.search_space import plain_choice
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.types import Mutation, Score
@@ -215,8 +214,7 @@ def _number(value: Value | tuple[float, ...]) -> str:
     """Format a value, or the two ends of a clip range, with three significant digits."""
     if isinstance(value, tuple):
         return ":".join(map(_number, value))
-    is_choice = isinstance(value, str | bool)
-    return _plain(plain_choice(value)) if is_choice else f"{value:.3g}"
+    return _plain(value) if isinstance(value, str) else f"{value:.3g}"
 
 
 def _score(score: Score) -> str:

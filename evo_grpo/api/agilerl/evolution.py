@@ -124,7 +124,7 @@ class Mutations:
 
     def mutation(self, population: Population[Any]) -> Population[Any]:
         """Mutate agents in place, the elite only with `mutate_elite`; return the population."""
-        space = population.hp_config.mutating()
+        space = population.hp_config
         warn_if_nothing_mutates(self.rl_hp, space)
         call, self._calls = self._calls, self._calls + 1
         for position in range(len(population)):

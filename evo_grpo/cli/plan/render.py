@@ -12,7 +12,6 @@ from evo_grpo.readers.terminal.console import NOTICE, safe
 from evo_grpo.record import names
 from evo_grpo.record.stopping import rules_in_words
 from evo_grpo.record.wording import count, in_words, listed
-from evo_grpo.schema.hparams import DRAWN_AT_START
 from evo_grpo.schema.problems import shown_value
 from evo_grpo.settings.learning_rate import usual_lr
 from evo_grpo.settings.record import is_url
@@ -219,16 +218,12 @@ def _shown(value: object) -> str:
 
 
 def _mutating(plan: Plan) -> str:
-    ranges, exploration = plan.config.search_space(), plan.config.evolve.exploration
-    fixed = () if isinstance(exploration, ScheduleExploration) else DRAWN_AT_START
     shown: list[str] = []
-    for name, parameter in ranges.parameters.items():
+    for name, parameter in plan.config.search_space().parameters.items():
         if parameter.choices is None:
             shown.append(f"{name} in [{shown_value(parameter.min)}, {shown_value(parameter.max)}]")
         else:
             shown.append(f"{name} of {', '.join(map(shown_value, parameter.choices))}")
-        if name in fixed:
-            shown[-1] += " at the start alone"
     return ", ".join(shown) or "nothing"
 
 

@@ -93,7 +93,7 @@ class OptunaExploration(Group):
         rng = generator(0, "check")
         samples = [sample_hparams(first, hp_config, rng) for _ in range(_TRIALS)]
         trials = [Trial(hparams, float(number), 0) for number, hparams in enumerate(samples)]
-        self.explore(Candidate(first, copied=True, trials=trials), hp_config.mutating(), rng)
+        self.explore(Candidate(first, copied=True, trials=trials), hp_config, rng)
 
     def _propose(
         self, space: Mapping[str, RLParameter], trials: Sequence[Trial], seed: int
@@ -172,7 +172,7 @@ def _params(hparams: Hparams, space: Mapping[str, RLParameter]) -> dict[str, Any
         if parameter.choices is not None:
             if parameter.allows(value):
                 params[name] = value
-        elif not isinstance(value, str | bool) and not math.isnan(value):
+        elif not isinstance(value, str) and not math.isnan(value):
             params[name] = measure.clip(value if measure is parameter else abs(value - 1))
     return params
 

@@ -23,8 +23,8 @@ class Resample(Group):
     This is the exploration of population-based training (Jaderberg et al. 2017, arXiv:1711.09846).
     Draws are log-uniform over the whole range, or uniform if its minimum is 0. The factors are the
     `shrink_factor` and `grow_factor` of the range, by default 0.8 and 1.2. With `choices`, a draw
-    takes any choice; a move takes the next higher or lower number, and leaves names and bools as
-    they are. Survivors keep their values.
+    takes any choice; a move takes the next higher or lower number, and leaves names as they are.
+    Survivors keep their values.
     """
 
     copies_only: ClassVar[bool] = True
@@ -50,6 +50,6 @@ class Resample(Group):
             value = draw_value(name, parameter, rng) if anew else None
             if value is not None and in_order(hparams, name, value):
                 hparams = put(hparams, {name: value}, {name: parameter})
-            elif not isinstance(hparams.get(name), str | bool):
+            elif not isinstance(hparams.get(name), str):
                 hparams = step(hparams, name, parameter, rng.random())
         return hparams

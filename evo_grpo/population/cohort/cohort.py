@@ -199,7 +199,7 @@ class Cohort:
         """Adopt the defaults of an environment, check its prompts, and load its reward models.
 
         The defaults are the tokenizer if the base has none, the completion length, and, if they are
-        searched and an agent lacks them, reward weights and hyperparameters of names or bools.
+        searched and an agent lacks them, reward weights and hyperparameters of names.
         """
         self.overlap.takes_turns(env)
         check_prompts(env, self.hp_config)

@@ -109,7 +109,7 @@ class AgentState:
         """Return the factor by which a schedule multiplies the agent's lr in its next step."""
         if schedule is None:
             return 1.0
-        return lr_factor(schedule, self.steps, self.hparams.warmup_proportion)
+        return lr_factor(schedule, self.steps)
 
     def prepare_step(self, schedule: LRSchedule | None) -> None:
         """Set lr, betas and weight decay of the optimizer for its next step; keep its moments."""
@@ -231,7 +231,7 @@ def adapter_config(slots: AdapterSlots, hparams: Hparams, adapter: str | None = 
 
 
 def with_choices(hparams: Hparams, space: HyperparameterConfig) -> Hparams:
-    """Return `hparams`, in which searched names and bools without a value get their first choice.
+    """Return `hparams`, in which searched names without a value get their first choice.
 
     `lora_target_modules` stays unchanged, because it is None for layers that match no named set.
     """

@@ -276,7 +276,7 @@ def direction(changes: Mapping[str, tuple[Value, Value]], name: str) -> str:
     for end in ends:
         if end in changes:
             old, new = changes[end]
-            if not isinstance(old, str | bool) and not isinstance(new, str | bool):
+            if not isinstance(old, str) and not isinstance(new, str):
                 return "up" if new > old else "down"
     return ""
 

@@ -241,7 +241,7 @@ def cell(name: str, value: Any) -> str:  # noqa: ANN401 -- a value of any column
         return number(value, 1)
     if name == "tokens":
         return f"{value:,}"
-    return shown_value(value) if isinstance(value, float | bool) else str(value)
+    return shown_value(value) if isinstance(value, float) else str(value)
 
 
 def show_ending(console: Console, view: RunView) -> None:

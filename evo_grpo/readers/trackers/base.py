@@ -225,7 +225,7 @@ def life(agent: AgentRecord, names: Sequence[str]) -> str:
     if changes := wording.changes_text(agent.mutation.changes):
         text += f": {changes}"
     values = columns.values(agent.hparams, names).items()
-    chosen = [f"{name} {value}" for name, value in values if isinstance(value, str | bool)]
+    chosen = [f"{name} {value}" for name, value in values if isinstance(value, str)]
     return f"{text}; {', '.join(chosen)}" if chosen else text
 
 
@@ -255,7 +255,7 @@ def _of_agent(agent: AgentRecord, names: Sequence[str]) -> dict[str, float | Non
         **{
             f"{HYPERPARAMETER}{name}": value
             for name, value in columns.values(agent.hparams, names).items()
-            if not isinstance(value, str | bool)  # a tracker draws numbers
+            if not isinstance(value, str)  # a tracker draws numbers
         },
     }
 

@@ -428,12 +428,6 @@ def test_what_a_setting_changes_in_the_plan_is_shown(overrides: str, text: str):
     assert text in rendered(*overrides.split(" && "))
 
 
-def test_a_warm_up_is_said_to_be_drawn_at_the_start_alone():
-    ranges = "evolve.hyperparameters={lr_schedule.warmup_proportion: {min: 0.01, max: 0.2}}"
-    text = rendered("algorithm.lr_schedule.steps=8", ranges)
-    assert "lr_schedule.warmup_proportion in [0.01, 0.2] at the start alone" in text
-
-
 def test_sizes_are_short():
     sizes = [0, 999, 1_000, 933_888, 1_812_864, 3_200_000_000_000]
     shown = ["0 bytes", "999 bytes", "1.0 kB", "934 kB", "1.8 MB", "3.2 TB"]

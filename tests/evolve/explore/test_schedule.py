@@ -40,19 +40,6 @@ def test_an_agent_of_a_run_trains_with_the_values_of_each_round(tmp_path):
     assert changes[3] == {"lr": (2e-3, 5e-4), "beta": (0.0, 0.01)}
 
 
-def test_a_schedule_sets_a_warm_up_which_no_mutation_moves(tmp_path):
-    warmup = "lr_schedule.warmup_proportion"
-    config = small(
-        population={"size": 1, "rounds": 2, "steps_per_round": 1},
-        algorithm__lr_schedule={"steps": 2, "warmup_proportion": 0.2},
-        evolve__selection="none",
-        evolve__exploration={"kind": "schedule", "rounds": [{"round": 2, warmup: 0.4}]},
-        evolve__hyperparameters={warmup: {"min": 0.2, "max": 0.4}},
-    )
-    records = read_rounds(run(config, out=tmp_path / "run", progress=False))
-    assert [r.agents[0].hparams.warmup_proportion for r in records] == [0.2, 0.4]
-
-
 def test_both_ends_of_a_clip_range_move_at_once():
     # Either end alone would pass the other one, where it is.
     space = HyperparameterConfig(clip_low=RLParameter(0.5, 2.0), clip_high=RLParameter(0.6, 2.0))

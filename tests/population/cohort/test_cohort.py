@@ -22,7 +22,7 @@ from evo_grpo.errors import ConfigError, PromptTooLongError
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.protocols import Candidate
 from evo_grpo.learn.rows import AgentBatch
-from evo_grpo.schema.hparams import DRAWN_AT_START, MUTABLE
+from evo_grpo.schema.hparams import MUTABLE
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.types import Member, Mutation, Prompt, Score
 
@@ -148,7 +148,6 @@ RANGES = {
     "importance_sampling_level": ("token", "token", "sequence"),
     "adam_beta1": (0.9, 0.5, 0.95),
     "adam_beta2": (0.99, 0.5, 0.999),
-    "kl_shaping": (False, False, True),
     "max_output_tokens": (5, 2, 5),
     "lora.r": (4, 2, 8),
     "lora.alpha": (8.0, 1.0, 64.0),
@@ -157,16 +156,14 @@ RANGES = {
 
 
 # Prompts and the scale of advantages act before the rows of a step are there.
-EARLIER = {"prompt", "adv_norm"} | DRAWN_AT_START
+EARLIER = {"prompt", "adv_norm"}
 
 
 @pytest.mark.parametrize("name", [name for name in MUTABLE if name not in EARLIER])
 def test_whatever_mutates_is_felt_in_the_next_step(name):
     value, low, high = RANGES[name]
     hparams = PLAIN.replace(lr=3e-2, update_epochs=2).with_value(name, value)
-    if name == "kl_shaping":
-        hparams = hparams.replace(beta=1.0)
-    given = {"choices": [low, high]} if isinstance(low, str | bool) else {"min": low, "max": high}
+    given = {"choices": [low, high]} if isinstance(low, str) else {"min": low, "max": high}
     config = HyperparameterConfig(**{name: RLParameter(**given)})
     mutated = Mutations(step="factors").explore(
         Candidate(hparams), config, np.random.default_rng(1)
@@ -181,20 +178,6 @@ def test_whatever_mutates_is_felt_in_the_next_step(name):
         seen.append((tokens(groups), weights(cohort, 0)))
     (said, stands), (says, stood) = seen
     assert said != says or distance(stands, stood) > 1e-5
-
-
-def test_agents_with_kl_shaping_learn_beside_agents_with_a_penalty_as_beside_their_like():
-    shaped, penalised = (
-        PLAIN.replace(beta=2.0, lr=3e-2, update_epochs=2, kl_shaping=own) for own in (True, False)
-    )
-    ends = []
-    for hparams in ([shaped, penalised], [shaped, shaped], [penalised, penalised]):
-        cohort = build_cohort(2, hparams)
-        step(cohort, [0, 1])
-        ends.append([weights(cohort, slot) for slot in (0, 1)])
-    mixed, all_shaped, all_penalised = ends
-    assert distance(mixed[0], all_shaped[0]) < 1e-4 < 1e-3 < distance(mixed[0], all_penalised[0])
-    assert distance(mixed[1], all_penalised[1]) < 1e-4 < 1e-3 < distance(mixed[1], all_shaped[1])
 
 
 def test_weight_decay_is_adamws_decoupled_one():

@@ -137,8 +137,8 @@ def test_a_narrow_leaderboard_goes_without_what_is_alike_and_cuts_nothing(width:
     assert ("left after round 1" if width == 80 else "left in 1") in text
 
 
-def test_a_switch_is_written_as_in_a_file():
-    assert (cell("kl_shaping", True), cell("front", True)) == ("true", "yes")
+def test_an_agent_of_the_front_is_marked_in_words():
+    assert (cell("front", True), cell("front", False)) == ("yes", "no")
 
 
 def console(width=80, terminal=True):

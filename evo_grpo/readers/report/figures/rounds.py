@@ -15,7 +15,7 @@ from evo_grpo.record import arms, family, wording
 from evo_grpo.record.columns import fitness, fitness_se, was_evaluated
 from evo_grpo.record.records import AgentRecord
 from evo_grpo.record.view import Run, RunView, view_of
-from evo_grpo.schema.problems import short_name, shown_value
+from evo_grpo.schema.problems import short_name
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -222,23 +222,22 @@ def drawn_names(view: RunView) -> list[str]:
 
 
 def names_of(view: RunView, name: str) -> list[str]:
-    """Return the non-numeric values of a hyperparameter, such as "true", in order of occurrence."""
+    """Return the names among the values of a hyperparameter, in order of occurrence."""
     values = (agent.hparams.get(name) for agent in view.played)
-    names = (shown_value(value) for value in values if isinstance(value, str | bool))
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(value for value in values if isinstance(value, str)))
 
 
 def heights(view: RunView, name: str) -> traces.Value:
     """Return a function that gives an agent's value of the hyperparameter `name` as a number.
 
-    A non-numeric value becomes its position in `names_of`, from 1.
+    A name becomes its position in `names_of`, from 1.
     """
     places = {value: float(place) for place, value in enumerate(names_of(view, name), start=1)}
 
     def height(agent: AgentRecord) -> float:
         value = agent.hparams.get(name)
-        if isinstance(value, str | bool):
-            return places[shown_value(value)]
+        if isinstance(value, str):
+            return places[value]
         return math.nan if value is None else float(value)
 
     return height
