@@ -293,10 +293,7 @@ class Trl:
         ("textarena:TicTacToe-v0", {"opponent": "os:system"}, "standard library"),
     ],
 )
-def test_an_environment_is_looked_at_without_being_imported(
-    install, write_module, kind, args, message
-):
-    install("textarena", "double")
+def test_an_environment_is_looked_at_without_being_imported(write_module, kind, args, message):
     write_module("games", GAMES)
     with pytest.raises(ConfigError, match=message):
         check_multi_turn(EnvConfig(kind=kind, args=args), 0)
@@ -304,8 +301,7 @@ def test_an_environment_is_looked_at_without_being_imported(
         build_multi_turn(EnvConfig(kind=kind, args=args), 0)
 
 
-def test_an_opponent_is_found(install, write_module):
-    install("textarena", "double")
+def test_an_opponent_is_found(write_module):
     write_module("games", "1 / 0\ndef lowest(seen, draw): ...\n")
     env = EnvConfig(kind="textarena:TicTacToe-v0", args={"opponent": "games:lowest"})
     check_multi_turn(env, 0)

@@ -4,7 +4,6 @@ They are not the packages. The contract runs against the real ones too wherever 
 """
 
 import asyncio
-import copy
 import inspect
 import random
 from types import ModuleType, SimpleNamespace
@@ -65,100 +64,6 @@ def gem():
     for name in ("gem", "gem.envs", "gem.envs.game_env"):
         modules[name] = module(name, __path__=[])
     return modules
-
-
-# --- TextArena 0.7.4: a state that counts players, lists of (sender, text, type), close -> rewards
-
-
-class Nought:
-    """A row of nine squares; whoever marks three neighbours wins."""
-
-    def reset(self, num_players, seed=None):
-        assert num_players == 2, f"The number of players has to be 2, received {num_players}"
-        if seed is not None:
-            random.seed(seed)
-        roles = {0: "Player 0", 1: "Player 1", -1: "GAME"}
-        self.state = SimpleNamespace(role_mapping=roles, current_player_id=0)
-        self.board, self.rewards, self.errors = [None] * 9, None, 0
-        self.about = {side: {"invalid_move": False} for side in (0, 1)}
-        self.news = {side: [(-1, f"You are Player {side}, as in '[8]'.", 0)] for side in (0, 1)}
-        self.tell(f"The number of the day is {random.randint(0, 999)}.")
-        self.list_moves()
-
-    def tell(self, text, sender=-1):
-        for news in self.news.values():
-            news.append((sender, text, 0))
-
-    def list_moves(self):
-        free = ", ".join(f"'[{n}]'" for n, mark in enumerate(self.board) if mark is None)
-        self.tell(f"Available Moves: {free}")
-
-    def get_observation(self):
-        side = self.state.current_player_id
-        news, self.news[side] = self.news[side], []
-        return side, news
-
-    def step(self, action):
-        side = self.state.current_player_id
-        self.tell(action, side)
-        digits = action.strip("[]")
-        if not digits.isdigit() or int(digits) > 8 or self.board[int(digits)] is not None:
-            self.errors += 1
-            if self.errors > 1:
-                self.rewards = {side: -1, 1 - side: 1}
-                self.about[side]["invalid_move"] = True
-            self.tell(f"Player {side} attempted an invalid move.")
-            return self.rewards is not None, {}
-        self.errors = 0
-        self.board[int(digits)] = side
-        if any(self.board[n : n + 3] == [side] * 3 for n in range(7)):
-            self.rewards = {side: 1, 1 - side: -1}
-        elif None not in self.board:
-            self.rewards = {0: 0, 1: 0}
-        self.state.current_player_id = 1 - side
-        self.list_moves()
-        return self.rewards is not None, {}
-
-    def close(self):
-        return self.rewards, self.about
-
-
-class ActionWrapper:
-    def __init__(self, env):
-        self.env = env
-
-    def __getattr__(self, name):
-        return getattr(self.env, name)
-
-    def __deepcopy__(self, memo):
-        return type(self)(copy.deepcopy(self.env, memo))
-
-
-class Brackets(ActionWrapper):
-    def step(self, action):
-        return self.env.step(action=action if "[" in action else f"[{action}]")
-
-
-class Repeats:
-    def __init__(self, env):
-        raise AssertionError("an observation wrapper, which the adapter leaves out")
-
-
-def textarena():
-    spec = SimpleNamespace(
-        entry_point="textarena.envs.TicTacToe.env:TicTacToeEnv",
-        default_wrappers=[Repeats, Brackets],
-        kwargs={},
-    )
-    registration = module("textarena.envs.registration", ENV_REGISTRY={"TicTacToe-v0": spec})
-    envs = module("textarena.envs", registration=registration, __path__=[])
-    return {
-        "textarena": module("textarena", envs=envs, ActionWrapper=ActionWrapper, __path__=[]),
-        "textarena.envs": envs,
-        "textarena.envs.registration": registration,
-        "textarena.envs.TicTacToe": module("textarena.envs.TicTacToe", __path__=[]),
-        "textarena.envs.TicTacToe.env": module("textarena.envs.TicTacToe.env", TicTacToeEnv=Nought),
-    }
 
 
 # --- verifiers 0.4.0, v1: Taskset -> Task -> Env.run(task, agents) over Trace and Episode ---------

@@ -1,5 +1,4 @@
 import random
-import sys
 
 import numpy as np
 import pytest
@@ -10,19 +9,17 @@ from evo_grpo.envs.registry import build_multi_turn
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import EnvConfig
 
+core = pytest.importorskip("textarena.core")
+tictactoe = pytest.importorskip("textarena.envs.TicTacToe.env")
+
 
 def build(name="TicTacToe-v0", seed=0, **args):
     return build_multi_turn(EnvConfig(kind=f"textarena:{name}", args=args), seed)
 
 
-@pytest.fixture(params=["real", "double"])
-def textarena(request, install):
-    install("textarena", request.param)
-
-
 class TestTextArena(EnvContract):
     @pytest.fixture
-    def make(self, textarena):
+    def make(self):
         return build()
 
     def act(self, seen, draw):
@@ -31,7 +28,7 @@ class TestTextArena(EnvContract):
 
 class TestSecondSide(TestTextArena):
     @pytest.fixture
-    def make(self, textarena):
+    def make(self):
         return build(player=1)
 
 
@@ -54,7 +51,6 @@ def play(env, moves):
     raise AssertionError("the game goes on")
 
 
-@pytest.mark.usefixtures("textarena")
 def test_the_reward_is_the_games_own_and_comes_at_the_end(write_module):
     write_module("opponents", OPPONENTS)
     env = build(opponent="opponents:lowest")()
@@ -64,7 +60,6 @@ def test_the_reward_is_the_games_own_and_comes_at_the_end(write_module):
     assert info["rewards"] == {0: 1, 1: -1}
 
 
-@pytest.mark.usefixtures("textarena")
 def test_an_observation_is_what_is_new(write_module):
     write_module("opponents", OPPONENTS)
     env = build(opponent="opponents:lowest")()
@@ -81,7 +76,6 @@ def test_an_observation_is_what_is_new(write_module):
     assert "[Player 1] [0]" in text
 
 
-@pytest.mark.usefixtures("textarena")
 def test_the_agent_loses_by_a_move_that_is_not_allowed():
     env = build()()
     env.reset(seed=0)
@@ -93,7 +87,6 @@ def test_the_agent_loses_by_a_move_that_is_not_allowed():
     assert info["invalid_move"]
 
 
-@pytest.mark.usefixtures("textarena")
 def test_an_opponent_that_breaks_the_rules_gives_the_agent_nothing(write_module):
     write_module("opponents", OPPONENTS)
     env = build(opponent="opponents:silent")()
@@ -102,24 +95,25 @@ def test_an_opponent_that_breaks_the_rules_gives_the_agent_nothing(write_module)
     assert info["opponents_failed"] == [1]
 
 
-def test_what_a_game_keeps_over_a_reset_does_not_reach_the_next_episode(install, monkeypatch):
-    install("textarena", "double")
-    game = sys.modules["textarena.envs.TicTacToe.env"].TicTacToeEnv
-
-    class Kept(game):
+def test_what_a_game_keeps_over_a_reset_does_not_reach_the_next_episode(monkeypatch):
+    class Kept(tictactoe.TicTacToeEnv):
         def __init__(self):
+            super().__init__()
             self.deck = list(range(6))
 
         def reset(self, num_players, seed=None):
             super().reset(num_players, seed)
             random.shuffle(self.deck)  # in place, as KuhnPoker does
-            self.tell(f"Your cards: {self.deck}")
+            dealt = f"Your cards: {self.deck}"
+            self.state.add_observation(dealt, core.ObservationType.GAME_MESSAGE)
 
-    monkeypatch.setattr(sys.modules["textarena.envs.TicTacToe.env"], "TicTacToeEnv", Kept)
+    monkeypatch.setattr(tictactoe, "TicTacToeEnv", Kept)
+    before = random.getstate()
     env = build()()
     first = env.reset(seed=1)
     assert "Your cards" in first[0]
     assert env.reset(seed=1) == first
+    assert random.getstate() == before
 
 
 def test_the_random_opponent_takes_a_move_that_is_listed_last():
@@ -130,7 +124,6 @@ def test_the_random_opponent_takes_a_move_that_is_listed_last():
     assert random_opponent("[GAME] anything", draw) == ""
 
 
-@pytest.mark.usefixtures("textarena")
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
