@@ -101,6 +101,14 @@ class TestLoad:
             SharedBase.load(str(folder), device="cpu")
         assert str(folder) in str(caught.value)
 
+    @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+    @pytest.mark.parametrize("data", [b"", b"\x80\x04garbage"])
+    def test_a_foreign_pytorch_model_bin_is_named(self, folder, data):
+        (folder / "model.safetensors").unlink()
+        (folder / "pytorch_model.bin").write_bytes(data)
+        with pytest.raises(ModelError, match="cannot be loaded from"):
+            SharedBase.load(str(folder), device="cpu")
+
     def test_an_unknown_hub_id(self, monkeypatch):
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

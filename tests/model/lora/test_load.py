@@ -195,8 +195,11 @@ def truncated(kept):
         *((truncated(kept), "not a whole safetensors file") for kept in (0, 5, 200, -1)),
         *(
             (lambda folder, text=text: (folder / CONFIG).write_text(text), f"{CONFIG}: not a LoRA")
-            for text in ("{", "[]", "{}", '{"peft_type": "NONSENSE"}')
+            for text in ("{", "[]", "{}", '{"peft_type": "NONSENSE"}', "[" * 5000)
         ),
+        (with_config(peft_type="LOHA"), f"{CONFIG}: not a LoRA"),
+        (with_config(r=10**9), f"{CONFIG}: .* r: .* less than or equal to 65536"),
+        (with_config(lora_alpha=float("inf")), f"{CONFIG}: .* lora_alpha.*got inf"),
         (with_config(target_modules=None), "target_modules: expected names .*, got null"),
         (with_config(target_modules="(q_proj"), "target_modules: expected a regular expression"),
         (with_config(r=2), r"lora_A.weight \(2, 48\), got \(4, 48\) of .*; give an adapter of thi"),
