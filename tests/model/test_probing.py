@@ -125,19 +125,6 @@ class TestRefusedModels:
         with pytest.raises(ModelError, match="expected a causal model, whose tokens see their own"):
             SharedBase(model)
 
-    def test_a_forward_for_half_precision_alone_is_judged_in_it(self):
-        model = tiny.gpt2().bfloat16()
-        block = model.transformer.h[0]
-        original = block.forward
-
-        def narrow(x, *args, **kwargs):
-            if x.dtype != torch.bfloat16:
-                raise RuntimeError("a kernel for half precision")
-            return original(x, *args, **kwargs)
-
-        block.forward = narrow
-        assert SharedBase(model).dtype == torch.bfloat16
-
     def test_a_cap_that_moves_small_logits_a_little(self):
         """Drawn weights give logits of a few units, which a cap of 80 moves by a thousandth."""
         model = tiny.llama()
