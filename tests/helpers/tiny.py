@@ -157,6 +157,11 @@ def load(slots, name, folder):
     slots.put(name, read_adapter(folder))
 
 
+def shape_of(model):
+    """Return what an adapter that is added changes of a model, beside its weights."""
+    return [(n, type(m)) for n, m in model.named_modules()], sorted(vars(model))
+
+
 def names(count):
     return tuple(f"a{index}" for index in range(count))
 

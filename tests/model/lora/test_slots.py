@@ -323,6 +323,7 @@ class TestRefusedSettings:
         [
             (tiny.lora(use_dora=True), "lora"),
             (tiny.lora(target_modules=["lm_head"]), "lora"),
+            (tiny.lora(target_modules=["q_proj", "embed_tokens"]), "got 'model.embed_tokens'"),
             (AdaLoraConfig(target_modules=["q_proj"], total_step=10), "got peft_type ADALORA"),
         ],
     )
@@ -332,10 +333,11 @@ class TestRefusedSettings:
     def refused(self, config, match, first):
         slots = tiny.population(tiny.llama(), () if first else (4, 2))
         input_ids = tiny.ids(2, 5)
-        before = snapshot(slots)
+        before, shape = snapshot(slots), tiny.shape_of(slots.base.model)
         with pytest.raises(ConfigError, match=match):
             slots.add("bad", config)
         assert "bad" not in slots.names
+        assert tiny.shape_of(slots.base.model) == shape
         assert_untouched(slots, before)
         assert not any(".bad." in name for name, _ in slots.base.model.named_parameters())
         # The next one works, and does what it does alone.

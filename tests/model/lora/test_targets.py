@@ -167,13 +167,13 @@ class TestExperts:
     @pytest.mark.parametrize("targets", [["q_proj", "gate_proj"], ["gate_proj", "up_proj"]])
     def test_names_of_experts_are_refused_and_the_model_is_as_it_was(self, targets):
         base = SharedBase(architectures.qwen3_moe(), None, "tiny")
-        before = shape_of(base.model)
+        before = tiny.shape_of(base.model)
         slots = AdapterSlots(base, tiny.lora(target_modules=targets))
         with pytest.raises(
             ConfigError, match=r"lora.target_modules=\[.*PEFT takes some of these for the experts"
         ):
             slots.add("a0")
-        assert shape_of(base.model) == before
+        assert tiny.shape_of(base.model) == before
 
     def test_the_configuration_that_was_given_stays_as_it_was(self):
         config = tiny.lora()
@@ -192,40 +192,6 @@ def test_what_no_token_reaches_is_left_out_without_a_word_and_named_does_nothing
     assert_exact(slots)
     slots = tiny.population(architectures.bart(), (4, 2), target_modules=["q_proj"])
     assert any("encoder_attn" in name for name in slots.layers)
-
-
-def shape_of(model):
-    return [(n, type(m)) for n, m in model.named_modules()], sorted(vars(model))
-
-
-class TestAfterARefusal:
-    @pytest.mark.parametrize(
-        "targets", [["lm_head"], ["q_proj", "lm_head"], ["embed_tokens", "q_proj"], ["nowhere"]]
-    )
-    def test_the_model_is_as_it_was(self, targets):
-        base = SharedBase(tiny.llama())
-        before = shape_of(base.model)
-        slots = AdapterSlots(base, tiny.lora(target_modules=targets))
-        with pytest.raises((ConfigError, ModelError)):
-            slots.add("a0")
-        assert shape_of(base.model) == before
-        # PEFT takes it as if nothing had been.
-        again = get_peft_model(base.model, LoraConfig(target_modules=["q_proj"]))
-        assert any(isinstance(m, LoraLayer) for m in again.modules())
-
-    def test_the_other_slots_are_as_they_were(self):
-        slots = tiny.population(tiny.llama(), (4, 2), target_modules=["q_proj"])
-        before = shape_of(slots.base.model)
-        state = {name: slots.state(name) for name in slots.names}
-        for targets in (["embed_tokens", "v_proj"], ["v_proj", "lm_head"]):
-            with pytest.raises((ConfigError, ModelError)):
-                slots.add("more", tiny.lora(target_modules=targets))
-            assert shape_of(slots.base.model) == before
-            assert list(slots.peft.peft_config) == ["a0", "a1"]
-        for name, values in state.items():
-            assert all(torch.equal(values[k], v) for k, v in slots.state(name).items())
-        slots.add("more", tiny.lora(target_modules=["v_proj"]))
-        assert slots.names == ("a0", "a1", "more")
 
 
 class TestLayersOutOfOrder:
