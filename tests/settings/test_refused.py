@@ -161,10 +161,6 @@ population.decisions=[1.5]
     population.decisions: expected null, "every" or a list of rounds in ascending
 evolve.fitness.between=-1
     evolve.fitness.between: expected an integer >= 0, or null, got -1
-population.size=3 && population.init=[{lr: 1e-3}]
-    population.init: expected one mapping for each of 3 agents, got 1
-population.size=2 && population.init=[{}, {lr: 1e-3, bta: 0.1}]
-    population.init[1].bta: unknown key; did you mean 'beta'?
 population.size=2 && population.init=[{}, {lr: 0.5}]
     population.init[1].lr: expected a value inside of its range [0.0001, 0.01], got 0.5
 population.init=smaple
