@@ -125,6 +125,7 @@ def test_a_device_that_fails_ends_the_run_in_a_sentence_and_a_resume_goes_on(tmp
         run(config, out=tmp_path / "parts")
     resume(tmp_path / "parts")
     assert outcome(tmp_path / "parts") == outcome(whole)
+    assert not (whole / "journal.log").exists()
 
 
 @pytest.mark.slow

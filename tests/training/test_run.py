@@ -18,7 +18,6 @@ from evo_grpo import resume, run
 from evo_grpo.analysis.export.export import export
 from evo_grpo.errors import (
     CheckpointError,
-    RunDirError,
     RunFailedError,
 )
 from evo_grpo.model.lora.adapter_files import WEIGHTS
@@ -279,26 +278,6 @@ def test_what_a_crash_left_undone_is_made_up_for(finished, tmp_path):
     assert numbers == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
-def test_a_failed_agent_is_recorded_and_loses_the_tournament(tmp_path, monkeypatch):
-    with broken_step(monkeypatch, {1}, round=0):
-        folder = run(small(population__rounds=2), out=tmp_path / "run")
-    first, second = read_rounds(folder)
-    failed = first.agents[1]
-    assert failed.state == "failed"
-    assert failed.score is None
-    assert "the gradient of 1 step(s) was not finite" in failed.reason
-    assert [a.state for a in second.agents] == ["ok"] * 3
-    # Nobody descends from it, and its slot holds a child of somebody who was ranked.
-    assert failed.member not in {m.parent for m in first.members}
-    assert second.agents[1].parent in {first.agents[0].member, first.agents[2].member}
-    states = {
-        (t.user_attrs["round"], t.user_attrs["agent"]): t.state.name
-        for t in study_of(folder).trials
-    }
-    assert states.pop((0, 1)) == "FAIL"
-    assert set(states.values()) == {"COMPLETE"}
-
-
 def test_a_run_whose_agents_all_failed_says_so(tmp_path, monkeypatch):
     with (
         broken_step(monkeypatch, {0, 1, 2}, round=1),
@@ -361,27 +340,6 @@ def test_a_stopped_run_may_be_moved_and_goes_on_whatever_the_working_folder_beco
     same_outcome(finished[0], tmp_path / "moved")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "moved"]
     assert [list(place.iterdir()) for place in places] == [[], []]
-
-
-def test_without_out_runs_are_numbered_and_optuna_may_be_left_out(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = small(population__rounds=1, population__size=2, record__optuna=False)
-    assert str(run(config)) == "runs/small-1"
-    assert str(run(config)) == "runs/small-2"
-    assert not Path("runs/small-1/journal.log").exists()
-
-
-def test_a_folder_that_is_taken_is_refused_until_forced(tmp_path):
-    config = small(population__rounds=1, population__size=2)
-    folder = run(config, out=tmp_path / "run")
-    with pytest.raises(RunDirError, match=r"found a finished run.*--force"):
-        run(config, out=folder)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(RunDirError, match=r"found notes.txt.*--force"):
-        run(config, out=tmp_path / "mine")
-    run(small(population__rounds=2), out=folder, force=True)
-    assert len(read_rounds(folder)) == 2
 
 
 def test_threads_are_set_when_asked_for(tmp_path):
