@@ -518,6 +518,7 @@ PLACES = [
     *("checkpoints", "checkpoints/round-0001/agent-00", "compare", "replay", "completions"),
     *("checkpoints/best", "checkpoints/round-0001/agent-00/attributes.json", "notes.jsonl"),
     *("metrics/round-0001.jsonl", "readers/report.json", "trackers", "trackers/wandb"),
+    f"steering/{'9' * 20}-00000000.json",
 ]
 
 
