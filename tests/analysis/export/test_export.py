@@ -19,7 +19,7 @@ from small_run import edited, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from evo_grpo import run
+from evo_grpo import run, sources
 from evo_grpo.analysis.export.export import export
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import (
@@ -137,30 +137,62 @@ def test_the_cards_code_is_python_that_runs(finished, tmp_path, monkeypatch):
     assert isinstance(names["model"], PeftModel)
 
 
-def test_force_replaces_an_export_and_nothing_that_no_export_wrote(finished, tmp_path):
-    (tmp_path / "best").mkdir()
-    (tmp_path / "best" / "mine.txt").write_text("mine")
-    with pytest.raises(RunDirError, match=r"is not empty; choose another OUT.*--force"):
-        export(finished, tmp_path / "best")
-    for name in ("mine.txt", "README.md"):
-        (tmp_path / "best" / "mine.txt").rename(tmp_path / "best" / name)
-        with pytest.raises(RunDirError, match=f"found {name}, which is not as"):
-            export(finished, tmp_path / "best", force=True)
-        (tmp_path / "best" / name).rename(tmp_path / "best" / "mine.txt")
-    out = export(finished, tmp_path / "other")
-    (out / "base" / "mine.txt").write_text("mine")
-    with pytest.raises(RunDirError, match=r"found base/mine.txt"):
-        export(finished, out, force=True)
-    assert (out / "base" / "mine.txt").read_text() == "mine"
-    (out / "base" / "mine.txt").unlink()
-    with (out / "README.md").open("a") as card:
-        card.write("mine")
-    with pytest.raises(RunDirError, match=r"found README.md, which is not as an export wrote it"):
-        export(finished, out, force=True)
-    assert (out / "README.md").read_text().endswith("mine")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirError, match="expected a folder, found a file"):
-        export(finished, tmp_path / "file", force=True)
+def contents_of(folder):
+    return {name: (folder / name).read_bytes() for name in files_of(folder)}
+
+
+def with_files(files):
+    def plant(finished, out):
+        for name, text in files.items():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).write_text(text)
+
+    return plant
+
+
+def added_to(name):
+    """Write into a file of an export, or beside its files."""
+
+    def plant(finished, out):
+        with (export(finished, out) / name).open("a") as file:
+            file.write("mine")
+
+    return plant
+
+
+def linked_base(finished, out):
+    for folder in (out, out.with_name("elsewhere")):
+        folder.mkdir()
+    (out / "base").symlink_to(out.with_name("elsewhere"))
+
+
+MINE = dict.fromkeys(("mine.txt", "base/mine.txt", "../mine.txt"), "mine")
+STRANGE = "which is not as an export wrote it"
+
+
+@pytest.mark.parametrize(
+    ("plant", "named"),
+    [
+        *((with_files({n: "mine"}), f"found {n}, {STRANGE}") for n in ("mine.txt", "README.md")),
+        (added_to("base/mine.txt"), f"found base/mine.txt, {STRANGE}"),
+        (added_to("README.md"), f"found README.md, {STRANGE}"),
+        (lambda finished, out: out.write_text(""), "expected a folder, found a file"),
+        (linked_base, "an earlier export to replace, found base"),
+        *(
+            (with_files(MINE | {"export.json": json.dumps({"files": names})}), STRANGE)
+            for names in (
+                *(["mine.txt"], {"mine.txt": "", "base/mine.txt": ""}),
+                *({"../mine.txt": ""}, "x", None),
+            )
+        ),
+    ],
+)
+def test_force_replaces_nothing_that_no_export_wrote(finished, tmp_path, plant, named):
+    plant(finished, tmp_path / "out")
+    before = contents_of(tmp_path)
+    with pytest.raises(RunDirError, match=named):
+        export(finished, tmp_path / "out", force=True)
+    assert contents_of(tmp_path) == before
 
 
 def exported_digest(folder):
@@ -224,10 +256,6 @@ def test_a_mean_is_exported_with_both_parents_and_its_ties(finished, tmp_path):
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
-def contents_of(folder):
-    return {name: (folder / name).read_bytes() for name in files_of(folder)}
-
-
 def linked(file):
     moved = file.with_name("moved")
     file.rename(moved)
@@ -235,25 +263,31 @@ def linked(file):
 
 
 @pytest.mark.parametrize(
-    ("damage", "name", "force"),
+    ("place", "damage", "name", "force"),
     [
-        *((one, ADAPTER_FILES[0], False) for one in (cut, empty, os.unlink, folder_instead)),
-        *((one, ADAPTER_FILES[1], False) for one in (flip, empty, os.unlink, linked)),
-        *((flip, name, True) for name in ADAPTER_FILES),
+        *(("actor", one, ADAPTER_FILES[0], False) for one in (cut, empty, os.unlink)),
+        *(("actor", one, ADAPTER_FILES[1], False) for one in (flip, empty, os.unlink, linked)),
+        ("actor", folder_instead, ADAPTER_FILES[0], False),
+        *(("actor", flip, name, True) for name in ADAPTER_FILES),
+        ("base", cut, "model.safetensors", False),
+        ("base", folder_instead, "tokenizer.json", False),
+        ("base", os.unlink, "tokenizer_config.json", False),
+        ("base", flip, "config.json", True),
     ],
 )
-def test_a_damaged_adapter_is_never_exported(finished, tmp_path, damage, name, force):
-    folder, out = tmp_path / "run", tmp_path / "best"
-    shutil.copytree(finished, folder)
-    if force:
-        before = contents_of(export(folder, out))
-    damage(folder / read_summary(folder)["best"]["checkpoint"] / "actor" / name)
-    with pytest.raises((CheckpointError, RunDirError), match=name):
+def test_a_damaged_adapter_base_or_tokenizer_is_never_exported(
+    finished, tmp_path, monkeypatch, place, damage, name, force
+):
+    folder, out = shutil.copytree(finished, tmp_path / "run"), tmp_path / "best"
+    base = shutil.copytree(resolve("tiny-sums").path, tmp_path / "tiny-sums")
+    before = contents_of(export(folder, out)) if force else {}
+    actor = folder / read_summary(folder)["best"]["checkpoint"] / "actor"
+    damage({"actor": actor, "base": base}[place] / name)
+    monkeypatch.setattr(sources, "embedded_models", lambda: {"tiny-sums": base})
+    with pytest.raises((CheckpointError, RunDirError, OSError), match=name):
         export(folder, out, force=force)
-    if force:
-        assert contents_of(out) == before
-    assert out.exists() == force
-    assert sorted(p.name for p in tmp_path.iterdir()) == (["best", "run"] if force else ["run"])
+    assert contents_of(out) == before
+    assert {p.name for p in tmp_path.iterdir()} == {"run", base.name, *(["best"] * force)}
 
 
 def test_only_the_adapters_own_files_are_exported(finished, tmp_path):
@@ -361,7 +395,7 @@ def test_an_empty_folder_is_written_into_whatever_it_is_called(
         Path("link").symlink_to("best")
     assert export(finished, out) == Path(out)
     assert {p.name for p in nothing_beside.iterdir()} == whole
-    with pytest.raises(RunDirError, match=rf"^{out}: is not empty"):
+    with pytest.raises(RunDirError, match=rf"^{out}: is not empty; choose another OUT.*--force"):
         export(finished, out)
     export(finished, out, force=True)
     assert {p.name for p in nothing_beside.iterdir()} == whole
