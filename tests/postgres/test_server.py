@@ -18,18 +18,15 @@ from uuid import uuid4
 
 import optuna
 import pytest
-from optuna.storages import InMemoryStorage
+from fed_studies import expected, reader_of, said, send
 from ranks import free_port
 from small_run import SETTINGS, Told, small
 
 from evo_grpo import resume, run, study_of
 from evo_grpo.errors import ConfigError
-from evo_grpo.readers.reader import feed
-from evo_grpo.record.database import DatabaseError, open_study
+from evo_grpo.record.database import DatabaseError
 from evo_grpo.record.folder import read_rounds
-from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import RoundDone
-from evo_grpo.record.study import StudyReader
 from evo_grpo.settings import load
 from evo_grpo.training.recorded_inputs import read_inputs_of
 
@@ -165,35 +162,13 @@ def folder(made, tmp_path):
     return shutil.copytree(made, tmp_path / "run")
 
 
-def reader_of(folder, url, id=""):
-    return StudyReader(folder, read_inputs_of(folder).id, url, id)
-
-
-def send(folder, url):
-    """Feed the database as `evo-grpo follow` does."""
-    feed(folder, "optuna", lambda id: reader_of(folder, url, id), from_start=True)
-
-
-def said(trial):
-    """All that a trial says; its id is the storage's own."""
-    return (
-        *(trial.state, trial.values, trial.params, trial.distributions),
-        *(trial.user_attrs, trial.intermediate_values),
-        *(trial.datetime_start, trial.datetime_complete),
-    )
-
-
 def whole(folder, url):
     """Whether the study of a run has each trial as recorded, and no other."""
     config = load(folder / "population.yaml")
-    lineage = Lineage(open_study(InMemoryStorage(), "any"), config.search_space())
-    for record in read_rounds(folder):
-        lineage.record(record)
     name = f"{config.name}-{read_inputs_of(folder).id}"
     with as_optuna_reads(url) as storage:
         trials = optuna.load_study(study_name=name, storage=storage).trials
-    assert [trial.number for trial in trials] == list(range(len(trials)))
-    return list(map(said, trials)) == list(map(said, lineage.study.trials))
+    return list(map(said, trials)) == expected(read_rounds(folder), config.search_space())
 
 
 @contextmanager

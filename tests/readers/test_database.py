@@ -7,28 +7,23 @@ from types import SimpleNamespace
 
 import optuna
 import pytest
-from optuna.storages import InMemoryStorage
-from random_runs import HP_CONFIG, make_run, timed, with_scores
+from fed_studies import SPACE, expected, reader_of, said, send
+from random_runs import make_run, timed, with_scores
 from small_run import SETTINGS, Told, small
 
 from evo_grpo import resume, run, study_of
 from evo_grpo.errors import RunDirError
-from evo_grpo.readers.reader import feed
-from evo_grpo.record.database import DatabaseError, connect, disconnect, open_study
+from evo_grpo.record.database import DatabaseError, connect, disconnect
 from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
-from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import RoundDone
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.record.study import StudyReader
 from evo_grpo.settings import from_dict, to_yaml
-from evo_grpo.training.recorded_inputs import inputs_of, read_inputs_of
+from evo_grpo.training.recorded_inputs import inputs_of
 
 #: Nothing listens on it.
 GONE = "postgresql+psycopg://evo@127.0.0.1:1/evo"
-CONFIG = from_dict({**SETTINGS, "evolve": {"hyperparameters": {
-    name: {"min": one.min, "max": one.max} for name, one in HP_CONFIG.parameters.items()
-}}})  # fmt: skip
+CONFIG = from_dict({**SETTINGS, "evolve": {"hyperparameters": SPACE}})
 
 
 @pytest.fixture(autouse=True)
@@ -67,37 +62,12 @@ def folder_of(path, records, id="id-1", storage=None):
     return path
 
 
-def reader_of(folder, url, id=""):
-    return StudyReader(folder, read_inputs_of(folder).id, url, id)
-
-
-def send(folder, url):
-    """Feed the database as `evo-grpo follow` does."""
-    feed(folder, "optuna", lambda id: reader_of(folder, url, id), from_start=True)
-
-
-def said(trial):
-    """All that a trial says; its id is the storage's own."""
-    return (
-        *(trial.number, trial.state, trial.values, trial.params, trial.distributions),
-        *(trial.user_attrs, trial.intermediate_values, trial.system_attrs),
-        *(trial.datetime_start, trial.datetime_complete),
-    )
-
-
 def studies(url):
     """What the trials of all studies of a database say, by name."""
     return {
         name: list(map(said, optuna.load_study(study_name=name, storage=url).trials))
         for name in optuna.get_all_study_names(url)
     }
-
-
-def expected(records, space=HP_CONFIG):
-    lineage = Lineage(open_study(InMemoryStorage(), "any"), space)
-    for record in records:
-        lineage.record(record)
-    return list(map(said, lineage.study.trials))
 
 
 @pytest.mark.slow

@@ -7,13 +7,11 @@ from types import SimpleNamespace
 
 import optuna
 import pytest
-from optuna.storages import InMemoryStorage
-from random_runs import HP_CONFIG, make_run, timed
+from fed_studies import SPACE, expected, said
+from random_runs import make_run, timed
 from small_run import SETTINGS
 
 from evo_grpo.errors import RunFailedError
-from evo_grpo.record.database import open_study
-from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import RoundDone
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.study import StudyReader, write_study
@@ -21,7 +19,6 @@ from evo_grpo.settings import from_dict, to_yaml
 
 ID = "0123"
 FILES = {None: "journal.log", "sqlite": "study.db"}
-SPACE = {name: {"min": one.min, "max": one.max} for name, one in HP_CONFIG.parameters.items()}
 
 
 @pytest.fixture(params=FILES, ids=FILES.values())
@@ -56,24 +53,8 @@ def study_in(folder, kind):
     return optuna.load_study(study_name=name, storage=storage)
 
 
-def said(trial):
-    """All that a trial says; its id is the storage's own."""
-    return (
-        *(trial.number, trial.state, trial.values, trial.params, trial.distributions),
-        *(trial.user_attrs, trial.intermediate_values, trial.system_attrs),
-        *(trial.datetime_start, trial.datetime_complete),
-    )
-
-
 def trials(folder, kind):
     return [said(trial) for trial in study_in(folder, kind).trials]
-
-
-def expected(records):
-    lineage = Lineage(open_study(InMemoryStorage(), "small"), HP_CONFIG)
-    for record in records:
-        lineage.record(record)
-    return [said(trial) for trial in lineage.study.trials]
 
 
 def test_everybody_reads_the_trials_of_the_rounds(tmp_path, records, kind):
