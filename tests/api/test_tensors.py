@@ -3,22 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from tiny_cohort import group
 
 from evo_grpo.api.tensors import to_prompts, to_rows, to_tensors
 from evo_grpo.errors import ShapeError
-from evo_grpo.types import Completion, CompletionGroup, Prompt
+from evo_grpo.types import Prompt
 
 
 def tokenizer(text, verbose=True):
     return {"input_ids": [ord(c) - 90 for c in text]}
-
-
-def group(prompt, *completions):
-    return CompletionGroup(
-        0,
-        Prompt(0, "", prompt),
-        tuple(Completion(ids, "", (-0.5,) * len(ids), True) for ids in completions),
-    )
 
 
 def test_prompts_come_from_prompts_texts_and_ids():

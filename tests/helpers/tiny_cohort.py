@@ -14,6 +14,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.settings.keywords import agent_settings
+from evo_grpo.types import Completion, CompletionGroup, Prompt
 
 VOCABULARY = 19
 
@@ -96,6 +97,15 @@ def perturb(cohort, slot, scale=0.05):
     generator = torch.Generator().manual_seed(100 + slot)
     for parameter in cohort.slots.parameters(cohort.agents[slot].adapter):
         parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def group(prompt, *completions):
+    """Completions of one prompt, all of them ended, by their token ids."""
+    return CompletionGroup(
+        0,
+        Prompt(0, "", prompt),
+        tuple(Completion(ids, "", (-0.5,) * len(ids), True) for ids in completions),
+    )
 
 
 def make_rows(seed, groups=2, group_size=4, prompt=(3, 6), answer=(1, 5)):

@@ -3,22 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from tiny_cohort import make_rows, rows_of
+from tiny_cohort import group, make_rows, rows_of
 
 from evo_grpo.learn.packing import collate
 from evo_grpo.learn.rows import Row, StepTotals, assign_minibatches, rows_from_trajectories
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.types import Completion, CompletionGroup, Prompt, Trajectory
+from evo_grpo.types import Trajectory
 
 CPU = torch.device("cpu")
-
-
-def group(prompt, *completions):
-    return CompletionGroup(
-        0,
-        Prompt(0, "", prompt),
-        tuple(Completion(ids, "", (-0.5,) * len(ids), True) for ids in completions),
-    )
 
 
 def row(length, generated):
