@@ -134,9 +134,6 @@ def test_more_rounds_are_those_of_a_run_without_the_rule(tmp_path, ended, rounds
         resume(tmp_path / "run")
     run(small(population__rounds=rounds), out=tmp_path / "long")
     first, second = outcome(tmp_path / "run"), outcome(tmp_path / "long")
-    (earlier,) = first["summary"].pop("earlier")
-    assert earlier["rounds"] == 2
-    second["summary"].pop("earlier")
     assert first["summary"] == second["summary"]
     assert first["leaderboard"] == second["leaderboard"]
     assert first["completions"] == second["completions"]

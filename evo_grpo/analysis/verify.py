@@ -191,12 +191,6 @@ def _check_end(records: _Records, findings: Findings) -> None:
             f"{names.ROUNDS} has {len(rounds)}"
         )
     findings.compare(folder, summary.get("files", {}), f"{names.SUMMARY} recorded")
-    for end in summary.get("earlier", ()):
-        file = folder / f"summary.rounds-{end['rounds']}.json"
-        if not os.path.lexists(file):
-            findings.damage.append(
-                f"{file}: is missing, but {names.SUMMARY} names this end of the run"
-            )
 
 
 def _check_checkpoints(records: _Records, findings: Findings) -> None:

@@ -398,7 +398,7 @@ def resume(
         folder: The run folder.
         rounds: Rounds of the whole run, in place of population.rounds. A finished run continues up
             to this number, with the result of a run that had this number from the start. The
-            summary keeps the earlier result.
+            earlier summary is kept as summary.rounds-N.json.
         allow: Files of yours that may have changed since the run began, named as in the error
             message, such as "env.reward: my_rewards:score".
         code: A further folder to search for the files and modules that the run names.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from evo_grpo.evolve.claims import TEST_LEVEL, claims
 from evo_grpo.evolve.intervals import interval
 from evo_grpo.record.family import ancestry, best_ever, front, leading_agent
 from evo_grpo.record.folder import read_result
-from evo_grpo.record.names import EARLIER, SUMMARY
+from evo_grpo.record.names import SUMMARY
 from evo_grpo.record.plain import RelativePath
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.types import Score
@@ -63,15 +63,6 @@ class _Candidate:
 
 
 @dataclass(frozen=True)
-class _EarlierResult:
-    rounds: int
-    base: MeanReward
-    best: _WinnerEntry
-    gain: float | None
-    gain_se: float | None
-
-
-@dataclass(frozen=True)
 class _Passes:
     k: int
     correct: float
@@ -97,7 +88,6 @@ class _Summary:
         final_tokens: Tokens sampled to compare the candidates.
         files: SHA-256 by path of the files of a mean that won.
         stopped: The rules of population.stop that ended the run, with their values.
-        earlier: The results of the run before it was extended to more rounds.
     """
 
     split: str
@@ -113,7 +103,6 @@ class _Summary:
     stopped: Mapping[str, float | Mapping[str, float] | None] = field(
         default_factory=dict[str, float | Mapping[str, float] | None]
     )
-    earlier: list[_EarlierResult] = field(default_factory=list[_EarlierResult])
     passes: list[_Passes] = field(default_factory=list[_Passes])
     judge: _Judge | None = None
 
@@ -130,18 +119,6 @@ def read_summary(folder: str | Path, name: str = SUMMARY) -> dict[str, Any] | No
     content = "the summary of the run"
     result = read_result(Path(folder) / name, _SCHEMA, content, f"resume {folder}")
     return None if result is None else result[0]
-
-
-def earlier_ends(folder: Path) -> list[dict[str, Any]]:
-    """Return the results that an extended run had before each extension, oldest first."""
-    by_rounds = {
-        int(match[1]): read_summary(folder, path.name)
-        for path in folder.glob("summary.rounds-*.json")
-        if (match := EARLIER.fullmatch(path.name))
-    }
-    names = [attribute.name for attribute in fields(_EarlierResult)]
-    ends = [end for _, end in sorted(by_rounds.items()) if end is not None]
-    return [{name: end[name] for name in names} for end in ends]
 
 
 def gain_interval(summary: Mapping[str, Any]) -> tuple[float, float]:

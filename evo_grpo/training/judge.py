@@ -53,20 +53,17 @@ def finish(
     folder: RunDir | None,
     prepared: Prepared,
     rounds: Sequence[RoundRecord],
-    earlier: Sequence[Mapping[str, Any]],
     start: float,
 ) -> dict[str, Any]:
     """Choose a run's best agent, compare it with the base, and write summary.json.
 
-    Only the ranks that have the finalists evaluate them; all ranks return the summary. `earlier`
-    has the summaries from before each extension of the run. `start` is the time at which this
-    process began the run, by `time.perf_counter`.
+    Only the ranks that have the finalists evaluate them; all ranks return the summary. `start` is
+    the time at which this process began the run, by `time.perf_counter`.
     """
     cohort, summary = prepared.cohort, None
     candidates = finalists(cohort, rounds)
     if cohort.is_local(candidates[0].slot):
-        judged = _judged(folder, prepared, rounds, candidates, start)
-        summary = {**judged, "earlier": list(earlier)}
+        summary = _judged(folder, prepared, rounds, candidates, start)
     spent = spent_on_rewards(prepared.env, cohort.team, writes=folder is not None)
     if summary is not None and spent:
         summary["judge"] = spent

@@ -25,7 +25,7 @@ from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir, clear_run, refuse_taken
 from evo_grpo.record.study import check_storage, study_is_written, write_study
-from evo_grpo.record.summary import earlier_ends, read_summary
+from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.yaml import as_config, to_yaml
 from evo_grpo.training.assemble import Prepared, prepare, record_rewards
@@ -138,7 +138,7 @@ def play_and_judge(
         None if folder is None else _read_history(config, folder, prepared, steers=steers)
     )
     assert past is not None, "the first rank has the folder"
-    rounds, earlier_summaries, taken_up = past
+    rounds, taken_up = past
     slots = prepared.slots
     if rounds:
         with reading(place):
@@ -164,7 +164,7 @@ def play_and_judge(
     # The writer is closed. A run that is unfinished here was ended by a request, for a resume.
     if not prepared.is_unfinished(rounds):
         observer.stage(len(rounds) - 1, "test", 0, 1)
-        summary = finish(folder, prepared, rounds, earlier_summaries, start)
+        summary = finish(folder, prepared, rounds, start)
         _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
         observer.finished(summary)
     if folder is not None:
@@ -236,24 +236,23 @@ def _removed_on_failure(folder: RunDir | None, *, fresh: bool) -> Generator[None
 
 def _read_history(
     config: RunConfig, folder: RunDir, prepared: Prepared, *, steers: bool
-) -> tuple[list[RoundRecord], list[dict[str, Any]], list[str]]:
+) -> tuple[list[RoundRecord], list[str]]:
     """Record a run's inputs, update `checkpoints/best`, and, if `steers`, carry out old requests.
 
-    Returns the rounds, the summaries from before each extension, and a sentence for each request.
+    Returns the rounds, and a sentence for each request.
     """
     with reading(folder.path):
         record_inputs(folder, config, prepared.objects)
         rounds = folder.rounds()
         if rounds and _keeps_best(config):
             folder.keep_best()
-        earlier_summaries = earlier_ends(folder.path)
     sentences = list[str]()
     if steers:
         unfinished = prepared.is_unfinished(rounds)
         sentences = take_up_requests(
             folder, rounds, prepared.cohort.hp_config, unfinished=unfinished
         )
-    return rounds, earlier_summaries, sentences
+    return rounds, sentences
 
 
 def _keeps_best(config: RunConfig) -> bool:

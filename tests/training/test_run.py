@@ -116,7 +116,7 @@ def test_the_error_of_the_gain_is_paired(tmp_path, monkeypatch):
     assert summary["gain_se"] != pytest.approx(np.hypot(base.se, best.se))
     assert set(summary) == {
         *("split", "base", "best", "candidates", "final_tokens", "gain", "gain_se", "rounds"),
-        *("wall_seconds", "files", "earlier", "stopped", "passes"),
+        *("wall_seconds", "files", "stopped", "passes"),
     }
 
 
