@@ -1,12 +1,10 @@
 """Reads the schedule of a run's winner, plans trainings that replay it, and stores their result."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -21,9 +19,6 @@ from evo_grpo.record.records import AgentRecord, HyperparameterName, RoundRecord
 from evo_grpo.record.summary import read_summary, winning_lines
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Score
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 FORMAT = 1
 """Version of the format of replay.json."""
@@ -108,32 +103,6 @@ class Schedule:
         """Return the hyperparameters that a table of the schedule shows, in order of columns."""
         further = [name for name in self.mutable if name not in columns.ALWAYS]
         return ("lr", "beta", "clip_coef", "group_size", *further)
-
-    def frame(self) -> pd.DataFrame:
-        """Return the schedule as a typed frame with one row per round.
-
-        The columns are round (0-based), member, the hyperparameters of the leaderboard,
-        prompts_per_step, rows and tokens.
-        """
-        names = [*columns.ALWAYS, *(n for n in self.mutable if n not in columns.ALWAYS)]
-        rows = [
-            {
-                "round": scheduled.round,
-                "member": scheduled.member,
-                **columns.values(scheduled.hparams, names),
-                "prompts_per_step": self.prompts_per_step(scheduled),
-                "rows": scheduled.rows,
-                "tokens": scheduled.tokens,
-            }
-            for scheduled in self.rounds
-        ]
-        types = {
-            **dict.fromkeys(("round", "member"), "Int64"),
-            **columns.dtypes(names),
-            "prompts_per_step": "float64",
-            **dict.fromkeys(("rows", "tokens"), "Int64"),
-        }
-        return columns.frame(rows, types)
 
     def to_json(self) -> dict[str, Any]:
         """Return the schedule as plain JSON values."""
@@ -235,42 +204,6 @@ class Replay:
         """Return the part of the result that the terminal and the report show."""
         winner = Arm(WINNER, self.schedule.tokens, (self.winner,))
         return Arms((*self.trained, winner), self.differences, (self.verdict, self.caveat()))
-
-    def frame(self) -> pd.DataFrame:
-        """Return the results as a typed frame: one row per kind of training, then the winner.
-
-        The columns are training, rows, tokens, failed_steps (missing for the winner), test, test_se
-        (over the prompts), spread (standard deviation between the repeats), prompts (of the test),
-        and the difference to the winner: ahead, ahead_se, p.
-        """
-        types = {
-            "training": "string",
-            **dict.fromkeys(("rows", "tokens", "failed_steps"), "Int64"),
-            **dict.fromkeys(("test", "test_se", "spread"), "float64"),
-            "prompts": "Int64",
-            **dict.fromkeys(("ahead", "ahead_se", "p"), "float64"),
-        }
-        missing = dict.fromkeys(types)
-        rows: list[dict[str, object]] = []
-        for replayed in self.trained:
-            ahead = self.difference(replayed.name, WINNER)
-            rows.append(
-                {
-                    **missing,
-                    "training": replayed.name,
-                    "rows": replayed.rows,
-                    "tokens": replayed.tokens,
-                    "failed_steps": replayed.failed_steps,
-                    "spread": replayed.spread,
-                    **_test(replayed.test),
-                    "ahead": ahead.difference,
-                    "ahead_se": ahead.error,
-                    "p": ahead.p,
-                }
-            )
-        spent = {"rows": self.schedule.rows, "tokens": self.schedule.tokens}
-        rows.append({**missing, "training": WINNER, **spent, **_test(self.winner)})
-        return columns.frame(rows, types)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of replay.json."""
@@ -433,10 +366,6 @@ def _evenly(groups: int, steps: int) -> tuple[int, ...]:
 def _rows(agent: AgentRecord) -> int:
     """Return the number of rows that an agent sampled in a round, dropped episodes included."""
     return int(agent.metrics["rows"] + agent.metrics.get("dropped", 0.0))
-
-
-def _test(score: Score) -> dict[str, float]:
-    return {"test": score.mean, "test_se": score.se, "prompts": score.n}
 
 
 def _numbers(ahead: Difference) -> str:
