@@ -21,7 +21,6 @@ from evo_grpo.envs.loading import Loader, configured_rewards, load_function
 from evo_grpo.envs.rewards.functions import required_columns
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
-from evo_grpo.record.files import many_objects
 from evo_grpo.settings import EnvConfig
 
 if TYPE_CHECKING:
@@ -83,7 +82,6 @@ def kinds() -> list[str]:
     return [f"{name}:<name>" if family.named else name for name, family in families.items()]
 
 
-@many_objects()
 def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
     """Build the single-turn task that a configuration names.
 

@@ -7,7 +7,6 @@ removed. `create_folder` syncs the parent of each new folder.
 """
 
 import fcntl
-import gc
 import hashlib
 import json
 import logging
@@ -19,7 +18,6 @@ import time
 import weakref
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import Any, final
 
@@ -31,9 +29,6 @@ from evo_grpo.schema.hparams import Hparams
 
 _log = logging.getLogger(__name__)
 
-#: Calls of `many_objects`, and after how many of them it searches all objects.
-_calls = count(1)
-_SEARCH_EVERY = 16
 _ATTEMPTS, _PAUSE = 5, 0.01
 _CHECKSUM = "sha256"
 _TEMPORARY = ".tmp"
@@ -43,27 +38,6 @@ _END = re.compile(rb'"[0-9a-f]{64}"\}\s*\Z')
 _UNCOVERED = 66
 #: Bytes that hold the first two keys of a sealed line.
 _HEAD = 64
-
-
-@contextmanager
-def many_objects() -> Generator[None]:
-    """Pause Python's garbage collector; creating many objects then takes half the time.
-
-    Objects that are created during a pause never cause a collection, not even later. Therefore
-    every 16th call collects garbage itself, such as the objects of runs that have ended.
-    """
-    was_enabled = gc.isenabled()
-    if was_enabled and next(_calls) % _SEARCH_EVERY == 0:
-        gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            if not gc.get_freeze_count():  # else a user's program has frozen its own objects
-                gc.freeze()
-                gc.unfreeze()  # into the oldest generation
-            gc.enable()
 
 
 @contextmanager

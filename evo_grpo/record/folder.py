@@ -232,7 +232,6 @@ class ParsedRounds(NamedTuple):
     places: list[int]
 
 
-@files.many_objects()
 def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> ParsedRounds:
     """Read rounds.jsonl from byte `start`, where the line of round `first` begins.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.errors import ConfigError, RunDirError
-from evo_grpo.record.files import atomic_write, many_objects, remove
+from evo_grpo.record.files import atomic_write, remove
 from evo_grpo.record.folder import read_config, read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import Entry, RoundDone, RunFinished
@@ -162,7 +162,6 @@ def study_is_written(run: Path) -> bool:
     return any(file.stat().st_mtime_ns >= end for file in files)
 
 
-@many_objects()
 def write_study(run: Path, run_id: str) -> None:
     """Write the study in a run folder from its rounds and summary; RunFailedError if this fails."""
     reader = StudyReader(run, run_id)

@@ -19,7 +19,7 @@ from evo_grpo.places import expanded
 from evo_grpo.population.ranks.ranks import find_team, sharing_early_errors
 from evo_grpo.population.round import Round, Steerer, next_slots, play_round
 from evo_grpo.population.steps import Limit, RunWriter
-from evo_grpo.record.files import many_objects, reading
+from evo_grpo.record.files import reading
 from evo_grpo.record.folder import read_config, with_objects
 from evo_grpo.record.observer import Observer, ObserverList, check_observer
 from evo_grpo.record.records import RoundRecord, outline
@@ -143,8 +143,7 @@ def play_and_judge(
     if rounds:
         with reading(place):
             slots = restore(prepared, rounds, place)  # those of the next round
-        with many_objects():
-            rounds[:-1] = map(outline, rounds[:-1])
+        rounds[:-1] = map(outline, rounds[:-1])
     writer = _writer_of(config, place, folder, prepared)  # it has removed unfinished files
     team.wait_for_all()
     total = prepared.round_settings.population.rounds

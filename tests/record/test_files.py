@@ -1,11 +1,9 @@
 """Whole files, checked lines and the lock, one level below the run folder."""
 
 import errno
-import gc
 import json
 import math
 import os
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,6 @@ from evo_grpo.record.files import (
     append,
     atomic_write,
     create_folder,
-    many_objects,
     reading,
     seal,
     sync_into,
@@ -253,24 +250,3 @@ def test_the_head_of_a_line_is_read_once_the_whole_line_is_found_as_it_was_writt
     assert (head["format"], head["amends"]) == (4, 17)
     with pytest.raises(ValueError, match="sha256 does not match"):
         unsealed_head(line.replace("ä".encode(), b"a ", 1))
-
-
-def test_the_garbage_collector_is_back_after_many_objects_also_after_an_error():
-    with many_objects():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError):
-        many_objects()(lambda: 1 / 0)()
-    assert gc.isenabled()
-
-
-def test_objects_that_were_made_old_are_searched_for_garbage_too():
-    class Cycle:
-        def __init__(self):
-            self.own = self
-
-    made = []
-    for _ in range(60):
-        with many_objects():
-            made.append(weakref.ref(Cycle()))
-    assert sum(one() is not None for one in made) < 20

@@ -18,7 +18,7 @@ from evo_grpo.readers.report.page import Page, Table, cards, known, sortable, te
 from evo_grpo.readers.terminal.result import cell, columns, difference_rows, redundant, scores
 from evo_grpo.record.arms import Arms, comparison_arms
 from evo_grpo.record.columns import objectives
-from evo_grpo.record.files import atomic_write, many_objects
+from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import expect_run
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, RunStarted
 from evo_grpo.record.names import REPORT, SUMMARY
@@ -49,7 +49,6 @@ _CELL_TAG = '<td style="white-space: nowrap">'  # notebooks break numbers at "-"
 _TITLES = {"wall_seconds": "seconds", "round": "last round", "left": "left after round"}
 
 
-@many_objects()
 def write_report(run: str | Path, out: str | Path | None = None, *, samples: bool = True) -> Path:
     """Write a run as a page that a browser opens without a network.
 
