@@ -101,7 +101,6 @@ class AgentKeywords(TypedDict, total=False):
     max_decode_rows: int | None
     max_decode_prompts: int | None
     gradient_checkpointing: bool
-    compile: str | None
     cuda_graphs: bool
     kernels: Literal["auto", "on", "off"]
 

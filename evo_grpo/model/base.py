@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from evo_grpo.errors import ConfigError, ModelError
+from evo_grpo.errors import ModelError
 from evo_grpo.model import logprobs, origin, quantized, row_limit
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
 from evo_grpo.model.probing import check_forward, columns_of_probe, probe_ids
@@ -80,8 +80,6 @@ class SharedBase:
         self.kernels: Kernels = "auto"
         #: Whether flash attention adds gradients in a fixed order; see `llama.cuda.segments`.
         self.in_order = True
-        #: The mode given to `compile`; None if it was not called.
-        self.compiled: str | None = None
         #: Contexts of the passes of a base that is divided among processes.
         self.passes: Passes | None = None
         #: Runs the trunk with keywords and returns hidden states; an engine may replace it.
@@ -210,17 +208,6 @@ class SharedBase:
         if self.tokenizer is not None and self.tokenizer.pad_token is None and pad_token:
             self.tokenizer.pad_token = pad_token
         self.padding = (pad_id, pad_token)
-
-    def compile(self, mode: str) -> None:
-        """Compile the layers without adapters (norms, rotary embeddings) with torch.compile.
-
-        Compiled linear layers would be recompiled for each layout of rows.
-        """
-        _try_compiler(mode, self.device)
-        for module in self.trunk.modules():
-            if type(module).__name__.endswith(("Norm", "RotaryEmbedding")):
-                module.compile(mode=mode, dynamic=True)
-        self.compiled = mode
 
     @property
     def bytes_here(self) -> int:
@@ -394,16 +381,3 @@ def _linear_features(trunk: nn.Module) -> int:
         elif not isinstance(module, nn.Embedding) and isinstance(weight, Tensor):
             total += sum(weight.shape) if weight.ndim == 2 else 0
     return total
-
-
-def _try_compiler(mode: str, device: torch.device) -> None:
-    """Compile a small function, so that a missing compiler is noticed before the first round."""
-    try:
-        torch.compile(lambda x: x + 1, mode=mode)(torch.zeros(1, device=device))
-    except RuntimeError as error:
-        got = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"engine.compile: {mode!r}: expected a mode of torch.compile and a compiler for it, "
-            f"got {type(error).__name__}: {got}; correct the mode, install the compiler (for a CPU "
-            "g++, on Debian: apt install g++), or leave engine.compile out"
-        ) from error

@@ -51,7 +51,6 @@ OTHER_NAMES: dict[str, str] = {
     "mutations": "evolve.exploration",
     "mutation": "evolve.exploration",
     "tournament": "evolve.selection",
-    "torch_compiler": "engine.compile",
     "use_vllm": "engine.rollout",
     "bf16": "engine.dtype",
     "micro_batch_size_per_gpu": "engine.max_rows_per_microbatch",

@@ -190,7 +190,6 @@ def _engine(engine: EngineConfig) -> Iterator[Problem]:
         ("shards", (engine.shards or 1) > 1, f"null or 1 {zero}", remedy),
         ("overlap", engine.overlap, f"false {zero}", remedy),
         ("rollout", not exact, f"{engines} {zero}", "set zero to null"),
-        ("compile", engine.compile is not None, f"null {zero}", remedy),
         ("offload_adapters", offload, f"false {zero}", remedy),
     )
 

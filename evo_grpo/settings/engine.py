@@ -128,13 +128,6 @@ class EngineConfig(Group):
     gradient_checkpointing: bool = setting(
         False, "Recompute activations in the backward pass; slower, but needs less memory."
     )
-    compile: str | None = setting(
-        None,
-        "Mode of torch.compile, for instance `default`; null does not compile. Compiles the base's "
-        "layers without adapters.",
-        min_length=1,
-    )
-
     cuda_graphs: bool = setting(
         True,
         "Generate by CUDA graphs, which launch the kernels of a decode step at once. Acts on a "

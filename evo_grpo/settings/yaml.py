@@ -156,6 +156,7 @@ for _kind in ("binary", "omap", "pairs", "set"):  # no setting takes them
 REMOVED: dict[tuple[str, ...], tuple[object, str]] = {
     ("evolve", "recombine"): ("none", "since it helped nowhere"),
     ("evolve", "svd_noise"): (0, "since it helped nowhere"),
+    ("engine", "compile"): (None, "since it was slower with large models"),
     ("engine", "vllm", "stop_sequences"): ([], "and algorithm.stop serves every engine"),
     ("engine", "vllm", "process"): ("child", "and vLLM always runs in a separate process"),
 }
@@ -304,8 +305,9 @@ def without_removed(settings: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[P
             group[name] = group = dict(cast("Mapping[Any, Any]", subgroup))
         else:
             if (value := group.pop(path[-1], harmless)) != harmless:
+                expected = "null" if harmless is None else harmless
                 text = (
-                    f"expected {harmless}, got {shown(value)}: it was removed, {why}; leave it "
+                    f"expected {expected}, got {shown(value)}: it was removed, {why}; leave it "
                     "out, or finish a run with the version that began it"
                 )
                 problems.append(Problem(path, text))

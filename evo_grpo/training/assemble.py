@@ -196,8 +196,6 @@ def build_cohort(
             accelerator=objects.accelerator,
         )
         starting.check_adapters(cohort)
-        if settings.engine.compile is not None:
-            base.compile(settings.engine.compile)
     if team.rank == 0:
         penalty = "repetition_penalty" in cohort.hp_config.names()
         starting.warn_of_processors(base, settings.algorithm, mutates=penalty)

@@ -38,9 +38,10 @@ _ADJUSTABLE = (
 )
 """Settings that may change between two rounds without an effect on the results."""
 ROUNDING = (
-    *("engine.threads", "engine.device", "engine.compile", "engine.kernels"),
+    *("engine.threads", "engine.device", "engine.kernels"),
     *("engine.max_tokens_per_microbatch", "engine.max_rows_per_microbatch"),
     *("engine.max_decode_rows", "engine.base", "engine.zero"),
+    "engine.compile",  # of runs that an earlier version began
 )
 """Settings that may change between two rounds and affect the rounding of later rounds."""
 
@@ -209,7 +210,8 @@ def compare_inputs(
     record_inputs(folder, config, objects)
     recorded, played = recorded_inputs.read_inputs_of(folder.path), folder.rounds()
     # The run would continue by other rules than it began with.
-    if removed := [name for name in map(".".join, REMOVED) if name in recorded.settings]:
+    removed = [n for n in map(".".join, REMOVED) if n in recorded.settings and not may_change(n)]
+    if removed:
         raise RunDirError(
             f"{folder.path}: expected a run that this version began, got that of an earlier "
             f"version, with {', '.join(removed)}; finish it with evo-grpo "

@@ -12,7 +12,6 @@ steps     a decode step by kernels; see decode_kernels.py
 speed     8 agents at once beside one by one, transformers and vLLM
 launches  what a call of each phase asks of the device
 memory    as `plan`, without seconds, for 1 and 32 agents
-compile   `engine.compile`, where asked for
 
 Each part has a process of its own and a share of the time; numbers are printed at once. Models have
 random weights of the shapes of Qwen2.5: a matmul costs the same whatever it multiplies.
@@ -35,7 +34,7 @@ from evo_grpo.training.sizing.cards import cuda_devices
 #: Part -> its share of the time.
 PARTS = {
     "card": 2, "plan": 5, "real": 5, "round": 4, "trl": 5, "steps": 5, "speed": 8, "launches": 3,
-    "memory": 4, "compile": 10,
+    "memory": 4,
 }  # fmt: skip
 #: Seconds that a part has at least, many of which import, and with which none is started.
 LEAST, SHORTEST = 40, 5
@@ -45,9 +44,7 @@ def arguments() -> argparse.Namespace:
     """Read the command line."""
     given = parser(__doc__.partition("\n")[0])
     given.add_argument("--shapes", nargs="+", choices=["0.5B", "3B"], default=["0.5B", "3B"])
-    # Compiling takes minutes, so it is measured where asked for.
-    usual = [part for part in PARTS if part != "compile"]
-    given.add_argument("--parts", nargs="+", choices=PARTS, default=usual)
+    given.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     given.add_argument("--minutes", type=float, help="of all parts; 10, or 3 with --rehearse")
     given.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM")
     given.add_argument("--trl", metavar="PYTHON", help="one that has TRL; default: this one")

@@ -395,7 +395,7 @@ def trl(bench: Bench) -> None:
     bench.report.at_least(what, theirs / ours, 4.0)
 
 
-# --- steps, speed, launches, compile
+# --- steps, speed, launches
 
 
 def steps(bench: Bench) -> None:
@@ -544,25 +544,9 @@ def launches(bench: Bench) -> None:
             add_longest(bench.report, f"launches, longest kernels, {phase}", found)
 
 
-def compiled(bench: Bench) -> None:
-    """Compare both phases with `engine.compile: default`, and report the first, which compiles."""
-    for shape in bench.shapes:
-        job = bench.job(shape)
-        calls = {"generate": job.generate, "learn": job.learn}
-        plain = {phase: bench.place.seconds(call, bench.repeats) for phase, call in calls.items()}
-        job.cohort.base.compile("default")
-        for phase, call in calls.items():
-            first = bench.place.seconds(call, 1, 0)
-            seconds = bench.place.seconds(call, bench.repeats)
-            bench.report.add(
-                f"compile, Qwen2.5-{shape} shape, {AGENTS} agents", phase=phase, first=first,
-                plain=plain[phase], compiled=seconds, faster=plain[phase] / seconds,
-            )  # fmt: skip
-
-
 PARTS: dict[str, Callable[[Bench], None]] = {
     "card": card, "plan": plan, "real": real, "round": whole_round, "trl": trl, "steps": steps,
-    "speed": speed, "launches": launches, "memory": memory, "compile": compiled,
+    "speed": speed, "launches": launches, "memory": memory,
 }  # fmt: skip
 
 

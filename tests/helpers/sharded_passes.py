@@ -35,7 +35,6 @@ CASES = {
         {"gradient_checkpointing": True},
         {"target_modules": THIRD_LAYER},
     ),
-    "compiled": (tiny.llama, {"compile": "default"}, {}),
 }
 #: Agents: two on the first rank, one on the second, which differ in group size and KL term.
 HPARAMS = [
@@ -114,8 +113,6 @@ def compare(case, team):
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    # torch.compile looks at the gradients of all tensors that it meets.
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     ranks = find_team()
     for name in CASES:
         print(f"{name}: {compare(name, ranks):.3f}", flush=True)

@@ -10,7 +10,6 @@ import tiny
 import torch
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
-from torch._inductor import config
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -22,7 +21,7 @@ from transformers import (
     xLSTMConfig,
 )
 
-from evo_grpo.errors import ConfigError, ModelError
+from evo_grpo.errors import ModelError
 from evo_grpo.model import base as base_module
 from evo_grpo.model.base import SharedBase, pick_device
 from evo_grpo.sources import embedded_models
@@ -330,22 +329,3 @@ def test_a_cache_is_passed_by_the_name_that_the_model_has(name, monkeypatch):
     cache = DynamicCache()
     base.run(cache, input_ids=torch.tensor([[3]]))
     assert given == {name: cache, "use_cache": True}
-
-
-# torch's own, when its compiler is loaded.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("mode", "message"),
-    [
-        ("default", r"a compiler for it, got .*No working C\+\+ compiler.*install the compiler"),
-        ("defalt", "a mode of torch.compile .* Unrecognized mode=defalt.*correct the mode"),
-    ],
-)
-def test_a_mode_or_a_compiler_that_is_not_there_is_named_at_once(
-    mode, message, monkeypatch, tmp_path
-):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    base = SharedBase(tiny.llama())
-    with config.patch({"cpp.cxx": (None, "none")}), pytest.raises(ConfigError, match=message):
-        base.compile(mode)
-    assert base.compiled is None

@@ -84,7 +84,6 @@ AGENT = {
     "overlap": True,
     "offload_adapters": True,
     "gradient_checkpointing": True,
-    "compile": "default",
     "cuda_graphs": False,
     "kernels": "off",
 }
@@ -263,7 +262,6 @@ ARRIVES = {
     "shards": lambda a: a.cohort.shards,
     "overlap": lambda a: a.cohort.settings.engine.overlap,
     "base": lambda a: "replicated" if a.cohort.base.specialized else "sharded",
-    "compile": lambda a: a.cohort.base.compiled,
     "lr": lambda a: a.state.optimizer.param_groups[0]["initial_lr"],
     "group_size": lambda a: PopulationSampler.in_training(a.cohort, [0], stream=()).group_sizes[0],
     **{

@@ -209,8 +209,6 @@ engine.zero=2 && engine.overlap=true
     engine.overlap: expected false with zero 2, got true; leave it out
 engine.zero=2 && engine.dtype=float16
     engine.dtype: expected auto, bfloat16 or float32
-engine.zero=2 && engine.compile=default
-    engine.compile: expected null with zero 2
 record.trackers=[wandb, wandb]
     record.trackers[1].kind: expected each kind once
 record.storage=sqlite && record.optuna=false

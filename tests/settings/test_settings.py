@@ -51,8 +51,8 @@ def test_model_and_env_suffice_and_all_else_has_defaults():
 
 
 def test_removed_settings_that_were_off_are_left_out(tmp_path):
-    off = {"recombine": "none", "svd_noise": 0.0}
-    assert from_dict({**MINIMAL, "evolve": off}) == from_dict(MINIMAL)
+    off, engine = {"recombine": "none", "svd_noise": 0.0}, {"compile": None}
+    assert from_dict({**MINIMAL, "evolve": off, "engine": engine}) == from_dict(MINIMAL)
     text = to_yaml(from_dict(MINIMAL)).replace(
         "\nevolve:\n", "\nevolve:\n  recombine: none\n  svd_noise: 0.0\n"
     )
@@ -61,6 +61,9 @@ def test_removed_settings_that_were_off_are_left_out(tmp_path):
 
 
 def test_removed_settings_that_were_on_are_refused_beside_other_problems():
+    assert "engine.compile: expected null, got the string 'default'" in refused(
+        "engine.compile=default"
+    )
     text = refused("evolve.recombine=average")
     assert text == (
         "configuration with --set: evolve.recombine: expected none, got the string 'average': it "

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import yaml
@@ -303,7 +303,7 @@ def record(folder, drop=(), **changes):
     file.write_text(seal(data))
 
 
-NEWER = ("engine.compile", "record.optuna", "evolve.fitness.racing", "evolve.selection.elitism")
+NEWER = ("engine.kernels", "record.optuna", "evolve.fitness.racing", "evolve.selection.elitism")
 
 
 def test_a_setting_that_the_record_does_not_have_is_unchanged_at_its_default(copied):
@@ -344,6 +344,23 @@ def test_a_run_of_an_earlier_version_is_read_and_not_gone_on_with(copied):
     with pytest.raises(RunDirError, match=message):
         resume(copied)
     check_inputs(copied, read_config(copied), command="")
+    assert len(leaderboard(copied)) > 1
+
+
+@pytest.mark.parametrize("mode", [None, "default"])
+def test_a_run_that_could_compile_is_gone_on_with(copied, mode):
+    """As an evo-grpo wrote it that had `engine.compile`, which rounded, and changed no rule."""
+    record(copied, **{"engine.compile": mode})
+    rewrite(copied, engine__compile=mode)
+    if mode is not None:
+        with pytest.raises(ConfigError, match=r"engine.compile: expected null, got .*default"):
+            resume(copied)
+        rewrite(copied, engine__compile=None)
+    check_inputs(copied, read_config(copied), command="")
+    with nullcontext() if mode is None else pytest.warns(UserWarning, match=r"engine.compile was"):
+        resume(copied)
+    assert (copied / "summary.json").exists()
+    assert "engine.compile" not in unseal((copied / "inputs.json").read_bytes())["settings"]
     assert len(leaderboard(copied)) > 1
 
 

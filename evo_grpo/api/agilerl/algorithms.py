@@ -286,8 +286,7 @@ class AgileRLAgent(Agent, ABC):
         return tuple(_moved(value, self.cohort.base.device) for value in experiences)
 
     def recompile(self) -> None:
-        """Compile the base in the mode `torch_compiler`; without a mode, in the mode "default"."""
-        self.cohort.base.compile(self.settings.engine.compile or "default")
+        """Do nothing: the base is not compiled."""
 
 
 @final

@@ -153,6 +153,7 @@ _NO_EFFECT = {
     "calc_position_embeddings": "positions always come from real lengths",
     "use_liger_loss": "the chunked log-probs built in hold no (B, T, V) tensor either; Liger's "
     "kernels serve one adapter at a time",
+    "torch_compiler": "nothing is compiled",
     "wrap": "nothing is wrapped",
     "clone": "use agent.clone()",
 }
@@ -352,7 +353,6 @@ KEYWORDS: dict[str, str] = {
     "micro_batch_size_per_gpu": "max_rows_per_microbatch",
     "hf_generate_chunk_size": "max_decode_prompts",
     "cosine_lr_schedule_config": "lr_schedule",
-    "torch_compiler": "compile",
     "use_kl_advantage_shaping": "kl_shaping",
     "use_separate_reference_adapter": "separate_reference",
 }

@@ -232,8 +232,6 @@ def _unserved_ranks(fused: FusedForward) -> str | None:
 def _unsupported_learning(weights: LlamaWeights) -> str | None:
     """Return why kernels do not learn with a base; None if they may."""
     base, size = weights.base, weights.description.head_dim
-    if base.compiled is not None:
-        return "engine.compile is set"
     if base.device.type == "cuda" and (weights.dtype == torch.float32 or size % 8):
         return f"flash attention does not serve {weights.dtype} with heads of {size} features"
     return None

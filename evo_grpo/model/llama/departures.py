@@ -306,7 +306,7 @@ def _joined(
         attentions[kind] = Attention(
             d.heads, d.kv_heads, spans, None, x[0], scale=d.scale, window=kind.window
         )
-    return run_layer(d, layer, x[0], attentions[kind], _product, normalized)[None]
+    return run_layer(d, layer, x[0], attentions[kind], _product)[None]
 
 
 def _product(base: JoinedLinear, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -42,7 +42,6 @@ class LlamaForward:
         indexed = reversed(list(enumerate(self._views.adapters)))
         self._places = {name: index for index, name in indexed}
         self._layout: RowLayout | None = None
-        self._norm = normalized if self.base.compiled is None else _by_module
 
     @contextmanager
     def rows(self, layout: RowLayout, dropout: Sequence[int] | None = None) -> Generator[None]:
@@ -55,7 +54,7 @@ class LlamaForward:
         """See `ModuleForward.hidden_at`."""
         x = self._run(ids) if prefix is None else self._run_shared(prefix)
         where = where if prefix is None else prefix.where
-        return self._norm(self.weights.norm, x.index_select(0, where))
+        return normalized(self.weights.norm, x.index_select(0, where))
 
     def collect_gradients(self) -> None:
         """Write the gradient of each adapter to its parameters."""
@@ -131,7 +130,7 @@ class LlamaForward:
 
     def _layer(self, layer: JoinedLayer, x: Tensor, *, attention: Attention) -> Tensor:
         product = partial(self._linear, spans=attention.spans)
-        return run_layer(self.weights.description, layer, x, attention, product, self._norm)
+        return run_layer(self.weights.description, layer, x, attention, product)
 
     def _linear(
         self,
@@ -149,23 +148,17 @@ class LlamaForward:
         )
 
 
-def _by_module(norm: Norm, x: Tensor) -> Tensor:
-    return norm.module(x)
-
-
 def run_layer(
     description: Description,
     layer: JoinedLayer,
     x: Tensor,
     attention: Callable[[Tensor], Tensor],
     product: Callable[..., Tensor],
-    norm: Callable[[Norm, Tensor], Tensor],
 ) -> Tensor:
     """Run a decoder layer on hidden states (M, H).
 
     `attention` maps concatenated q, k and v to the outputs of the heads. `product` takes a joined
-    linear layer, its input and an optional summand of its output. `norm` takes a norm and its
-    input.
+    linear layer, its input and an optional summand of its output.
     """
     before, after, before_mlp, after_mlp = layer.norms
 
@@ -174,14 +167,14 @@ def run_layer(
             return product(base, inner, x)
         y = product(base, inner)
         if after is not None:
-            y = norm(after, y)
+            y = normalized(after, y)
         return torch.add(x, y, alpha=description.residual_multiplier)
 
-    qkv = product(layer.qkv, x if before is None else norm(before, x))
+    qkv = product(layer.qkv, x if before is None else normalized(before, x))
     if layer.head_norms:
-        qkv = _normalized_heads(description, layer, qkv, norm)
+        qkv = _normalized_heads(description, layer, qkv)
     x = added(layer.out, attention(qkv), x, after)
-    gate_and_up = product(layer.gate_up, x if before_mlp is None else norm(before_mlp, x))
+    gate_and_up = product(layer.gate_up, x if before_mlp is None else normalized(before_mlp, x))
     inner = glu(gate_and_up, gelu=description.gelu)
     return added(layer.down, inner, x, after_mlp)
 
@@ -197,14 +190,12 @@ def normalized(norm: Norm, x: Tensor) -> Tensor:
     return nn.functional.rms_norm(x.float(), weight.shape, weight, norm.eps).to(x.dtype)
 
 
-def _normalized_heads(
-    d: Description, layer: JoinedLayer, joined: Tensor, norm: Callable[[Norm, Tensor], Tensor]
-) -> Tensor:
+def _normalized_heads(d: Description, layer: JoinedLayer, joined: Tensor) -> Tensor:
     """Apply the norms of q and k to concatenated q, k and v (M, (heads + 2 kv_heads) D)."""
     *parts, v = joined.split([n * d.head_dim for n in (d.heads, d.kv_heads, d.kv_heads)], dim=-1)
     rows = (-1,) if d.family.head_norms == "all" else (-1, d.head_dim)
     normed = [
-        norm(head_norm, part.unflatten(-1, rows)).flatten(1)
+        normalized(head_norm, part.unflatten(-1, rows)).flatten(1)
         for head_norm, part in zip(layer.head_norms, parts, strict=True)
     ]
     return torch.cat([*normed, v], dim=-1)

@@ -129,10 +129,7 @@ def work_of(
         group=algorithm.group_size,
         least_rows=together * algorithm.group_size,
         head_norms=bool(family.head_norms),
-        kernels=specialised
-        and family.kernels
-        and engine.kernels != "off"
-        and engine.compile is None,
+        kernels=specialised and family.kernels and engine.kernels != "off",
         # The part that computes, and the next one.
         resident=min(per_process, 2 * together) if offloads else None,
     )

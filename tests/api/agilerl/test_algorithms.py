@@ -12,7 +12,6 @@ import pytest
 import torch
 from text_agents import agilerl_agents, gym, lora
 from tiny_cohort import assert_same_image, image, perturb
-from torch import nn
 
 from evo_grpo.agilerl import GRPO, CosineLRScheduleConfig
 from evo_grpo.errors import CheckpointError, ConfigError
@@ -247,46 +246,6 @@ def test_population_wraps_agents_without_changing_a_bit(separate):
     assert [w.calls for w in wrapped] == [1, 2, 1]
     for slot in range(3):
         assert_same_image(image(plain.cohort, slot), image(wrapped.cohort, slot))
-
-
-@pytest.mark.parametrize("mode", [None, "max-autotune-no-cudagraphs"])
-def test_recompile_marks_modules_without_adapters(monkeypatch, mode):
-    seen = []
-    monkeypatch.setattr("evo_grpo.model.base._try_compiler", lambda mode, device: None)
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **given: seen.append((self, given)))
-    population = agilerl_agents(3, torch_compiler=mode)
-    assert bool(seen) is (mode is not None)
-    for agent in population:
-        take(agent)
-    seen.clear()
-    with only_the_middle_one(population) as agent:
-        agent.recompile()
-    assert seen
-    for module, given in seen:
-        assert given["mode"] == (mode or "default")
-        assert not any("lora" in name for name, _ in module.named_parameters())
-
-
-@pytest.mark.slow
-# torch's own, when its compiler is loaded and looks at a tensor.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_compiled_agents_learn_as_plain_ones_do():
-    plain, compiled = (
-        agilerl_agents(2),
-        agilerl_agents(2, torch_compiler="max-autotune-no-cudagraphs"),
-    )
-    for population in (plain, compiled):
-        for agent in population:
-            take(agent)
-    for slot in (0, 1):
-        one, two = image(plain.cohort, slot)["actor"], image(compiled.cohort, slot)["actor"]
-        assert all(torch.allclose(v, two[k], atol=1e-4) for k, v in one.items())
-
-
-def test_a_mode_that_torch_does_not_know_is_named():
-    with pytest.raises(ConfigError, match=r"compile: .*bogus.*max-autotune"):
-        agilerl_agents(1, torch_compiler="bogus")
 
 
 def test_reinit_optimizers_forgets_the_moments(population):

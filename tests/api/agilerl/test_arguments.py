@@ -88,6 +88,7 @@ def test_vllm_that_is_not_installed_is_named():
         ({"use_memory_efficient_params": False}, "use_memory_efficient_params: False has no"),
         ({"cast_logprobs_to_fp32": False}, "cast_logprobs_to_fp32: False has no effect"),
         ({"calc_position_embeddings": False}, "calc_position_embeddings: False has no"),
+        ({"torch_compiler": "default"}, "torch_compiler: default has no effect: nothing"),
         ({"use_liger_loss": True}, "use_liger_loss: True has no effect: the chunked log-probs"),
         ({"clone": True}, "clone: True has no effect: use agent.clone"),
         ({"adv_filter_eps": 0.1}, "adv_filter_eps: has no effect without filter_zero_adv"),
@@ -194,7 +195,6 @@ OTHERS = {
     "max_model_len": 48,
     "hf_generate_chunk_size": 5,
     "gradient_checkpointing": False,
-    "torch_compiler": "default",
     "use_kl_advantage_shaping": True,
     "adv_norm": "mean_only",
     "use_separate_reference_adapter": False,
@@ -232,9 +232,7 @@ def test_an_argument_becomes_the_setting_that_stands_for_it(name):
 
 
 def test_all_arguments_come_back_from_the_agent():
-    given = {
-        name: value for name, value in OTHERS.items() if name not in ("device", "torch_compiler")
-    }
+    given = {name: value for name, value in OTHERS.items() if name != "device"}
     agent = GRPO(3, "<x>", "tiny-sums", lora_config=LORA, index=4, **given)
     seen = GRPO.inspect_attributes(agent, input_args_only=True)
     assert seen.keys() == set(ARGUMENTS) - {"actor_network", "tokenizer"}

@@ -128,22 +128,6 @@ def test_bfloat16_stays_near_the_modules_and_gives_gradients_in_the_adapters_dty
             assert (a - b).norm() < 0.1 * b.norm()
 
 
-@pytest.mark.parametrize(
-    ("build", "norms"),
-    [(tiny.llama, 5), (architectures.qwen3, 9), (architectures.olmo2, 9)],
-)
-def test_compiled_norms_are_used_as_they_are(build, norms, monkeypatch):
-    slots = tiny.population(build(), (4,))
-    calls = []
-    for module in slots.base.trunk.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.register_forward_hook(lambda *_: calls.append(1))
-    monkeypatch.setattr(slots.base, "compiled", "default")
-    input_ids, weights = inputs(2)
-    llama_gradients(slots, RowLayout(("a0",), (2,)), input_ids, weights)
-    assert len(calls) == norms
-
-
 def test_which_step_serves_which_model():
     plain = tiny.population(tiny.llama())
     dropping = tiny.population(tiny.llama(), lora_dropout=0.1)
