@@ -20,7 +20,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from evo_grpo.errors import ModelError, ShapeError
+from evo_grpo.errors import ShapeError
 from evo_grpo.model.forward.stacks import Chunks, RowLayout, Stack, build_stack, make_chunks
 from evo_grpo.model.probing import by_rows
 from evo_grpo.seeding import derive
@@ -107,34 +107,13 @@ class FusedForward:
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """Return the model's LoRA layers by module name.
-
-    A layer without support (an embedding, a convolution, DoRA) raises ModelError.
-    """
-    layers = {
+    """Return the model's LoRA layers by module name; all of them are linear."""
+    return {
         name: m
         for name, m in model.named_modules()
         # A module that was wrapped only for removed adapters remains without adapters.
-        if isinstance(m, LoraLayer) and (m.lora_A or m.lora_embedding_A)
+        if isinstance(m, LoraLayer) and m.lora_A
     }
-    for name, layer in layers.items():
-        problem = ""
-        if (
-            not layer.lora_A
-            or layer.lora_embedding_A
-            or not isinstance(next(iter(layer.lora_A.values())), nn.Linear)
-        ):
-            problem = (
-                f"expected a linear layer, got {type(layer).__name__}; leave embeddings and "
-                "convolutions out of target_modules"
-            )
-        elif layer.lora_variant:
-            problem = (
-                "variants such as DoRA are not supported; set use_dora=False in the LoraConfig"
-            )
-        if problem:
-            raise ModelError(f"LoRA on {name!r}: {problem}")
-    return layers
 
 
 @contextmanager

@@ -258,11 +258,7 @@ class AdapterSlots:
         """Copy a slot's weights to another slot with equal modules, shapes and scaling."""
         shapes = [list(self.shapes(name).items()) for name in (source, target)]
         scalings = [[x.scaling.get(n) for x in self.layers.values()] for n in (source, target)]
-        if shapes[0] != shapes[1] or scalings[0] != scalings[1]:
-            raise ConfigError(
-                f"adapters: slots {source!r} and {target!r} differ in modules, shapes or scaling; "
-                "slots of one lora_alpha, rank and target_modules can be copied"
-            )
+        assert (shapes[0], scalings[0]) == (shapes[1], scalings[1]), f"{source} is unlike {target}"
         # One kernel launch for all tensors of a slot; torch has no public function for it.
         torch._foreach_copy_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- see above
             [*self.parameters(target)], [*self.parameters(source)]

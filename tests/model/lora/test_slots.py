@@ -390,24 +390,6 @@ class TestRefusedCalls:
         ):
             _ = slots.peft
 
-    @pytest.mark.parametrize(
-        "config",
-        [
-            tiny.lora(8),
-            tiny.lora(4, lora_alpha=32),
-            tiny.lora(4, target_modules=["q_proj"]),
-            tiny.lora(8, lora_alpha=16),
-        ],
-        ids=["rank", "scaling", "modules", "rank-with-equal-scaling"],
-    )
-    def test_copies_between_unlike_slots(self, pair, config):
-        pair.add("other", config)
-        before = snapshot(pair)
-        for source, target in (("a0", "other"), ("other", "a0")):
-            with pytest.raises(ConfigError, match=r"slots of one .*target_modules can be copied"):
-                pair.copy(source, target)
-        assert_untouched(pair, before)
-
 
 def test_state_is_what_peft_would_save():
     slots = tiny.population(tiny.llama(), (4, 2))
