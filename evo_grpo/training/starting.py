@@ -28,7 +28,7 @@ from evo_grpo.places import find
 from evo_grpo.population.checkpoints.read import refuse_foreign_files
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.ranks.team import Team
-from evo_grpo.rollout.native.ability import ability_of
+from evo_grpo.rollout.native.ability import mixes_lengths
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import LoraSettings, ModelConfig
 from evo_grpo.settings.algorithm import AlgorithmConfig
@@ -252,7 +252,7 @@ def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
     only the model's files.
     """
     if native:
-        ability_of(base, {})
+        mixes_lengths(base, {})
     # The probe compares rounded numbers, so its result may differ between machines.
     answers = team.gather(can_join_layers(base, {}))
     if not native and base.specialized and is_llama_family(base):

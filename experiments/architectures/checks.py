@@ -204,7 +204,7 @@ def _compare(
 ) -> None:
     reference = plain_reference(copy.deepcopy(model), slots)
     if adapters == "default":
-        result.prompts = engine.ability.value
+        result.prompts = "any lengths" if engine.mixes_lengths else "equal lengths"
         result.targets = f"{len(slots.layers)} of {len(slots.base.linear_inputs)}"
         if slots.base.row_limit.selection is not None:
             _refuses_beyond(slots, engine, slots.base.row_limit.selection)

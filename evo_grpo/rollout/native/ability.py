@@ -9,7 +9,6 @@ because in half precision an error of a few positions looks like rounding.
 
 import math
 from contextlib import nullcontext
-from enum import Enum
 from typing import Any
 
 import torch
@@ -24,14 +23,9 @@ from evo_grpo.model.forward.stacks import RowLayout
 from evo_grpo.model.llama.departures import can_join_layers, departures_of, find_departures
 from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.out_of_memory import is_out_of_memory
-from evo_grpo.rollout.native.decoder import (
-    Decoder,
-    EqualLengthDecoder,
-    ModuleDecoder,
-    attention_of,
-)
+from evo_grpo.rollout.native.decoder import ModuleDecoder, attention_of
 
-_KEPT = "ability"
+_KEPT = "mixes lengths"
 #: Endings of the config fields that hold the reach of local attention.
 _REACH = ("window", "window_size", "attention_chunk_size", "local_attention")
 #: Model types whose window applies to the cache but not to a forward pass.
@@ -44,30 +38,25 @@ _LATE = 160
 _MUCH = 8
 
 
-class Ability(Enum):
-    """Which prompts a batch may hold if decoding is to give the same as one forward pass."""
+def mixes_lengths(base: SharedBase, adapted: dict[str, LoraLayer]) -> bool:
+    """Return whether a base can decode prompts of several lengths in one batch.
 
-    ANY_LENGTHS = "any lengths"
-    EQUAL_LENGTHS = "equal lengths"
-
-
-def ability_of(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
-    """Return which prompts a base can decode in one batch; a probe, if any, omits adapters."""
+    A base that cannot decode prompts of one length either raises ModelError. A probe, if any, omits
+    adapters.
+    """
     if can_join_layers(base, adapted):
-        return Ability.ANY_LENGTHS
+        return True
     family, departures, key = is_llama_family(base), (), None
     if base.specialized:
         key = departures = departures_of(base, adapted) if family else ()
     elif family and base.gathered is nullcontext:
         departures = find_departures(base)
     # A base that is, or will be, divided among processes has no key: it cannot be probed again.
-    abilities: dict[object, Ability] = base.derived.setdefault(_KEPT, {})
-    if key not in abilities:
+    kept: dict[object, bool] = base.derived.setdefault(_KEPT, {})
+    if key not in kept:
         plain = family and not departures
-        abilities[key] = (
-            Ability.ANY_LENGTHS if plain else _probed(base, adapted, altered=bool(departures))
-        )
-    return abilities[key]
+        kept[key] = plain or _probed(base, adapted, altered=bool(departures))
+    return kept[key]
 
 
 def window_of(base: SharedBase) -> int:
@@ -90,25 +79,18 @@ def window_of(base: SharedBase) -> int:
     return 0 if kinds == {"full_attention"} else min(windows, default=0)
 
 
-def cached_layers(base: SharedBase) -> int:
-    """Return the number of layers that cache keys and values."""
-    config = _text_config(base)
-    layers = getattr(config, "num_hidden_layers", None) or getattr(config, "decoder_layers", 0)
-    return int(layers or 0)
-
-
 def _text_config(base: SharedBase) -> Any:  # noqa: ANN401 -- of any architecture
     config = base.model.config
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
-def _probed(base: SharedBase, adapted: dict[str, LoraLayer], *, altered: bool) -> Ability:
+def _probed(base: SharedBase, adapted: dict[str, LoraLayer], *, altered: bool) -> bool:
     subject = f"model {base.name!r} ({type(base.model).__name__})"
     reason = _known_problem(base)
-    abilities, longest = [Ability.ANY_LENGTHS, Ability.EQUAL_LENGTHS], _LONGEST
+    ways, longest = [False, True], _LONGEST  # whether prompts have equal lengths
     if altered:
         # The decoder's mask would replace the model's own, and either may act on late tokens only.
-        abilities = [Ability.EQUAL_LENGTHS]
+        ways = [True]
         longest = max(longest, min(_LATE, (base.context_length or _LATE) - _STEPS))
     special = (base.pad_id, *base.eos_ids)
     ids = probing.probe_ids(base.vocabulary, 2, longest + _STEPS, special).to(base.device)
@@ -120,10 +102,10 @@ def _probed(base: SharedBase, adapted: dict[str, LoraLayer], *, altered: bool) -
             probing.check_causal(
                 subject, base.trunk, base.hidden, ids[:1], base.hidden(ids[:1]), prefixes
             )
-        for ability in () if reason else abilities:
-            problem = _problem(base, ability, ids)
+        for equal in () if reason else ways:
+            problem = _problem(base, ids, equal=equal)
             if problem is None:
-                return ability
+                return not equal
             problems.append(problem)
     reason = reason or (
         "token by token with a key/value cache does not give what one forward gives "
@@ -156,24 +138,23 @@ def _known_problem(base: SharedBase) -> str:
     return ""
 
 
-def _problem(base: SharedBase, ability: Ability, ids: Tensor) -> str | None:
+def _problem(base: SharedBase, ids: Tensor, *, equal: bool) -> str | None:
     """Return how far decoding deviates from one forward, or why it fails; None if they agree."""
-    equal = ability is Ability.EQUAL_LENGTHS
     try:
         try:
             # The rounding of half precision hides wrong positions.
             with probing.in_float32(base.trunk):
-                error, allowed = _gap(base, ability, ids)
+                error, allowed = _gap(base, ids, equal=equal)
                 if not equal and probing.EXACT < error <= allowed:
                     # Tensor cores may round float32 by up to percents, with prompts of one length
                     # too; wrong positions differ by much more than that.
-                    noise, _ = _gap(base, Ability.EQUAL_LENGTHS, ids)
+                    noise, _ = _gap(base, ids, equal=True)
                     allowed = max(probing.EXACT, _MUCH * noise)
         except (*probing.CANNOT_RUN, ModelError):
             if not equal or base.dtype not in probing.HALF:
                 raise
             # A layer for half precision alone; with one length no position can be wrong.
-            error, allowed = _gap(base, ability, ids)
+            error, allowed = _gap(base, ids, equal=equal)
     except (*probing.CANNOT_RUN, ModelError) as problem:
         if is_out_of_memory(problem):
             raise
@@ -181,20 +162,16 @@ def _problem(base: SharedBase, ability: Ability, ids: Tensor) -> str | None:
     return None if error <= allowed else f"{error:.2g} of the size of the hidden states off"
 
 
-def _gap(base: SharedBase, ability: Ability, ids: Tensor) -> tuple[float, float]:
+def _gap(base: SharedBase, ids: Tensor, *, equal: bool) -> tuple[float, float]:
     """Return the relative error of decoded hidden states (max over rows), and the tolerated error.
 
-    Two prompts are decoded, the first of them in two rows, one of which is removed half way. With
-    `ANY_LENGTHS` the second prompt is shorter.
+    Two prompts are decoded, the first of them in two rows, one of which is removed half way. Unless
+    `equal`, the second prompt is shorter.
     """
     longest = ids.shape[1] - _STEPS
-    decoder: Decoder
-    if ability is Ability.EQUAL_LENGTHS:
-        decoder, lengths = EqualLengthDecoder(base), (longest, longest)
-    elif attention_of(base) in ("sdpa", "eager"):
-        decoder, lengths = ModuleDecoder(base, cached_layers(base)), (longest, _SHORT)
-    else:
+    if not equal and attention_of(base) not in ("sdpa", "eager"):
         raise ModelError("no mask per row with this attention")
+    decoder, lengths = ModuleDecoder(base, equal=equal), (longest, longest if equal else _SHORT)
     whole = [base.hidden(row[None, : n + _STEPS])[0] for row, n in zip(ids, lengths, strict=True)]
     ends = torch.tensor(lengths, device=ids.device)
     column = torch.arange(ids.shape[1], device=ids.device)

@@ -1,11 +1,12 @@
 """Decoders, which run the model and hold the cache for the decode loop.
 
 `ModuleDecoder` runs a transformers model through its modules, with prompts of all lengths in one
-batch. `EqualLengthDecoder` runs models that padding would mislead, one prompt length at a time.
+batch, or one prompt length at a time for models that padding would mislead.
 `LlamaDecoder` (in evo_grpo/model/llama/decode.py) computes the same for the Llama family with a
 third of the operations.
 """
 
+from functools import partial
 from typing import Any, Protocol, Self, cast, final
 
 import torch
@@ -109,114 +110,66 @@ class _Layer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.columns
 
-    def select(self, rows: Tensor, columns: int) -> None:
-        """Copy rows, which may repeat, into a buffer of `columns` columns."""
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         for name in ("keys", "values"):
             old: Tensor = getattr(self, name)
-            new = old.new_empty(rows.shape[0], old.shape[1], columns, old.shape[3])
-            new[:, :, : self.used] = old[:, :, : self.used].index_select(0, rows)
+            new = old.new_empty(beam_idx.shape[0], old.shape[1], self.columns, old.shape[3])
+            new[:, :, : self.used] = old[:, :, : self.used].index_select(0, beam_idx)
             setattr(self, name, new)
-        self.columns = columns
-
-
-class RowCache(Cache):
-    """The cache of a rollout: a row per (agent, prompt), later a row per unfinished completion."""
-
-    def __init__(self, layers: int, columns: int) -> None:
-        """Create the cache without memory; the first write determines the shapes."""
-        super().__init__(layers=[_Layer(columns) for _ in range(layers)])
-
-    def select(self, rows: Tensor, columns: int) -> None:
-        """Copy rows, which may repeat, into buffers of `columns` columns per layer."""
-        for layer in self.layers:
-            assert isinstance(layer, _Layer)
-            layer.select(rows, columns)
 
 
 @final
 class ModuleDecoder:
-    """Decodes any model through the forward of its modules."""
+    """Decodes any model through the forward of its modules.
 
-    def __init__(self, base: SharedBase, layers: int) -> None:
+    With `equal`, all prompts have one length, and the model runs as its `generate` does, with a
+    `DynamicCache`: without padding, no model needs a mask or positions.
+    """
+
+    def __init__(self, base: SharedBase, *, equal: bool = False) -> None:
         self.base = base
-        self.layers = layers
-        self.cache = RowCache(layers, 0)
+        self.equal = equal
+        self.cache: Cache = DynamicCache()
         self._mask = torch.zeros(0)
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Run prompts; see `Decoder`."""
-        self.cache = RowCache(self.layers, ids.shape[1])
+        if self.equal:
+            assert bool((lengths == ids.shape[1]).all()), "prompts of several lengths"
+            self.cache = DynamicCache(config=self.base.model.config)
+        else:
+            self.cache = Cache(layer_class_to_replicate=partial(_Layer, ids.shape[1]))  # pyright: ignore[reportArgumentType] -- any callable
         hidden = self.base.run(self.cache, input_ids=ids)
         return hidden[torch.arange(len(ids), device=hidden.device), lengths - 1]
 
     def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
         """Turn prompt rows into completion rows; see `Decoder`."""
-        self.cache.select(source, columns)
+        for layer in self.cache.layers:
+            if isinstance(layer, _Layer):
+                layer.columns = columns
+        self.cache.reorder_cache(cast("torch.LongTensor", source))
         self._mask = mask
 
     def keep(self, rows: Tensor) -> None:
         """Drop rows; see `Decoder`."""
-        self.cache.select(rows, self.cache.get_max_length())
+        self.cache.reorder_cache(cast("torch.LongTensor", rows))
         self._mask = self._mask.index_select(0, rows)
 
     def reserve(self, columns: int) -> None:
-        """Do nothing, because `expand` has made room for all columns."""
+        """Do nothing, because `expand` has made room for all columns, or the cache grows."""
         del columns
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Run one token per row; see `Decoder`."""
-        mask = self._mask[..., : self.cache.get_seq_length() + 1]
-        if attention_of(self.base) == "eager":
-            # Eager attention adds its mask to the scores, and would add True as 1.
-            added = torch.zeros(mask.shape, dtype=self.base.dtype, device=mask.device)
-            mask = added.masked_fill_(~mask, torch.finfo(added.dtype).min)
-        hidden = self.base.run(
-            self.cache,
-            input_ids=tokens[:, None],
-            position_ids=positions[:, None],
-            attention_mask=mask,
-        )
-        return hidden[:, 0]
-
-
-@final
-class EqualLengthDecoder:
-    """Decodes any model as its `generate` does, in rows of one length, with a `DynamicCache`.
-
-    Without padding, no model needs a mask or positions.
-    """
-
-    def __init__(self, base: SharedBase) -> None:
-        self.base = base
-        self.cache: Cache = DynamicCache()
-
-    def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Run prompts of one length; see `Decoder`."""
-        assert bool((lengths == ids.shape[1]).all()), "prompts of several lengths"
-        self.cache = DynamicCache(config=self.base.model.config)
-        return self._run(ids)
-
-    def expand(self, source: Tensor, columns: int, mask: Tensor) -> None:
-        """Turn prompt rows into completion rows; see `Decoder`."""
-        del columns, mask
-        self.keep(source)
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop rows; see `Decoder`."""
-        self.cache.reorder_cache(cast("torch.LongTensor", rows))
-
-    def reserve(self, columns: int) -> None:
-        """Do nothing, because the model's cache grows by itself."""
-        del columns
-
-    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Run one token per row; see `Decoder`."""
-        del positions
-        return self._run(tokens[:, None])
-
-    def _run(self, ids: Tensor) -> Tensor:
-        """Run ids (B, T) and cache them; return the hidden states (B, H) of the last column."""
-        return self.base.run(self.cache, input_ids=ids)[:, -1]
+        inputs = {"input_ids": tokens[:, None]}
+        if not self.equal:
+            mask = self._mask[..., : self.cache.get_seq_length() + 1]
+            if attention_of(self.base) == "eager":
+                # Eager attention adds its mask to the scores, and would add True as 1.
+                added = torch.zeros(mask.shape, dtype=self.base.dtype, device=mask.device)
+                mask = added.masked_fill_(~mask, torch.finfo(added.dtype).min)
+            inputs |= {"position_ids": positions[:, None], "attention_mask": mask}
+        return self.base.run(self.cache, **inputs)[:, 0]
 
 
 def attention_of(base: SharedBase) -> str:
@@ -227,8 +180,8 @@ def attention_of(base: SharedBase) -> str:
 def check_attention(base: SharedBase) -> None:
     """Raise an error for attention implementations of transformers without a mask per row.
 
-    `ModuleDecoder` needs the mask. Attention that the user registered is not refused:
-    `EqualLengthDecoder` runs it without a mask.
+    `ModuleDecoder` needs the mask, except for prompts of one length. Attention that the user
+    registered is therefore not refused.
     """
     if attention_of(base).startswith(("flash", "flex", "paged")) or "/" in attention_of(base):
         raise ModelError(

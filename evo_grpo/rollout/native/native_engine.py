@@ -26,13 +26,8 @@ from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
-from evo_grpo.rollout.native.ability import Ability, ability_of, cached_layers, window_of
-from evo_grpo.rollout.native.decoder import (
-    Decoder,
-    EqualLengthDecoder,
-    ModuleDecoder,
-    check_attention,
-)
+from evo_grpo.rollout.native.ability import mixes_lengths, window_of
+from evo_grpo.rollout.native.decoder import Decoder, ModuleDecoder, check_attention
 from evo_grpo.rollout.native.graphs import StepGraphs
 from evo_grpo.rollout.native.loop import DecodeLoop, refills_rows
 from evo_grpo.rollout.native.rows import Output, RowQueue
@@ -84,10 +79,10 @@ class NativeEngine(RolloutEngine):
         The model's code may change between calls; each change is probed once.
         """
         self._specialized = not self._by_modules and can_join_layers(self.base, self.slots.layers)
-        self.ability = Ability.ANY_LENGTHS
+        self.mixes_lengths = True
         if not self._specialized:
             check_attention(self.base)
-            self.ability = ability_of(self.base, self.slots.layers)
+            self.mixes_lengths = mixes_lengths(self.base, self.slots.layers)
 
     @torch.no_grad()
     @alone.excluding_loads()
@@ -103,7 +98,7 @@ class NativeEngine(RolloutEngine):
 
     def _in_one_batch(self, requests: Sequence[RolloutRequest]) -> bool:
         """Return whether prompts of several lengths can share a batch."""
-        if self.ability is Ability.EQUAL_LENGTHS:
+        if not self.mixes_lengths:
             return False
         if not self._window:
             return True
@@ -231,10 +226,8 @@ class NativeEngine(RolloutEngine):
         return self._groups(requests, output, loop.stops.lengths)
 
     def _decoder(self, fused: FusedForward, columns: int, *, equal: bool) -> Decoder:
-        if equal:
-            return EqualLengthDecoder(self.base)
-        if not self._specialized:
-            return ModuleDecoder(self.base, cached_layers(self.base))
+        if equal or not self._specialized:
+            return ModuleDecoder(self.base, equal=equal)
         weights = LlamaWeights.of(self.base, self.slots.layers)
         return open_decoder(weights, fused, columns, self._kernels)
 

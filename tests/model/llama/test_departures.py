@@ -30,7 +30,7 @@ from evo_grpo.model.llama.departures import (
 from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.native.ability import Ability, ability_of
+from evo_grpo.rollout.native.ability import mixes_lengths
 from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 
@@ -412,7 +412,7 @@ def test_a_model_that_is_what_it_says_takes_the_joined_layers(build, dtype, capl
     slots = tiny.population(BUILDS[build]().to(dtype), (4, 2))
     assert can_join_layers(slots.base, slots.layers)
     assert isinstance(open_forward(slots, slots.names), LlamaForward)
-    assert ability_of(slots.base, slots.layers) is Ability.ANY_LENGTHS
+    assert mixes_lengths(slots.base, slots.layers)
     assert not lines(caplog)
 
 
@@ -465,7 +465,7 @@ def test_a_base_that_goes_through_its_modules_anyway_is_not_probed_for_it():
     base.specialized = False
     entry = base.entry
     base.entry = lambda **inputs: (runs.append(1), entry(**inputs))[1]
-    assert ability_of(base, {}) is Ability.ANY_LENGTHS
+    assert mixes_lengths(base, {})
     assert not runs
 
 

@@ -25,8 +25,8 @@ from transformers import (
 from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.native.ability import Ability, ability_of, window_of
-from evo_grpo.rollout.native.decoder import EqualLengthDecoder, ModuleDecoder
+from evo_grpo.rollout.native.ability import mixes_lengths, window_of
+from evo_grpo.rollout.native.decoder import ModuleDecoder
 from evo_grpo.rollout.native.native_engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 
@@ -90,7 +90,7 @@ def one_length_at_a_time(slots):
     slots.base.specialized = False
     engine = NativeEngine(slots)
     slots.base.specialized = True
-    engine.ability = Ability.EQUAL_LENGTHS
+    engine.mixes_lengths = False
     return engine
 
 
@@ -116,26 +116,26 @@ class TestAbility:
     @pytest.mark.parametrize(
         ("build", "expected"),
         [
-            (tiny.llama, Ability.ANY_LENGTHS),
-            (tiny.gpt2, Ability.ANY_LENGTHS),
-            (architectures.opt, Ability.ANY_LENGTHS),
-            (partial(architectures.gemma3, sliding_window=30), Ability.ANY_LENGTHS),
-            (architectures.mpt, Ability.EQUAL_LENGTHS),
-            (architectures.falcon, Ability.EQUAL_LENGTHS),
-            (architectures.bart, Ability.EQUAL_LENGTHS),
+            (tiny.llama, True),
+            (tiny.gpt2, True),
+            (architectures.opt, True),
+            (partial(architectures.gemma3, sliding_window=30), True),
+            (architectures.mpt, False),
+            (architectures.falcon, False),
+            (architectures.bart, False),
         ],
     )
     def test_it_is_found_out(self, build, expected):
-        assert ability_of(SharedBase(build()), {}) is expected
+        assert mixes_lengths(SharedBase(build()), {}) is expected
 
     @pytest.mark.parametrize(
         ("build", "expected", "dtype"),
         [
-            (architectures.opt, Ability.ANY_LENGTHS, torch.bfloat16),
-            (partial(architectures.gemma3, sliding_window=30), Ability.ANY_LENGTHS, torch.bfloat16),
-            (architectures.mpt, Ability.EQUAL_LENGTHS, torch.bfloat16),
-            (tiny.qwen2, Ability.ANY_LENGTHS, torch.float16),
-            (architectures.mpt, Ability.EQUAL_LENGTHS, torch.float16),
+            (architectures.opt, True, torch.bfloat16),
+            (partial(architectures.gemma3, sliding_window=30), True, torch.bfloat16),
+            (architectures.mpt, False, torch.bfloat16),
+            (tiny.qwen2, True, torch.float16),
+            (architectures.mpt, False, torch.float16),
         ],
     )
     def test_half_precision_hides_nothing(self, build, expected, dtype):
@@ -146,12 +146,12 @@ class TestAbility:
                 if parameter.ndim > 1:
                     parameter.mul_(0.02 / parameter.std())
         base = SharedBase(model.to(dtype))
-        assert ability_of(base, {}) is expected
+        assert mixes_lengths(base, {}) is expected
 
     @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
     @pytest.mark.parametrize(
         ("build", "expected"),
-        [(tiny.gpt2, Ability.ANY_LENGTHS), (architectures.mpt, Ability.EQUAL_LENGTHS)],
+        [(tiny.gpt2, True), (architectures.mpt, False)],
     )
     def test_what_tensor_cores_may_round_is_told_from_wrong_positions(
         self, build, expected, dtype, monkeypatch
@@ -166,7 +166,7 @@ class TestAbility:
             return out * (1 + 4e-3 * torch.randn(out.shape, generator=draws, dtype=out.dtype))
 
         base.entry = rounded
-        assert ability_of(base, {}) is expected
+        assert mixes_lengths(base, {}) is expected
 
     @pytest.mark.parametrize("dtype", HALF)
     def test_a_layer_that_knows_half_precision_alone_is_decoded_by_length(self, dtype):
@@ -182,17 +182,17 @@ class TestAbility:
 
         block.forward = narrow
         base = SharedBase(model, None, "tiny")
-        assert ability_of(base, {}) is Ability.EQUAL_LENGTHS
+        assert not mixes_lengths(base, {})
 
     @pytest.mark.parametrize("build", [tiny.llama, architectures.mpt])
     def test_it_is_found_out_once_per_base(self, build):
         runs = []
         base = SharedBase(build())
         base.entry = counted(base.entry, runs)
-        ability_of(base, {})
+        mixes_lengths(base, {})
         before = len(runs)
         assert before
-        ability_of(base, {})
+        mixes_lengths(base, {})
         assert len(runs) == before
 
     def test_it_goes_past_the_adapters_and_takes_no_draw(self):
@@ -236,7 +236,7 @@ class TestAbility:
         slots = tiny.population(architectures.gemma3(sliding_window=window), (4, 2))
         slots.base.specialized = False
         engine = NativeEngine(slots)
-        assert engine.ability is Ability.ANY_LENGTHS
+        assert engine.mixes_lengths
         calls = []
         slots.base.entry = counted(slots.base.entry, calls)
         requests = asked_of(slots, temperature=0.9)
@@ -273,7 +273,7 @@ class TestRefused:
         model = RwkvForCausalLM(config).eval()
         model.generation_config.eos_token_id = tiny.EOS
         with pytest.raises(ModelError, match=r"model 'tiny' \(RwkvForCausalLM\): "):
-            ability_of(SharedBase(model, None, "tiny"), {})
+            mixes_lengths(SharedBase(model, None, "tiny"), {})
 
     def test_a_cache_that_forgets(self):
         """Decoding that is off one forward is refused, whatever the reason."""
@@ -294,15 +294,14 @@ class TestRefused:
 
     def test_a_cache_that_loses_its_rows_when_one_leaves(self, monkeypatch):
         """Decoding is right until a finished row leaves the batch."""
-        for kind in (ModuleDecoder, EqualLengthDecoder):
-            original = kind.keep
+        original = ModuleDecoder.keep
 
-            def shifted(self, rows, original=original):
-                original(self, rows if len(rows) == 3 else rows - 1)
+        def shifted(self, rows):
+            original(self, rows if len(rows) == 3 else rows - 1)
 
-            monkeypatch.setattr(kind, "keep", shifted)
+        monkeypatch.setattr(ModuleDecoder, "keep", shifted)
         with pytest.raises(ModelError, match="the native engine cannot decode it"):
-            ability_of(SharedBase(tiny.gpt2()), {})
+            mixes_lengths(SharedBase(tiny.gpt2()), {})
 
     def test_too_little_memory_is_no_fault_of_the_model(self):
         base = SharedBase(architectures.mpt())
@@ -312,7 +311,7 @@ class TestRefused:
 
         base.entry = failing
         with pytest.raises(torch.OutOfMemoryError):
-            ability_of(base, {})
+            mixes_lengths(base, {})
 
 
 def mamba2(**changes):
@@ -327,10 +326,10 @@ def mamba2(**changes):
 @pytest.mark.parametrize("limit", [(0.001, math.inf), (0.0, 0.1)])
 def test_time_steps_that_the_forward_alone_bounds_are_refused(limit):
     base = SharedBase(mamba2())
-    assert ability_of(base, {}) is Ability.EQUAL_LENGTHS
+    assert not mixes_lengths(base, {})
     base = SharedBase(mamba2(time_step_limit=limit))
     with pytest.raises(ModelError, match=r"mixer clamps its time steps to .*engine.rollout"):
-        ability_of(base, {})
+        mixes_lengths(base, {})
 
 
 def test_a_window_that_the_cache_alone_has_is_refused_where_rows_may_outgrow_it():
@@ -342,6 +341,6 @@ def test_a_window_that_the_cache_alone_has_is_refused_where_rows_may_outgrow_it(
         )  # fmt: skip
         return SharedBase(MoshiForCausalLM(config).eval())
 
-    assert ability_of(moshi(16), {}) is Ability.ANY_LENGTHS
+    assert mixes_lengths(moshi(16), {})
     with pytest.raises(ModelError, match=r"its cache keeps 6 tokens.*max_position_embeddings: 6"):
-        ability_of(moshi(6), {})
+        mixes_lengths(moshi(6), {})
