@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from evo_grpo import settings
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.escaping import printable
 from evo_grpo.evolve.explore.on_copy import NoExploration
@@ -17,15 +18,6 @@ from evo_grpo.record.summary import read_summary, score_of
 from evo_grpo.schema.hparams import CLIP_ENDS, LORA, AgentFields, Hparams, Value
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter, values_of
 from evo_grpo.schema.validation import whole
-from evo_grpo.settings import (
-    EnvConfig,
-    EvolveConfig,
-    LoraSettings,
-    ModelConfig,
-    RunConfig,
-    StopConfig,
-    to_yaml,
-)
 from evo_grpo.settings.algorithm import AlgorithmConfig
 from evo_grpo.training.sizing.machine import LIMITS
 
@@ -67,7 +59,7 @@ def recipe(
             f"{path}: already exists; choose another name, or replace it with --force"
         )
     schedule, config = read_schedule(run), read_config(folder)
-    settings = recipe_settings(
+    run_of_one = recipe_settings(
         config,
         schedule,
         rounds or len(schedule.rounds),
@@ -85,13 +77,13 @@ def recipe(
         f"All others are as in {folder / CONFIG}",
     )
     text = "".join(f"# {printable(line)}\n" for line in heading)
-    atomic_write(path, f"{text}\n{to_yaml(settings)}", "recipe")
+    atomic_write(path, f"{text}\n{settings.to_yaml(run_of_one)}", "recipe")
     return path
 
 
 def recipe_settings(
-    config: RunConfig, schedule: Schedule, rounds: int, steps: int, *, model: str | None
-) -> RunConfig:
+    config: settings.RunConfig, schedule: Schedule, rounds: int, steps: int, *, model: str | None
+) -> settings.RunConfig:
     """Return the settings of a recipe: one agent for `rounds` rounds of `steps` GRPO steps."""
     played = schedule.rounds
     line = [played[round * len(played) // rounds].hparams for round in range(rounds)]
@@ -107,7 +99,7 @@ def recipe_settings(
             steps_per_round=steps,
             init="latin_hypercube",
             sizes=None,
-            stop=StopConfig(no_signal=config.population.stop.no_signal),
+            stop=settings.StopConfig(no_signal=config.population.stop.no_signal),
         ),
         algorithm=_algorithm(config.algorithm, schedule, line[0], share),
         evolve=_evolve(config.evolve, line, ranges),
@@ -196,8 +188,8 @@ def _algorithm(
 
 
 def _model(
-    model: ModelConfig, first: Hparams, searched: Sequence[str], name: str | None
-) -> ModelConfig:
+    model: settings.ModelConfig, first: Hparams, searched: Sequence[str], name: str | None
+) -> settings.ModelConfig:
     """Return the recipe's group `model`, with the LoRA rank and alpha of the line's first round.
 
     If `name` names another model, `trust_remote_code` is off.
@@ -216,14 +208,14 @@ def _model(
     return model.replace(name=name, lora=lora, trust_remote_code=False)
 
 
-def _with_layers(lora: LoraSettings, first: Hparams) -> LoraSettings:
+def _with_layers(lora: settings.LoraSettings, first: Hparams) -> settings.LoraSettings:
     """Return LoRA settings that have the layers of the first round in place of sets of layers."""
     name, sets = first.lora_target_modules, lora.target_sets
     targets = lora.target_modules if name is None else sets[name]
     return lora.replace(target_modules=targets, target_sets={})
 
 
-def _lora(lora: LoraSettings, first: Hparams) -> LoraSettings:
+def _lora(lora: settings.LoraSettings, first: Hparams) -> settings.LoraSettings:
     if first.lora_r is None and first.lora_alpha is None:
         return lora
     rank, alpha = first.lora_r or lora.r, first.lora_alpha
@@ -235,7 +227,7 @@ def _lora(lora: LoraSettings, first: Hparams) -> LoraSettings:
     return lora.replace(r=rank, alpha=alpha)
 
 
-def _env(env: EnvConfig, first: Hparams, searched: Sequence[str]) -> EnvConfig:
+def _env(env: settings.EnvConfig, first: Hparams, searched: Sequence[str]) -> settings.EnvConfig:
     """Return the recipe's group `env`, with the prompt and the reward weights of the winner."""
     changes: dict[str, Any] = {}
     if first.prompt is not None and env.prompts is not None and "prompt" not in searched:
@@ -252,8 +244,8 @@ def _env(env: EnvConfig, first: Hparams, searched: Sequence[str]) -> EnvConfig:
 
 
 def _evolve(
-    evolve: EvolveConfig, line: Sequence[Hparams], ranges: dict[str, RLParameter]
-) -> EvolveConfig:
+    evolve: settings.EvolveConfig, line: Sequence[Hparams], ranges: dict[str, RLParameter]
+) -> settings.EvolveConfig:
     """Return the recipe's group `evolve`, for one agent: a schedule, and no selection."""
     entries = _entries(line, ranges)
     return evolve.replace(
