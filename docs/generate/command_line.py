@@ -67,11 +67,8 @@ EXAMPLES: dict[str, Example] = {
         "  - 210  [exact 0.00]\n\nprompt of 6 tokens, as the model gets it:\n> 89+08=\n"
         "  - 907  [exact 0.00]\n  - 197  [exact 0.00]\n  - 087  [exact 0.00]\n"
         "  - 097  [exact 1.00]\n\n8 answers: 4 tokens each on average, sampled in 0.2 s, scored in "
-        "0.0 s; 0% were cut off\nreward exact: 0 to 1, mean 0.38\n48 steps of 256 answers "
-        "like these sample for 0:05:07 in the run, less where more at once are faster; scoring, "
-        "learning and evaluations come on top\n2 "
-        "of 2 groups have a signal: only a group whose rewards differ changes an agent\nshare of "
-        "groups with a signal by group_size, as estimated: 4: 78%, 8: 95%, 16: 99%, 32: 100%",
+        "0.0 s; 0% were cut off\nreward exact: 0 to 1, mean 0.38\n2 of 2 groups have a signal: "
+        "only a group whose rewards differ changes an agent",
     ),
     "fetch": Example(
         "evo-grpo fetch smollm2",

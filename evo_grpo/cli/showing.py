@@ -236,7 +236,7 @@ def show_run(
         begin()
         try:
             finished = play(progress)
-        except (EvoGrpoError, OSError) as error:
+        except Exception as error:
             if progress.began:
                 error.add_note(
                     f"fix the cause, then continue with: evo-grpo resume {progress.run_dir}{option}"

@@ -14,7 +14,7 @@ from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.explore.step import value_of
 from evo_grpo.evolve.protocols import Candidate, Changes, Explorer, Offspring, Trial
 from evo_grpo.evolve.ranges import latin_hypercube
-from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, in_order, is_of_every_agent
+from evo_grpo.schema.hparams import CLIP_ENDS, Hparams, in_order
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.schema.validation import is_whole, shown
 from evo_grpo.types import Member, Mutation, Slot
@@ -73,8 +73,10 @@ def next_generation(  # noqa: PLR0913 -- the values of a population, one argumen
         )  # fmt: skip
         values = explorer.explore(candidate, hp_config, rng)
         changes = _checked_changes(f"{type(explorer).__name__}.explore", source, values, hp_config)
-        if copied or values != source:
-            mutation = Mutation("clone" if values == source else "mutate", changes)
+        if not changes:
+            values = source  # the same in other words, such as the limit that None stands for
+        if copied or changes:
+            mutation = Mutation("mutate" if changes else "clone", changes)
             new_members.append(Member(next_id, agent, parent.id, round + 1, mutation))
             next_id += 1
         else:
@@ -128,8 +130,7 @@ def _checked_changes(
         )
     had, has = ({n for n, v in one.named().items() if v is not None} for one in (old, values))
     searched = hp_config.names()
-    new = {n for n in has - had if n not in searched and not is_of_every_agent(n)}
-    if wrong := in_order(had - has | new):
+    if wrong := in_order(had - has | has - had - set(searched)):
         raise ShapeError(
             f"{name}: expected values of the hyperparameters that the agent has, or that are "
             f"searched, got others in {', '.join(wrong)}; change no value to None, and give what "

@@ -265,7 +265,8 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> ParsedRounds:
                     check_format({}, f"{path}, line {first + number}")
                 raise errors.CheckpointError(
                     f"{path}, line {first + number}: expected round {first + len(records) + 1} as "
-                    f"it was written, but {error}; put the file back as it was, from a copy"
+                    f"it was written, but {error}; put the file back as it was, from a copy, or "
+                    "read it with the version of evo-grpo that wrote it"
                 ) from error
             records.append(record)
             places.append(start + length)

@@ -49,7 +49,7 @@ class Group(BaseModel):
     shorthand: ClassVar[str | None] = None
     """The field that a plain string sets: `env: sums` means `env: {kind: sums}`."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, /, **settings: Any) -> None:
         try:
             super().__init__(**settings)
         except ValidationError as error:

@@ -284,11 +284,13 @@ def warn_of_processors(base: SharedBase, algorithm: AlgorithmConfig, mutates: bo
     }
     if mutates:
         given.pop("repetition_penalty", None)
+    strings = given.get("stop_strings", [])
+    if set([strings] if isinstance(strings, str) else strings) <= set(algorithm.stop):
+        given.pop("stop_strings", None)
     settings = {
         "repetition_penalty": algorithm.repetition_penalty,
         "min_length": algorithm.min_output_tokens,
         "min_new_tokens": algorithm.min_output_tokens,
-        "stop_strings": algorithm.stop,
     }
     options = [f"{name}={shown(v)}" for name, v in given.items() if v != settings.get(name)]
     if options:

@@ -156,6 +156,7 @@ BOTH = {"prompt": "{question}", "conversation": [{"role": "user", "content": "x"
             ("sums", {"args": args}, message)
             for args, message in (
                 ({"lwo": 1}, "env.args.lwo: unknown key; did you mean 'low'\\? Expected one of"),
+                ({"self": 1}, "env.args.self: unknown key"),
                 ({"low": "1"}, r"env.args.low: expected an integer in \[0, 99\], got .*'1'"),
                 ({"low": True}, r"env.args.low: expected an integer in \[0, 99\], got true"),
                 ({"low": 9, "high": 3}, "env.args: expected low <= high, got low 9, high 3"),

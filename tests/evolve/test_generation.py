@@ -203,9 +203,9 @@ class Mine:
         return self.answer
 
 
-def explored(answer):
+def explored(answer, old=OLD):
     rng, plan = np.random.default_rng(0), (Offspring(0, 0),)
-    return next_generation(plan, founders(1), [OLD], Mine(answer), SPACE, rng, round=0, next_id=1)
+    return next_generation(plan, founders(1), [old], Mine(answer), SPACE, rng, round=0, next_id=1)
 
 
 @pytest.mark.parametrize(
@@ -216,11 +216,12 @@ def explored(answer):
         ({"clip_coef": (1.3, 1.4)}, {"clip_low": 1.3, "clip_high": 1.4}),
         ({"loss_type": "dapo", "group_size": np.int64(4)}, {"group_size": 4, "loss_type": "dapo"}),
         ({"batch_size": 8}, {"batch_size": 8}),  # None counts as the maximum
+        ({"batch_size": 64}, {}),
     ],
 )
 def test_changes_are_computed_in_plain_values(new, changes):
     (member,), (hparams,) = (found := explored(OLD.replace(**new))).members, found.hparams
-    assert hparams == OLD.replace(**new)
+    assert hparams == (OLD.replace(**new) if changes else OLD)
     assert member.id == (1 if changes else 0)
     assert {name: after for name, (_, after) in member.mutation.changes.items()} == changes
     for name, pair in member.mutation.changes.items():
@@ -243,6 +244,11 @@ def test_changes_are_computed_in_plain_values(new, changes):
 def test_what_is_no_exploration_is_refused_by_the_name_of_the_class(answer, message):
     with pytest.raises(ShapeError, match=f"^Mine.explore: {message}"):
         explored(answer)
+
+
+def test_a_value_in_place_of_none_needs_a_range():
+    with pytest.raises(ShapeError, match="got others in max_grad_norm; .* give what may change a"):
+        explored(OLD, OLD.replace(max_grad_norm=None))
 
 
 @pytest.mark.parametrize(

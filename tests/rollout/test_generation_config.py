@@ -137,7 +137,8 @@ def test_a_setting_that_does_the_same_is_no_difference():
 def test_strings_that_end_a_completion_are_named():
     (message,), _ = told({"stop_strings": ["</s>"]})
     assert "ignore stop_strings=['</s>']; set" in message
-    assert told({"stop_strings": ["</s>"]}, AlgorithmConfig(stop=["</s>"]))[0] == []
+    for same in (["</s>"], "</s>", ["</s>", "\n"]):
+        assert told({"stop_strings": same}, AlgorithmConfig(stop=["\n", "</s>"]))[0] == []
 
 
 def test_agents_are_told_once():
