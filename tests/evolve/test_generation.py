@@ -247,7 +247,7 @@ def test_what_is_no_exploration_is_refused_by_the_name_of_the_class(answer, mess
 
 
 def test_a_value_in_place_of_none_needs_a_range():
-    with pytest.raises(ShapeError, match="got others in max_grad_norm; .* give what may change a"):
+    with pytest.raises(ShapeError, match=r"got others in max_grad_norm; .* give what may change a"):
         explored(OLD, OLD.replace(max_grad_norm=None))
 
 
