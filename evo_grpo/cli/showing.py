@@ -236,7 +236,7 @@ def show_run(
         begin()
         try:
             finished = play(progress)
-        except Exception as error:
+        except Exception as error:  # strategies of the user may raise anything
             if progress.began:
                 error.add_note(
                     f"fix the cause, then continue with: evo-grpo resume {progress.run_dir}{option}"

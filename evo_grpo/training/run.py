@@ -225,7 +225,7 @@ def _removed_on_failure(folder: RunDir | None, *, fresh: bool) -> Generator[None
     """If the block fails, clear a new run folder for a retry, or delete the folder if `fresh`."""
     try:
         yield
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt):  # code of the user may raise anything
         if folder is not None:
             clear_run(folder.path)
             if fresh:
